@@ -166,7 +166,7 @@ def counting() -> Iterator[Counts]:
 
     def operation(carry_out: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            if threading.current_thread().name == "shardeddp-agreement":
+            if threading.current_thread().name == "shardeddp-transfers":
                 counts.ahead += 1
             else:
                 counts.waited += 1
@@ -242,7 +242,7 @@ class Watch(L.Callback):
 
     def _now(self, trainer: L.Trainer) -> tuple[Counts, float]:
         """Counts when all that has been asked is answered."""
-        trainer.strategy._group.mesh.control.channel.in_background(bool).result()
+        trainer.strategy._group.mesh.control.begin(bool).result()
         return replace(self._counts), time.process_time()
 
     @override

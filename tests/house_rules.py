@@ -99,6 +99,28 @@ COLLECTIVE_HOMES = ("torch.distributed", "torch.ops.c10d", "torch.ops._c10d")
 # Methods of a ProcessGroup, whatever the variable is called; the others have names that anybody may use.
 GROUP_METHOD = re.compile(r"_?(allreduce|allgather|alltoall|reduce_scatter_base)\w*")
 FOREIGN_ENGINE = re.compile(r"torch\.distributed\.(fsdp|_composable)")
+FACTORIES = frozenset(
+    [
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+    ]
+)
+UNDER_A_DEVICE = ("planner/", "lightning/planning.py", "lightning/probe.py")
+"""Makes a model's inputs and measures, under a device that it sets itself."""
 MACHINE_PATH = re.compile(r"(?<![\w.}~*])/(work|root|home|Users|tmp)/\w")
 
 
@@ -517,6 +539,24 @@ def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
                 "cls",
             ):
                 problem = "state is declared in __init__ or in a dataclass, not discovered"
+                yield Finding(
+                    path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem
+                )
+
+
+def default_devices(files: Sequence[Source]) -> Iterator[Finding]:
+    """Tensors name their device: users may have set another default one, which host messages cannot travel from."""
+    for file in files:
+        if file.inner.startswith(UNDER_A_DEVICE):
+            continue
+        for node in ast.walk(file.tree):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).removeprefix("torch.") in FACTORIES
+                and ast.unparse(node.func).startswith("torch.")
+                and not any(given.arg in ("device", None) for given in node.keywords)
+            ):
+                problem = "a tensor on whatever device is the default: say device="
                 yield Finding(
                     path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem
                 )

@@ -38,6 +38,7 @@ RULES: list[Rule] = [
     house.missing_annotations,
     house.concrete_overrides,
     house.state_by_hasattr,
+    house.default_devices,
     house.machine_paths,
 ]
 OF_EVERY_FILE = (house.machine_paths,)
@@ -146,6 +147,10 @@ def test_no_method_of_ours_replaces_another() -> None:
 
 def test_state_is_declared_and_not_discovered() -> None:
     assert broken(house.state_by_hasattr) == []
+
+
+def test_tensors_name_their_device() -> None:
+    assert broken(house.default_devices) == []
 
 
 def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
@@ -417,6 +422,7 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (house.state_by_hasattr, {"wrap.py": "'ready' not in self.__dict__"}),
     (house.state_by_hasattr, {"wrap.py": "vars(module).get('_shardeddp_unit')"}),
     (house.state_by_hasattr, {"wrap.py": "'ready' in vars(self)"}),
+    (house.default_devices, {"comm/mesh.py": "torch.zeros(3, dtype=torch.uint8)"}),
     (house.machine_paths, {"wrap.py": "DATA = '" + "/home/" + "me/data'"}),
     (house.machine_paths, {"notes.md": "cd " + "/work/" + "main"}),
 ]
@@ -518,6 +524,13 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
         house.state_by_hasattr,
         {
             "wrap.py": "hasattr(module, 'flatten_parameters')\ngetattr(fn, '__name__', '?')\ngetattr(self, name)"
+        },
+    ),
+    (
+        house.default_devices,
+        {
+            "comm/mesh.py": "torch.zeros(3, device='cpu')\ntorch.empty(*sizes, **options)\ntorch.zeros_like(x)",
+            "planner/trace.py": "torch.zeros(3)",
         },
     ),
     (

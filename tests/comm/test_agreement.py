@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardeddp.comm import (
@@ -45,6 +46,15 @@ def test_every_rank_gets_the_bytes_of_every_rank(
 ) -> None:
     for size in (1, 2, 3):
         assert world(size).run(send, payloads[:size]) == [list(payloads[:size])] * size
+
+
+@on_ranks(2)
+def test_messages_are_on_the_host_whatever_device_is_the_default() -> None:
+    with torch.device("meta"):
+        assert all_gather_bytes(b"text", all_ranks()) == [b"text"] * 2
+        assert agree_on_any([dist.get_rank() == 1, False], all_ranks()) == [True, False]
+        agree_on_layout(["one line"], all_ranks())
+        assert gather_to_first("sending", lambda: b"x", all_ranks()) in ([b"x"] * 2, [])
 
 
 def send_to_first(payloads: Sequence[bytes]) -> list[bytes]:

@@ -162,7 +162,7 @@ def train_unseen(trial: Trial, loss: Loss, micro_batches: int, steps: int) -> li
         keep_highest = HostGroup.keep_highest_
 
         def counting(group: HostGroup, message: torch.Tensor, tag: int) -> None:
-            counts[threading.current_thread().name == "shardeddp-agreement"] += 1
+            counts[threading.current_thread().name == "shardeddp-transfers"] += 1
             keep_highest(group, message, tag)
 
         patch.setattr(HostGroup, "keep_highest_", counting)

@@ -303,6 +303,19 @@ def test_what_would_not_follow_is_named(kind: type[TinyGpt], words: str) -> None
         train([ReshardSchedule({1: "no_shard"})], kind, max_steps=2)
 
 
+class HoldsOnOneRank(Holds):
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        self.what = "view" if self.global_rank else "nothing"
+        return super().loss(batch)
+
+
+@on_ranks(2)
+def test_what_would_not_follow_on_one_rank_is_refused_on_all_which_go_on() -> None:
+    once = Once("on_train_batch_end", "no_shard")
+    train([once], HoldsOnOneRank, max_steps=4)
+    assert isinstance(once.raised, RuntimeError) and "views of parameters" in str(once.raised)
+
+
 @on_ranks(2)
 def test_a_gradient_that_somebody_holds_stays_the_parameters_own() -> None:
     held: list[Any] = []

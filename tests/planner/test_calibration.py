@@ -198,7 +198,7 @@ def test_a_plan_without_files_is_that_of_the_fitted_constants() -> None:
     assert "Calibrated" not in shown(found)
 
 
-def test_a_plan_says_what_was_calibrated_with_what_and_how_its_interval_has_shrunk(
+def test_a_plan_says_what_was_calibrated_with_what_and_how_far_it_may_be_off(
     probe: Path,
 ) -> None:
     probed = plan(probe)
@@ -207,7 +207,7 @@ def test_a_plan_says_what_was_calibrated_with_what_and_how_its_interval_has_shru
     assert f"Calibrated with {probe} (2 x CPU): matmul 0.1 TFLOP/s in fp32" in shown(probed)
     assert "within 10 %, without measurements 15 %" in shown(probed)
     recorded = plan(probe, run_of(probed.best, probe.with_name("run.json"), compute=1.25))
-    assert RECORDED < recorded.best.interval < 0.07, "collectives are as the probe says"
+    assert PROBED < recorded.best.interval < RECORDED, "collectives are as the probe says"
     assert "(100 steps on 2 x CPU): times what was planned, compute 1.25" in shown(recorded)
     low, high = json.loads(recorded.as_json())[0]["step_interval"]
     share = recorded.best.interval

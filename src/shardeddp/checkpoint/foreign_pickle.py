@@ -427,7 +427,7 @@ class Archive:
                 data = self._read(view.record, view.record_nbytes)
                 storages[view.record] = torch.frombuffer(data or bytearray(1), dtype=torch.uint8)
             if 0 in view.shape:
-                return torch.empty(view.shape, dtype=view.dtype)
+                return torch.empty(view.shape, dtype=view.dtype, device="cpu")
             if math.prod(view.shape) > max(view.record_nbytes, MAX_VALUES):
                 raise ValueError("a tensor has more elements than its storage has bytes")
             nbytes = view.record_nbytes // view.dtype.itemsize * view.dtype.itemsize

@@ -64,7 +64,7 @@ def gather_full(state: Any, keep: bool) -> Any:
     """
     if isinstance(state, ShardTensor):
         full = state.full_tensor().detach()
-        return full.cpu() if keep else torch.empty(0, dtype=full.dtype)
+        return full.cpu() if keep else torch.empty(0, dtype=full.dtype, device="cpu")
     if isinstance(state, Mapping):
         gathered = {key: gather_full(value, keep) for key, value in state.items()}
         return _same_mapping(state, gathered)

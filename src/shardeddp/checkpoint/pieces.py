@@ -325,7 +325,7 @@ def assemble(
         1D, on the host, ``interval.numel`` elements.
     """
     wanted = [each.outside(box) for each in boxes(interval, box.sizes)]
-    flat = torch.empty(interval.numel, dtype=dtype)
+    flat = torch.empty(interval.numel, dtype=dtype, device="cpu")
     at = 0
     for each in wanted:
         target = flat[at : at + each.numel].view(each.sizes)

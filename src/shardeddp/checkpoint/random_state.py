@@ -95,11 +95,13 @@ def gather_random_states(state: RandomState, group: HostGroup) -> RandomStates:
     return {name: _stacked([each.get(name, _NONE) for each in states]) for name in names}
 
 
-_NONE = torch.empty(0, dtype=torch.uint8)
+_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _stacked(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    rows = torch.zeros(len(states), _COUNT.size + max(map(len, states)), dtype=torch.uint8)
+    rows = torch.zeros(
+        len(states), _COUNT.size + max(map(len, states)), dtype=torch.uint8, device="cpu"
+    )
     for row, state in zip(rows, states, strict=True):
         count = _tensor(_COUNT.pack(len(state)))
         row[: _COUNT.size + len(state)] = torch.cat([count, state])
@@ -224,7 +226,9 @@ class ResumeRandomness:
         resumes = self._held is not None and mid_epoch
         if resumes and isinstance(loader, DataLoader) and loader.generator is None:
             # Seeded by numbers that are thrown away with all others drawn before `begin`.
-            loader.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+            loader.generator = torch.Generator().manual_seed(
+                int(torch.randint(2**62, (), device="cpu"))
+            )
             self._lent.append(loader)
         if has_length(loader):
             return loader

@@ -140,7 +140,7 @@ class CheckpointReader:
         """
         inner, dtype = box.inside(place), self.manifest.sections[section].dtype
         strides = [math.prod(place.sizes[dim + 1 :]) for dim in range(len(place.sizes))]
-        found = torch.empty(box.sizes, dtype=dtype)
+        found = torch.empty(box.sizes, dtype=dtype, device="cpu")
         dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
         count = 1 if dim is None else box.sizes[dim]
         step = count if dim is None else max(1, _SLAB_NBYTES // (strides[dim] * dtype.itemsize))
@@ -161,7 +161,7 @@ class CheckpointReader:
         # Found before memory is taken: pieces have bytes of their own, all of which are there.
         pieces = self._pieces.of(section, interval)
         dtype = self.manifest.sections[section].dtype
-        elements = torch.empty(interval.numel, dtype=dtype)
+        elements = torch.empty(interval.numel, dtype=dtype, device="cpu")
         memory = memory_of(elements)
         itemsize = dtype.itemsize
         for piece in pieces:

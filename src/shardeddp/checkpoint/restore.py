@@ -339,8 +339,8 @@ def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
 
 def _after_a_step(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> Mapping[str, Any]:
     """What an optimizer with these options keeps of a parameter of one element."""
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
+    parameter = torch.zeros(1, requires_grad=True, device="cpu")
+    parameter.grad = torch.zeros(1, device="cpu")
     try:
         probe: Any = kind([parameter])  # type: ignore[call-arg]
         probe.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})

@@ -212,7 +212,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         tensors[name] = (
             torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start).view(shape)
             if numel
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device="cpu")
         )
     return tensors
 

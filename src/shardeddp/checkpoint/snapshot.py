@@ -76,7 +76,7 @@ class HostMemory:
             self._chunks = []
             self._is_pinned = bool(devices)
             self._chunks = [
-                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
                 for nbytes in chunks
             ]
         copies = [

@@ -163,8 +163,10 @@ def reduce_highest(
         ahead: Whether it goes on behind the back of this thread until the result is waited for.
     """
     begin(group, kind or operation)
-    code = torch.tensor([*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8)
-    message = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8)
+    code = torch.tensor(
+        [*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8, device="cpu"
+    )
+    message = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
     message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
     inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
     message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
@@ -200,7 +202,7 @@ class Reduction:
         # Where numbers are too many for one message.
         self._second_tag = group.channel.next_tag() if numbers.numel() > _PAYLOAD_NBYTES else 0
         self._under_way: Future[bool] | None = (
-            group.channel.in_background(self._reduce) if ahead and group.size > 1 else None
+            group.begin(self._reduce) if ahead and group.size > 1 else None
         )
 
     def is_there_within(self, seconds: float) -> bool:
@@ -215,7 +217,9 @@ class Reduction:
             DesyncError: Some have come to another operation.
         """
         with during(self._group.clock, "ranks"):
-            alike = self._reduce() if self._under_way is None else self._under_way.result()
+            alike = (
+                self._reduce() if self._under_way is None else self._group.wait_for(self._under_way)
+            )
         if not alike:
             describe = _record_of(self._group).describe
             described = (
@@ -251,7 +255,7 @@ def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
 
     Bytes, so that nothing that arrives is ever unpickled.
     """
-    step = torch.tensor([_step(len(payload))], dtype=torch.uint8)
+    step = torch.tensor([_step(len(payload))], dtype=torch.uint8, device="cpu")
     reduce_highest(step, "exchange", group).wait()
     blocks = group.gather(_block(payload, int(step)), group.channel.next_tag())
     return [_unpack(block) for block in blocks]
@@ -272,7 +276,7 @@ def _room(step: int) -> int:
 def _block(payload: bytes, step: int) -> torch.Tensor:
     """Bytes with their number before them, as long as any of a step."""
     length = len(payload).to_bytes(_LENGTH_NBYTES, "big")
-    block = torch.zeros(_LENGTH_NBYTES + _room(step), dtype=torch.uint8)
+    block = torch.zeros(_LENGTH_NBYTES + _room(step), dtype=torch.uint8, device="cpu")
     filled = block[: _LENGTH_NBYTES + len(payload)]
     filled.copy_(torch.frombuffer(bytearray(length + payload), dtype=torch.uint8))
     return block
@@ -331,7 +335,7 @@ def gather_to_first(step: str, action: Callable[[], bytes], group: HostGroup) ->
     first = group.rank == 0
     # The first rank's own result, which may be by far the longest, does not travel.
     sent = b"" if first else result
-    told = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8)
+    told = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8, device="cpu")
     any_failed, room = reduce_highest(told, "gathering", group).wait().tolist()
     if any_failed:
         texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
@@ -418,7 +422,7 @@ def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
         group: The ranks.
     """
     is_source = group.rank == source
-    step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8)
+    step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8, device="cpu")
     reduce_highest(step, f"broadcast of rank {source}", group).wait()
     block = _block(payload if is_source else b"", int(step))
     group.broadcast_(block, source, group.channel.next_tag())
@@ -460,7 +464,7 @@ def ask_for_highest_alike(
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
     # are equal.
     message = torch.tensor(
-        [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8
+        [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8, device="cpu"
     )
     reduction, size = reduce_highest(message, operation, group, ahead=ahead), len(digest)
 
@@ -486,7 +490,7 @@ def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
     """
     if group.size == 1:
         return list(flags)
-    tensor = torch.tensor(flags, dtype=torch.uint8)
+    tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
     return [bool(flag) for flag in tensor.tolist()]
 
@@ -512,7 +516,7 @@ class AsyncMaximum:
         """
         self.result()
         self._under_way = reduce_highest(
-            torch.tensor([number], dtype=torch.uint8),
+            torch.tensor([number], dtype=torch.uint8, device="cpu"),
             "agreement on signals",
             self._group,
             ahead=True,

@@ -1,6 +1,7 @@
 """Backends of collectives: gloo's and NCCL's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,7 @@ from shardeddp.comm.collectives import (
     Work,
     split_mean_factor,
 )
+from shardeddp.comm.transfers import NEVER_SENT, TransferThread, wait_for
 from shardeddp.torch_private import past_the_front
 
 # Kernels in front of collectives look for parameters of users; none of these gets any.
@@ -27,8 +29,11 @@ from shardeddp.torch_private import past_the_front
 
 MEAN_BLOCK_NUMEL = 1 << 16
 
-_NEVER_SENT = 0x7FFFFFFF
-"""A tag that no transfer has."""
+_WATCHED_NBYTES = 1 << 18
+"""From what size on a transfer may be under way for a while: see :mod:`shardeddp.comm.transfers`.
+
+Less than that leaves at once, and arrives at once.
+"""
 
 
 class GlooCollectives(Collectives):
@@ -45,16 +50,20 @@ class GlooCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
+        self._thread = TransferThread()
+        # Where torch compares what ranks ask a group for, it counts what one rank looks for.
+        is_compared = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        self._watches = group is not dist.group.WORLD and not is_compared
 
     @past_the_front
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
-        return CollectiveHandle(self._exchange_own(self._slices(buffer)), keep=(buffer,))
+        return self._handle(self._exchange_own(self._slices(buffer)), keep=(buffer,))
 
     @past_the_front
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
-        return CollectiveHandle(self._exchange_own(pieces), keep=pieces)
+        return self._handle(self._exchange_own(pieces), keep=pieces)
 
     @past_the_front
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
@@ -68,7 +77,7 @@ class GlooCollectives(Collectives):
         works: list[Work] = []
         for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
             works += self._transfer(slices[target], target, row, source)
-        return CollectiveHandle(
+        return self._handle(
             works, lambda: _scaled_sum(output, own, arrived, after), keep=(*slices, arrived)
         )
 
@@ -85,7 +94,7 @@ class GlooCollectives(Collectives):
         def divide() -> None:
             tensor.mul_(after)
 
-        return CollectiveHandle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
+        return self._handle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
     @past_the_front
     def all_to_all(  # noqa: D102
@@ -95,13 +104,25 @@ class GlooCollectives(Collectives):
         works: list[Work] = []
         for target, source in self._peers():
             works += self._transfer(leaving[target], target, arriving[source], source)
-        return CollectiveHandle(works, keep=(*arriving, *leaving))
+        return self._handle(works, keep=(*arriving, *leaving))
 
     @past_the_front
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
-        return CollectiveHandle(_works(work), keep=(tensor,))
+        return self._handle(_works(work), keep=(tensor,))
+
+    def _handle(
+        self,
+        works: list[Work],
+        finish: Callable[[], None] | None = None,
+        *,
+        keep: Sequence[torch.Tensor],
+    ) -> CollectiveHandle:
+        longest = max((tensor.nbytes for tensor in keep), default=0)
+        if works and self._watches and longest >= _WATCHED_NBYTES:
+            works = [_Watched(works, self._group, self._thread)]
+        return CollectiveHandle(works, finish, keep)
 
     def _slices(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return buffer.view(self.size, -1).unbind()
@@ -129,6 +150,22 @@ class GlooCollectives(Collectives):
         return works
 
 
+class _Watched:
+    """Transfers that end soon after a connection of their group has closed."""
+
+    def __init__(self, works: list[Work], group: dist.ProcessGroup, thread: TransferThread) -> None:
+        self._group = group
+        self._result: Future[None] = thread.begin(lambda: _wait_for_all(works))
+
+    def wait(self) -> None:
+        wait_for(self._result, [self._group])
+
+
+def _wait_for_all(works: list[Work]) -> None:
+    while works:  # each is let go of on the thread, before anybody hears that it is done
+        works.pop(0).wait()
+
+
 def disconnect(group: dist.ProcessGroup) -> None:
     """Fail this rank's transfers in a gloo group, and with them those of ranks that wait for it.
 
@@ -138,7 +175,9 @@ def disconnect(group: dist.ProcessGroup) -> None:
     for other in range(group.size()):
         if other != group.rank():
             try:
-                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], other, NEVER_SENT).wait(
+                    timedelta(milliseconds=1)
+                )
             except RuntimeError:
                 continue  # as intended, or the other one is gone already
 

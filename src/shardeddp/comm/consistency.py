@@ -122,4 +122,4 @@ def _weights(device: torch.device) -> torch.Tensor:
     # Random: weights that grow with the place are the same in sum for all masks that are
     # permutations of each other.
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator).to(device)
+    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, device="cpu").to(device)

@@ -116,7 +116,7 @@ class CallFingerprints:
             raise DesyncError(
                 f"{self._describe(operation)}, and ranks have been out of step since: {self._failure}"
             )
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._wait(
             reduce_highest(
                 nothing, operation, self.group, kind=self._kind, advice=advice, ahead=True

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from shardeddp.comm.step_clock import StepClock
+from shardeddp.comm.transfers import Axis, Transfer, TransferThread, wait_for
 
 T = TypeVar("T")
 
@@ -25,36 +22,6 @@ CHANNELS = 4
 """How many threads may use the same axes."""
 
 _TAGS = 1 << 28
-_END_S = 0.2
-_Question = tuple[Callable[[], Any], Future[Any]]
-
-
-class Transfer(Protocol):
-    """A message under way."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Return when it is there, or has left."""
-        ...
-
-
-class Axis(Protocol):
-    """Ranks that are connected all to all: a process group of gloo's."""
-
-    def rank(self) -> int:
-        """This rank's place among them."""
-        ...
-
-    def size(self) -> int:
-        """Their number."""
-        ...
-
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int, /) -> Transfer | None:
-        """Begin to send to one of them."""
-        ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> Transfer | None:
-        """Begin to receive from one of them."""
-        ...
 
 
 def grid_of(size: int) -> tuple[int, int]:
@@ -90,36 +57,13 @@ class Channel:
         self._number = number
         self.begun = 0
         """Number of operations so far."""
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread = TransferThread()
+        """Waits for its operations."""
 
     def next_tag(self) -> int:
         """What marks the messages of one operation; to be taken on one thread, in order."""
         self.begun += 1
         return self.begun % (_TAGS // CHANNELS) * CHANNELS + self._number
-
-    def in_background(self, action: Callable[[], T]) -> Future[T]:
-        """Carry out operations behind this thread's back, one after the other.
-
-        Args:
-            action: What they are; whatever it raises is raised where the result is asked for.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_carry_out, args=(self._questions,), name="shardeddp-agreement", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._questions.put, None).atexit = False
-            _STARTED.add(self)
-        result: Future[T] = Future()
-        self._questions.put((action, result))
-        return result
-
-    def end(self) -> None:
-        """End the thread before the interpreter ends, unless it waits for what may never come."""
-        if self._thread is not None:
-            self._questions.put(None)
-            self._thread.join(_END_S)
 
 
 class HostGroup:
@@ -207,17 +151,22 @@ class HostGroup:
         """
         self._run(lambda: self._broadcast_(message, source, tag))
 
+    def begin(self, action: Callable[[], T]) -> Future[T]:
+        """Carry out operations behind this thread's back, after those that it has begun before."""
+        return self.channel.thread.begin(action)
+
+    def wait_for(self, result: Future[T]) -> T:
+        """The result of operations that were begun.
+
+        Raises:
+            RuntimeError: A connection has closed, or the group's patience is over.
+        """
+        return wait_for(result, self._axes, self._patience)
+
     def _run(self, action: Callable[[], T]) -> T:
-        if self._patience is None:
+        if self._mirrors or self.size == 1:
             return action()
-        # A time-out of gloo's would break the connections, which other channels need.
-        result = self.channel.in_background(action)
-        if not wait([result], self._patience.total_seconds()).done:
-            raise RuntimeError(
-                f"Timed out after {self._patience.total_seconds():g} s of waiting for other ranks "
-                f"on the host (gloo)"
-            )
-        return result.result()
+        return self.wait_for(self.begin(action))
 
     def _keep_highest_(self, message: torch.Tensor, tag: int) -> None:
         for axis in self._axes:
@@ -231,7 +180,9 @@ class HostGroup:
     def _gather(self, block: torch.Tensor, tag: int) -> torch.Tensor:
         for axis in self._axes:
             rank, size, known = axis.rank(), axis.size(), 1
-            blocks = torch.zeros(size, block.numel(), dtype=torch.uint8)  # from this rank's on
+            blocks = torch.zeros(
+                size, block.numel(), dtype=torch.uint8, device="cpu"
+            )  # from this rank's on
             blocks[0] = block.view(-1)
             while known < size:
                 more = min(known, size - known)
@@ -248,7 +199,7 @@ class HostGroup:
             while distance < size and rank % (2 * distance) == 0:
                 if rank + distance < size:
                     more = min(distance, size - rank - distance)
-                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8)
+                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8, device="cpu")
                     self._wait(axis.recv([arrived], rank + distance, tag))
                     if self._mirrors:
                         arrived.copy_(block.view(1, -1))
@@ -287,31 +238,12 @@ class HostGroup:
     ) -> None:
         size = axis.size()
         receiving = axis.recv([arrived], source % size, tag)
-        self._wait(axis.send([sent], target % size, tag))
+        sending = axis.send([sent], target % size, tag)
         self._wait(receiving)
+        self._wait(sending)
         if self._mirrors:
             arrived.copy_(sent)
 
     def _wait(self, transfer: Transfer | None) -> None:
         if transfer is not None:
             transfer.wait(self._timeout)
-
-
-@torch.inference_mode()  # what is asked there may lie in tensors that nothing else may write to
-def _carry_out(questions: SimpleQueue[_Question | None]) -> None:
-    while (asked := questions.get()) is not None:
-        action, result = asked
-        try:
-            result.set_result(action())
-        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-            result.set_exception(error)
-        del asked, action, result
-
-
-_STARTED: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    for channel in list(_STARTED):
-        channel.end()

@@ -51,6 +51,7 @@ from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
 from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
+from shardeddp.comm.transfers import count_looks
 from shardeddp.plan.topology import Topology
 from shardeddp.torch_private import current_backward, new_group_of_its_ranks, sequence_number
 
@@ -206,7 +207,8 @@ def _begun_in(group: dist.ProcessGroup) -> str:
     # A rank of a tree sends more messages than another, all of one operation.
     channels = _CHANNELS.get(group)
     if channels is None:
-        return str(sequence_number(group))
+        begun = sequence_number(group)
+        return str(None if begun is None else begun - count_looks(group))
     return str({number: channel.begun for number, channel in sorted(channels.items())})
 
 

@@ -803,5 +803,5 @@ class GroupGradients:
         ]
 
 
-_IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0)]))
+_IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0, device="cpu")]))
 """References to a tensor that a list holds and nobody else."""

@@ -475,8 +475,8 @@ class OrderAgreement:
             if kind in self._unforeseen:
                 awaited = {}
         # The last column stands for the end of the pass.
-        rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
-        announced = torch.zeros(len(self._forwards.units), dtype=torch.uint8)
+        rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8, device="cpu")
+        announced = torch.zeros(len(self._forwards.units), dtype=torch.uint8, device="cpu")
         if wanted is None:
             rows[_Field.FORWARD, -1] = 1
         else:
@@ -488,7 +488,7 @@ class OrderAgreement:
             announced[places[-1]] += self._needs(self._progresses[unit])
         ahead = {unit: len(places) for unit, places in awaited.items()}
         reduced = self._reducer.progress(wanted, ahead)
-        rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
+        rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8, device="cpu")
         message = torch.cat([rows.view(-1), announced])
         left_out = f" after {self._left_out} that were left out" if self._left_out else ""
         agree_on_highest(message, self._mesh.control, f"agreement on units{left_out}")

@@ -29,7 +29,7 @@ from shardeddp.wrap.tree import ParameterSpec
 
 def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Host memory for the elements of a tensor; pinned if a CUDA device copies from it."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
 def allocate(flat: torch.Tensor) -> None:
@@ -334,8 +334,8 @@ def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _count_bound() -> int:
-    bound = torch.empty(0)
-    bound.set_(torch.empty(1).untyped_storage()[:])  # type: ignore[call-overload]
+    bound = torch.empty(0, device="cpu")
+    bound.set_(torch.empty(1, device="cpu").untyped_storage()[:])  # type: ignore[call-overload]
     return storage_use_count(bound.untyped_storage()._cdata)
 
 

@@ -43,7 +43,7 @@ class SavedOnHost(saved_tensors_hooks):
         """A copy in host memory, where the tensor was, and whether the copy is pinned."""
         if not tensor.is_cuda or tensor.layout is not torch.strided:
             return tensor.cpu(), tensor.device, False
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         return kept.copy_(tensor, non_blocking=True), tensor.device, True
 
     def unpack(self, saved: tuple[torch.Tensor, torch.device, bool]) -> torch.Tensor:

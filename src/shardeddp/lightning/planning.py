@@ -235,8 +235,7 @@ def plan_of_run(
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
     figures: dict[str, float | None] = {}
     if gpu is None and setting.device.type == "cuda":
-        found = torch.cuda.get_device_properties(setting.device)
-        gpu = gpu_of_device(found.name, found.total_memory)
+        gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
         if gpu is None:
             raise ConfigurationError(
                 f"plan_only=True: the planner has no figures of the GPU {found.name!r}. Say a similar "
@@ -318,6 +317,14 @@ class Chosen:
     """Where that was to be chosen; None: it is as it was set."""
 
 
+def gpu_at(device: torch.device) -> str | None:
+    """Name of a rank's GPU in the planner's table; None: another GPU, or another device."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return gpu_of_device(found.name, found.total_memory)
+
+
 def choose_shard_size(
     module: LightningModule | None, sharding: ShardingStrategy, setting: Setting, reach: int
 ) -> Chosen:
@@ -337,10 +344,7 @@ def choose_shard_size(
     usual = Chosen(
         sharding_strategy="hybrid_shard", shard_size=reach, reason=f"the ranks of {near}"
     )
-    gpu = None
-    if setting.device.type == "cuda":
-        found = torch.cuda.get_device_properties(setting.device)
-        gpu = gpu_of_device(found.name, found.total_memory)
+    gpu = gpu_at(setting.device)
     if gpu is None or module is None or module.example_input_array is None:
         return usual
     setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
@@ -387,8 +391,7 @@ def choose(
     )
     if setting.device.type != "cuda" or module is None:
         return first
-    found = torch.cuda.get_device_properties(setting.device)
-    gpu = gpu_of_device(found.name, found.total_memory)
+    gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
     if gpu is not None and module.example_input_array is not None:
         try:
             return _fastest(module, candidates, setting, gpu)

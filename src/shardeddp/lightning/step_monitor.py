@@ -31,6 +31,7 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
     detached,
+    gpu_at,
     plan_as_set,
     samples_of,
     tokens_of,
@@ -38,7 +39,6 @@ from shardeddp.lightning.planning import (
 from shardeddp.lightning.step_report import StepReport, step_lines
 from shardeddp.lightning.stragglers import WINDOW, Stragglers
 from shardeddp.lightning.strategy import ShardedDP
-from shardeddp.plan.hardware import gpu_of_device
 from shardeddp.planner.calibration import Device, Recorded, write
 from shardeddp.planner.search import Planned
 from shardeddp.planner.source import without_weights
@@ -285,11 +285,7 @@ class StepMonitor(Callback):
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step, and count the model's FLOPs; on rank 0."""
         strategy: Any = trainer.strategy
-        device = strategy.root_device
-        self._gpu = None
-        if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
-            self._gpu = gpu_of_device(found.name, found.total_memory)
+        self._gpu = gpu_at(strategy.root_device)
         options = strategy.options
         if self._bare is None or options.tensor_parallel_size > 1:
             self._note = "the planner cannot plan this module"
@@ -437,8 +433,8 @@ class StepMonitor(Callback):
 
 def _tell(own: tuple[float, float], mesh: Mesh) -> Reduction:
     """Tell all ranks of this one, in bytes of its own; nobody waits."""
-    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32)
-    numbers[mesh.rank] = torch.tensor(own)
+    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
+    numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return reduce_highest(
         numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
     )

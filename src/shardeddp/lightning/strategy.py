@@ -36,7 +36,7 @@ from shardeddp.config import (
 )
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, RankError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     Accelerator,
@@ -696,7 +696,7 @@ class ShardedDP(ParallelStrategy):
             ConfigurationError: The ranks or the other options do not allow it, or ranks ask for
                 different strategies.
             RuntimeError: There is no run, a step or ``summon_full_params`` is under way, or
-                gradients of micro-batches are not complete.
+                gradients of micro-batches are not complete; on all ranks, if it is so on one.
         """
         trainer, runtime = self._trainer_at_work(), self.runtime
         if not trainer.training:
@@ -728,7 +728,10 @@ class ShardedDP(ParallelStrategy):
             )
         options.sharding.topology(self.num_nodes, self.num_processes)
         agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)
-        self.runtime.check_rest("reshard()")
+        try:
+            self._group.run_on_all_ranks("resharding", lambda: self.runtime.check_rest("reshard()"))
+        except RankError as error:
+            raise error.__cause__ or error from None
 
     @override
     def model_to_device(self) -> None:

@@ -32,7 +32,7 @@ DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     """The axes of ranks for ``parallelize_module``; a collective of all ranks."""
-    groups = torch.tensor(mesh.topology.tensor_groups())
+    groups = torch.tensor(mesh.topology.tensor_groups(), device="cpu")
     return DeviceMesh(mesh.device.type, groups, mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL))
 
 

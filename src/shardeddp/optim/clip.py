@@ -29,7 +29,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
     if sharded:
         parts += norms(sharded, norm_type)
     if not parts:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     return torch.linalg.vector_norm(
         torch.stack([part.to(parts[0].dtype) for part in parts]), norm_type
     )

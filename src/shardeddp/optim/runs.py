@@ -212,7 +212,7 @@ def references(states: Mapping[Any, State], key: Any) -> list[int]:
     return [sys.getrefcount(state), *map(sys.getrefcount, state.values())]
 
 
-_PROBE: dict[int, State] = {0: {"alone": torch.zeros(())}}
+_PROBE: dict[int, State] = {0: {"alone": torch.zeros((), device="cpu")}}
 _ALONE = references(_PROBE, 0)
 """Of a state, and of a value, that nobody but the optimizer refers to."""
 
@@ -313,6 +313,6 @@ def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
     return uses if base is None else (*uses, base._use_count(), sys.getrefcount(base))
 
 
-_VIEW = torch.zeros(1).view(())
+_VIEW = torch.zeros(1, device="cpu").view(())
 _UNSHARED = {_uses(_PROBE[0]["alone"]), _uses(_VIEW)}
 """Of a tensor by itself, and of a view of a tensor that nobody holds."""

@@ -32,7 +32,7 @@ VERSION = 2
 """Of the files; another one is refused."""
 TIME_INTERVAL = 0.15
 """Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
-PROBED, RECORDED = 0.10, 0.06
+PROBED, RECORDED = 0.10, 0.15
 """The same of parts of a step that a probe, or a run, has measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")
 _MOST = 16.0
@@ -435,11 +435,11 @@ def _least_squares(
 
     Of all choices of costs that are 0, the best one: there are few.
     """
-    weight = torch.tensor(weights, dtype=torch.double)
-    table = torch.tensor(rows, dtype=torch.double)
-    table = table * (weight / torch.tensor(seconds, dtype=torch.double))[:, None]
+    weight = torch.tensor(weights, dtype=torch.double, device="cpu")
+    table = torch.tensor(rows, dtype=torch.double, device="cpu")
+    table = table * (weight / torch.tensor(seconds, dtype=torch.double, device="cpu"))[:, None]
     scale = table.norm(dim=0).clamp(min=1e-300)
-    best, nearest = torch.zeros(table.shape[1], dtype=torch.double), math.inf
+    best, nearest = torch.zeros(table.shape[1], dtype=torch.double, device="cpu"), math.inf
     for count in range(1, table.shape[1] + 1):
         for chosen in combinations(range(table.shape[1]), count):
             part = (table / scale)[:, chosen]

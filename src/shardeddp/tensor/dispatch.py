@@ -331,9 +331,8 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
             )
         )
     first.spec.mesh.fingerprints.call(f"equal of {first.spec.fqn}")
-    differs = torch.tensor(
-        not torch.equal(first.to_local(), second.to_local().to(first.to_local()))
-    )
+    own = first.to_local()
+    differs = torch.tensor(not torch.equal(own, second.to_local().to(own)), device=own.device)
     return not reduce_partials(differs, first.spec, "max")
 
 

@@ -30,7 +30,6 @@ from shardeddp.tensor.parallel_styles import (
 )
 from shardeddp.wrap.tree import first_three, join, nearest
 
-AnyStyle = str | Sequence[str] | TorchStyle
 TensorPlan = Literal["auto"] | Mapping[str, Any]
 """``auto``, or by pattern of names the style: its name, several of them, or one of torch."""
 
