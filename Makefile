@@ -27,7 +27,7 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dist test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types docs bench clean
+.PHONY: help demo dist test test-slow test-all test-versions test-models test-stores test-fidelity test-cluster torture torture-cluster lint types docs bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-all         all tests but the long harnesses (half an hour and more)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
+	@echo "make test-stores      checkpoints in a server of S3 (three minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
 	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (an hour)"
@@ -70,6 +71,10 @@ $(VENV)/.installed-models: $(VENV)/.installed-test
 	$(INSTALL) --quiet --no-build-isolation --editable '.[test,models]'
 	@touch $@
 
+$(VENV)/.installed-stores: $(VENV)/.installed-test
+	$(INSTALL) --quiet --no-build-isolation --editable '.[test,stores]'
+	@touch $@
+
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(INSTALL) --quiet --no-build-isolation --editable '.[demo,docs]'
 	@touch $@
@@ -92,9 +97,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not torture and not cluster and not models and not fidelity"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not torture and not cluster and not models and not stores and not fidelity"
 
-test-all: test test-slow test-models test-fidelity
+test-all: test test-slow test-models test-stores test-fidelity
 
 test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
 	@for version in $(LIGHTNINGS); do \
@@ -102,6 +107,9 @@ test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
 	    echo "lightning $$found"; test "$$found" = "$$version" || exit 1; \
 	    $(VERSIONS)/$$version/bin/python -m pytest -q $(PARALLEL) -m "not torture and not cluster" $(SMOKE) || exit 1; \
 	done
+
+test-stores: $(VENV)/.installed-stores
+	$(BIN)/python -m pytest -m "stores and not torture" tests/checkpoint/test_remote_directory.py tests/lightning/test_stores.py
 
 test-models: $(VENV)/.installed-models
 	$(BIN)/python -m pytest $(PARALLEL) -m models tests/models
@@ -113,7 +121,7 @@ test-cluster: $(VENV)/.installed-test
 test-fidelity: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "fidelity and not torture" tests/fidelity
 
-torture: $(VENV)/.installed-test
+torture: $(VENV)/.installed-stores
 	$(BIN)/python -m pytest -m "torture and not cluster"
 
 torture-cluster: $(VENV)/.installed-test

@@ -309,14 +309,16 @@ def save_all_the_time(address: str, target: str, first: int, ready: Any) -> None
         save(target, step, rows=400)
 
 
+@pytest.mark.stores
 @pytest.mark.torture
-@pytest.mark.timeout(1500)
-def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3() -> None:
-    chance, held, saves = random.Random(1), 0, 0
-    forks = multiprocessing.get_context("forkserver")  # a client of S3 does not survive a fork
+@pytest.mark.timeout(390)
+@pytest.mark.parametrize("part", range(4))
+def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3(part: int) -> None:
+    chance, held, saves = random.Random(part), 0, 0
+    forks = multiprocessing.get_context("forkserver")  # without this process's threads
     forks.set_forkserver_preload([__name__])
     with s3_server() as address:
-        for kill in range(100):
+        for kill in range(25):
             here, there = forks.Pipe()
             arguments = (address, "s3://bucket/run/last.ckpt", held + 1, there)
             process = forks.Process(target=save_all_the_time, args=arguments)
@@ -328,13 +330,13 @@ def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3()
             found = step_in("s3://bucket/run/last.ckpt", rows=400) or 0
             assert found >= held, kill
             held, saves = found, saves + (found > held)
-    assert saves > 20
+    assert saves > 5
 
 
 # -- a server of S3
 
 
-@pytest.mark.slow
+@pytest.mark.stores
 def test_checkpoints_live_in_a_server_of_s3() -> None:
     with s3_server() as address:
         target = "s3://bucket/run/last.ckpt"

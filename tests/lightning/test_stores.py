@@ -70,19 +70,6 @@ def test_a_run_goes_on_exactly_from_the_last_checkpoint_of_a_store(
         assert all(module.state_dict()[name].equal(it) for name, it in whole["weights"].items())
 
 
-def test_a_kind_takes_the_place_of_the_other_in_a_store(world: Worlds, tmp_path: Path) -> None:
-    use_shelf()
-    folder = f"shelf://{tmp_path}/run"
-    for epochs, kind in ((1, "sharded"), (2, "full"), (3, "sharded")):
-        world(2).run(train, folder, kind, epochs, "last" if epochs > 1 else None)
-        last = RemotePath(folder) / "last.ckpt"
-        (found,) = [
-            it for it in find_checkpoints(RemotePath(folder)).checkpoints if it.path == last
-        ]
-        assert found.epoch == epochs - 1
-        assert last.is_file() == (kind == "full")
-
-
 def refusal(folder: str) -> str:
     use_shelf()
     try:
@@ -129,7 +116,7 @@ def test_commands_read_checkpoints_of_a_store(
     assert f"{folder}/last.ckpt is one" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.stores
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_run_goes_on_from_a_server_of_s3(world: Worlds, kind: str) -> None:
     with s3_server() as address:
@@ -138,3 +125,15 @@ def test_a_run_goes_on_from_a_server_of_s3(world: Worlds, kind: str) -> None:
         assert second["from"] == "s3://bucket/run/last.ckpt"
         assert len(second["losses"]) == len(first["losses"])
         assert names("s3://bucket/run") == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
+
+
+@pytest.mark.stores
+def test_a_kind_takes_the_place_of_the_other_in_a_server_of_s3(world: Worlds) -> None:
+    folder = "s3://bucket/run"
+    with s3_server() as address:
+        for epochs, kind in ((1, "sharded"), (2, "full"), (3, "sharded")):
+            world(2).run(train, folder, kind, epochs, "last" if epochs > 1 else None, address)
+            last = RemotePath(folder) / "last.ckpt"
+            found = {it.path: it for it in find_checkpoints(RemotePath(folder)).checkpoints}
+            assert found[last].epoch == epochs - 1
+            assert last.is_file() == (kind == "full")

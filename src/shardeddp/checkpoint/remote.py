@@ -45,17 +45,17 @@ _FINAL = (
 )
 """Errors that come again."""
 
-WINDOW_NBYTES = 8 * 2**20
+WINDOW_NBYTES = 32 * 2**20
 """Read in one request."""
 
-_WINDOWS_AHEAD, _WINDOWS_KEPT = 3, 6
+_WINDOWS_AHEAD, _WINDOWS_KEPT = 1, 3
 
 PART_NBYTES = 50 * 2**20
-"""Uploaded in one request, and the memory that an upload takes; more for objects of which stores
+"""Uploaded in one request, about half of the memory of an upload; more for objects of which stores
 would need too many."""
 
 _MOST_PARTS = 9_000  # S3 takes 10,000
-_MEDLEY_NBYTES = 2**20  # smaller writes are collected up to here: each has a cost of its own
+_SENT_NBYTES = 16 * 2**20  # handed to the client in one go
 
 ResultT = TypeVar("ResultT")
 
@@ -416,11 +416,16 @@ class Windows:
 
 
 class Upload:
-    """An object on its way into a store; see :meth:`RemotePath.upload`."""
+    """An object on its way into a store; see :meth:`RemotePath.upload`.
+
+    A thread sends what was collected, while more is.
+    """
 
     def __init__(self, path: RemotePath, file: Any) -> None:
         self._path, self._file = path, file
-        self._small = io.BytesIO()
+        self._collected = io.BytesIO()
+        self._thread = ThreadPoolExecutor(1, "shardeddp-upload")
+        self._sent: Future[Any] = _nothing()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append some bytes.
@@ -428,12 +433,9 @@ class Upload:
         Raises:
             OSError: The store does not answer, or refuses.
         """
-        if len(data) + self._small.tell() < _MEDLEY_NBYTES:
-            self._small.write(data)
-            return
-        self._flush()
-        with self._errors():
-            self._file.write(data)
+        self._collected.write(data)
+        if self._collected.tell() >= _SENT_NBYTES:
+            self._send()
 
     def close(self) -> None:
         """End it: the object appears.
@@ -441,22 +443,25 @@ class Upload:
         Raises:
             OSError: The store does not answer, or refuses.
         """
-        self._flush()
+        self._send()
         with self._errors():
+            self._sent.result()
             self._file.close()
+        self._thread.shutdown()
 
     def discard(self) -> None:
         """Give it up. The file's own end, and that of its life, would make an object of it."""
+        self._thread.shutdown()
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
             self._file.closed = True
 
-    def _flush(self) -> None:
-        if self._small.tell():
-            with self._errors():
-                self._file.write(self._small.getvalue())
-            self._small = io.BytesIO()
+    def _send(self) -> None:
+        with self._errors():
+            self._sent.result()
+        full, self._collected = self._collected, io.BytesIO()
+        self._sent = self._thread.submit(self._file.write, full.getbuffer())
 
     @contextlib.contextmanager
     def _errors(self) -> Generator[None]:

@@ -379,7 +379,9 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
     folder = path / manifest.folder
     check = _Check(folder, manifest, progress)
     # Reading and hashing let other threads run.
-    with ThreadPoolExecutor(_THREADS) as threads:
+    with ThreadPoolExecutor(
+        _REMOTE_THREADS if isinstance(path, RemotePath) else _THREADS
+    ) as threads:
         try:
             found = list(threads.map(check.file, manifest.files))
         except _StoppedError as stopped:
@@ -404,6 +406,9 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
 
 _THREADS = 8
 """So many files are read at a time, each by one thread."""
+
+_REMOTE_THREADS = 2
+"""The same of a store, where each file takes windows of memory, and reads ahead by itself."""
 
 
 class _Check:
