@@ -19,6 +19,7 @@ from support.fidelity import (
     STRATEGIES,
     BesideDdp,
     OfUnits,
+    ScaledBlock,
     case,
     in_bf16,
     ranks_of,
@@ -153,6 +154,52 @@ class ReplacesAParameter(ChangesOnce):
 def test_a_new_parameter_in_the_place_of_one_is_refused_by_name(beside_ddp: BesideDdp) -> None:
     refused = r"blocks\.0\.block\.up\.bias .* was replaced after sharding"
     beside_ddp([case(ReplacesAParameter, warns=WARNS, refused=refused)], "full_shard")
+
+
+class KeepsItsWeight(ScaledBlock):
+    """In a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.block.up.weight]
+        return super().forward(x)
+
+
+class ReadsKeptWeights(OfUnits):
+    """Between a step and the next gather."""
+
+    unit = KeepsItsWeight
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses += [float(block.kept[0].detach().double().sum()) for block in self.blocks]  # type: ignore[index]
+
+
+class NamesItsWeightAgain(ScaledBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        self.again = self.block.up.weight
+        return super().forward(x)
+
+
+class SavesSecondNames(OfUnits):
+    """A parameter that is set as an attribute is registered, and saved, by that name, too."""
+
+    unit = NamesItsWeightAgain
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.table = self.embed.weight
+        return super().loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        saved = self.state_dict()
+        assert {"table", "blocks.0.again"} < saved.keys()
+        self.losses += [float(value.double().sum()) for value in saved.values()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_a_forward_keeps_are_up_to_date_between_steps(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    cases = [case(of, warns=WARNS) for of in (ReadsKeptWeights, SavesSecondNames)]
+    beside_ddp([*cases, *map(in_bf16, cases)], strategy)
 
 
 # Where replicas drift apart under DDP: it averages what its parameters were when it was made, and after hooks of users.
