@@ -304,6 +304,9 @@ _world: Any = _private("torch.distributed.distributed_c10d:_world")
 COLLECTIVES_FILE: str = _c10d.__file__
 """Source of the functions that issue collectives."""
 
+OPERATORS_FILE: str = _private("torch._ops:__file__")
+"""Source of the functions that call operators."""
+
 default_store: Callable[[], dist.Store] = _private(
     "torch.distributed.distributed_c10d:_get_default_store", ""
 )

@@ -271,6 +271,18 @@ def test_a_rank_that_looks_alone_at_what_has_to_be_gathered_is_told_its_name(
     beside_ddp([looks(MeasuresOnOneRank, refused=named)], strategy)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_one_rank_alone_may_ask_whether_there_is_a_gradient(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([looks(LooksOnOneRank)], strategy)
+
+
+def test_one_rank_alone_may_not_where_the_answer_takes_a_gather(beside_ddp: BesideDdp) -> None:
+    named = r"none of them can go on: .*\.weight"
+    beside_ddp([looks(LooksOnOneRank, refused=named)], "shard_optimizer")
+
+
 class LooksAtDtypes(SmallGpt):
     """Between micro-batches: of gradients that are read, written and handed to NumPy."""
 

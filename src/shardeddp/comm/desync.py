@@ -25,6 +25,7 @@ from shardeddp.comm.transfers import count_begun, wait_for
 from shardeddp.errors import DesyncError
 from shardeddp.torch_private import (
     COLLECTIVES_FILE,
+    OPERATORS_FILE,
     current_backward,
     default_store,
     process_groups,
@@ -208,8 +209,6 @@ _OF_TORCH = {
 
 _WAITS = {"monitored_barrier", "wait_tensor"}
 """Functions of torch that wait, other than by a handle's ``wait()``."""
-
-_OPERATORS_FILE = torch._ops.__file__
 
 _SENDS = {"send", "isend", "send_object_list"}
 
@@ -523,7 +522,7 @@ def _awaits_handle(frame: FrameType | None) -> bool:
 
 def _is_operator(frame: FrameType) -> bool:
     """Whether a frame is torch's on the way to an operator."""
-    return _file(frame) == _OPERATORS_FILE
+    return _file(frame) == OPERATORS_FILE
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:

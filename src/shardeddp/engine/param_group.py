@@ -261,6 +261,8 @@ class FlatGroup:
         self.keep_writes()
         self._keep_requires_grad()
         if self._retain:
+            if not self._resident:
+                self.buffer.rest()
             return
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None

@@ -152,6 +152,7 @@ class GatheredBuffer:
         # Numbers of usable parameters by address of their storages; empty while released.
         self._storages: dict[int, int] = {}
         self._bound: torch.Tensor | None = None  # the buffer that they are parts of
+        self._rests = False
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
         # Parameters' memory of former gathers that outlives them, by address: number and storage.
@@ -188,7 +189,12 @@ class GatheredBuffer:
                 f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
             )
         if self._bound is self.flat:
-            return  # gathered anew into the same memory, whose views stay those of its parameters
+            # Gathered anew into the same memory, whose views stay those of its parameters.
+            if self._rests:
+                self._rests = False
+                for parameter, usable, _, _ in self._bindings:
+                    _set_attribute(parameter, "__class__", usable)
+            return
         storages: list[int] = []
         with _outside_inference():
             carrier, whole = self._carrier, self.flat.untyped_storage()
@@ -209,6 +215,17 @@ class GatheredBuffer:
             i: distribution.wrap(self.parameters[i])
             for i, distribution in self._distributions.items()
         }
+
+    def rest(self) -> None:
+        """Keep the memory of parameters that are not in use; whoever kept one has the sharded one's values.
+
+        Those change with the next step, and the memory not before the next gather.
+        """
+        if self._bound is None or self._rests:
+            return
+        self._rests = True
+        for parameter, (_, released) in zip(self.parameters, self._classes, strict=True):
+            _set_attribute(parameter, "__class__", released)
 
     def release(self) -> None:
         """Drop the memory; the parameters raise from here on."""
@@ -236,7 +253,7 @@ class GatheredBuffer:
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
-        self.flat, self._storages, self._bound = None, {}, None
+        self.flat, self._storages, self._bound, self._rests = None, {}, None, False
 
     # -- Views that outlive their gather
 

@@ -190,12 +190,12 @@ class Unit:
         for slot in self._slots:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.wrapped[slot.index]
-            found = slot.owner._parameters.get(slot.attribute)
+            found = self._registered(slot)
             if slot.unsharded is None or found is slot.unsharded:
                 continue
             if found is slot.resting:
                 register(slot.owner, slot.attribute, slot.unsharded)
-            elif _is_temporary(found, slot.resting):
+            elif found is None or _is_temporary(found, slot.resting):
                 self.registration_pending = True
             else:
                 raise ConfigurationError(
@@ -280,11 +280,29 @@ class Unit:
             wanted, other = slot.resting, slot.unsharded
             if other is not None and self.state is UnitState.UNSHARDED:
                 wanted, other = other, wanted
-            found = slot.owner._parameters.get(slot.attribute)
+            found = self._registered(slot)
             if other is not None and found is other:
                 register(slot.owner, slot.attribute, wanted)
             elif found is not wanted:
                 self.registration_pending = True
+
+    def _registered(self, slot: _Slot) -> torch.Tensor | None:
+        """The tensor in a slot, which follows its parameter to another name in the unit.
+
+        Pruning and parametrizations take a parameter out of its module and compute with it from
+        there. One that is gone for good, or used outside of the unit, leaves nothing.
+        """
+        found = slot.owner._parameters.get(slot.attribute)
+        if found is not None:
+            return found
+        places = {(id(each.owner), each.attribute) for each in self._slots}
+        for owner in self.spec.module.modules():
+            for attribute, other in owner._parameters.items():
+                is_own = other is not None and (other is slot.resting or other is slot.unsharded)
+                if is_own and (id(owner), attribute) not in places:
+                    slot.owner, slot.attribute = owner, attribute
+                    return other
+        return None
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Tensors of modules while the unit is sharded; one entry for each parameter of each."""
