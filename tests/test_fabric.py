@@ -237,6 +237,8 @@ def test_what_goes_with_the_trainer_is_refused() -> None:
         shardeddp.ConfigurationError, match=r"^uneven_batches goes with the Trainer"
     ):
         ShardedDP(uneven_batches="min")
+    with pytest.raises(shardeddp.ConfigurationError, match=r"^expert_parallel_size goes with the"):
+        ShardedDP(expert_parallel_size=2)
     with pytest.raises(TypeError, match="use_orig_params"):
         ShardedDP(use_orig_params=True)
     assert isinstance(Fabric(accelerator="cpu", devices=1, strategy=ShardedDP()), Fabric)

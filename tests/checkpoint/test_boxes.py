@@ -68,7 +68,7 @@ def save(path: str, tied: bool = False) -> None:
     rank = dist.get_rank()
     owners = SimpleNamespace(rank=0, ranks=(rank,), size=1)
     mesh: Any = SimpleNamespace(
-        rank=rank, owners=owners, topology=Topology(world_size=2, shard_size=2)
+        rank=rank, owners=owners, topology=Topology(world_size=2, shard_size=2), experts=None
     )
     model = OrderedDict((name, part_of(name, rank, mesh)) for name in WHOLE)
     if tied:

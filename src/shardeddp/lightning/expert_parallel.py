@@ -15,7 +15,6 @@ from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
 from shardeddp.optim.scope import scope_of
-from shardeddp.tensor.shard_tensor import ShardTensor
 
 EXPERT_PARALLEL = "expert_parallel"
 """Name of the axis of ranks that have different experts."""
@@ -36,14 +35,9 @@ def refuse_module(module: nn.Module) -> None:
     """Refuse modules that expert parallelism has not been tried with.
 
     Raises:
-        ConfigurationError: Another run has sharded it, or it is on the meta device.
+        ConfigurationError: Something of it is on the meta device.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
-    if any(isinstance(it, ShardTensor) for _, it in tensors):
-        raise ConfigurationError(
-            "expert_parallel_size is for modules that no other run has sharded: build the module "
-            "anew"
-        )
     deferred = next((name for name, it in tensors if it.is_meta), None)
     if deferred is not None:
         raise ConfigurationError(

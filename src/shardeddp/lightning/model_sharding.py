@@ -168,7 +168,7 @@ class ModelSharding:
             self._group.current = runtime.mesh
             return runtime
         tensor_size = self.options.tensor_parallel_size
-        refuse_sharded(module, tensor_size)
+        refuse_sharded(module, max(tensor_size, self.options.expert_parallel_size))
         if self.options.expert_parallel_size > 1:
             refuse_module(module)
         if tensor_size > 1:

@@ -411,7 +411,7 @@ class ShardedDP(ParallelStrategy):
         if self._group.device_mesh is None:
             raise RuntimeError(
                 "ShardedDP has a device mesh from the start of a run with "
-                "ShardedDP(tensor_parallel_size=...) on; there is none yet"
+                "ShardedDP(tensor_parallel_size=...), or expert_parallel_size, on; there is none yet"
             )
         return self._group.device_mesh
 

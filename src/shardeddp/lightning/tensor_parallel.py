@@ -37,7 +37,7 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def refuse_sharded(module: nn.Module, size: int) -> None:
-    """Refuse modules that another run has sharded, if that or this one splits layers.
+    """Refuse modules that another run has sharded, if that or this one splits layers or experts.
 
     Raises:
         ConfigurationError: It is one.
@@ -45,8 +45,8 @@ def refuse_sharded(module: nn.Module, size: int) -> None:
     sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
     if (size > 1 and sharded) or any(it.spec.mesh.topology.tensor_size > 1 for it in sharded):
         raise ConfigurationError(
-            "tensor_parallel_size is for modules that no other run has sharded: build the module "
-            "anew"
+            "tensor_parallel_size and expert_parallel_size are for modules that no other run has "
+            "sharded: build the module anew"
         )
 
 
