@@ -24,7 +24,7 @@ from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
 from support.host_groups import all_ranks
-from support.stores import Shelf, die_at, s3_server, use_s3, use_shelf
+from support.object_stores import Shelf, die_at, s3_server, use_s3, use_shelf
 from support.torture_saves import ROW, run_of, snapshot_of, weight
 from world import Worlds
 

@@ -13,7 +13,7 @@ from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
 from shardeddp_cli import main
 from support.resuming import fit, losses_and_weights
-from support.stores import s3_server, use_s3, use_shelf
+from support.object_stores import s3_server, use_s3, use_shelf
 from support.tasks import Block, TinyGpt
 from world import Worlds
 

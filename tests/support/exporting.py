@@ -25,6 +25,7 @@ class Alone:
 
     rank: int = 0
     topology: Topology = field(default_factory=lambda: Topology(world_size=1, shard_size=1))
+    experts: None = None
 
 
 def weights(seed: int = 1) -> dict[str, torch.Tensor]:
