@@ -190,7 +190,9 @@ class Unit:
         for slot in self._slots:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.wrapped[slot.index]
-            found = self._registered(slot)
+            found = slot.owner._parameters.get(slot.attribute)
+            if found is None:
+                found = self._moved(slot)
             if slot.unsharded is None or found is slot.unsharded:
                 continue
             if found is slot.resting:
@@ -280,21 +282,20 @@ class Unit:
             wanted, other = slot.resting, slot.unsharded
             if other is not None and self.state is UnitState.UNSHARDED:
                 wanted, other = other, wanted
-            found = self._registered(slot)
+            found = slot.owner._parameters.get(slot.attribute)
+            if found is None:
+                found = self._moved(slot)
             if other is not None and found is other:
                 register(slot.owner, slot.attribute, wanted)
             elif found is not wanted:
                 self.registration_pending = True
 
-    def _registered(self, slot: _Slot) -> torch.Tensor | None:
-        """The tensor in a slot, which follows its parameter to another name in the unit.
+    def _moved(self, slot: _Slot) -> torch.Tensor | None:
+        """The tensor of a slot whose name is gone; the slot follows it to another one in the unit.
 
         Pruning and parametrizations take a parameter out of its module and compute with it from
         there. One that is gone for good, or used outside of the unit, leaves nothing.
         """
-        found = slot.owner._parameters.get(slot.attribute)
-        if found is not None:
-            return found
         places = {(id(each.owner), each.attribute) for each in self._slots}
         for owner in self.spec.module.modules():
             for attribute, other in owner._parameters.items():
