@@ -12,8 +12,8 @@ from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
 from shardeddp_cli import main
-from support.resuming import fit, losses_and_weights
 from support.object_stores import s3_server, use_s3, use_shelf
+from support.resuming import fit, losses_and_weights
 from support.tasks import Block, TinyGpt
 from world import Worlds
 
