@@ -576,7 +576,8 @@ class Options:
             candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
         )
         sharding = next(iter(shardings.values()))
-        _check_tensor_size(
+        _check_axis_size(
+            "tensor_parallel_size",
             self.tensor_parallel_size,
             {
                 "cpu_offload": offload.params or offload.optimizer,
@@ -589,7 +590,8 @@ class Options:
                 "plan_only": self.plan_only is not False,
             },
         )
-        _check_expert_size(
+        _check_axis_size(
+            "expert_parallel_size",
             self.expert_parallel_size,
             {
                 "tensor_parallel_size": self.tensor_parallel_size > 1,
@@ -656,31 +658,17 @@ def _resolve_plan_only(value: object) -> bool | str:
     return value
 
 
-def _check_tensor_size(size: int, untried: Mapping[str, bool]) -> None:
-    """Refuse options that have not been tried with tensor parallelism, and sizes that are none."""
+def _check_axis_size(option: str, size: int, untried: Mapping[str, bool]) -> None:
+    """Refuse sizes of an axis that are none, and options that have not been tried with one."""
     if type(size) is not int or size < 1:
         raise ConfigurationError(
-            f"expected tensor_parallel_size to be a whole number of at least 1, found {size!r}"
+            f"expected {option} to be a whole number of at least 1, found {size!r}"
         )
     found = [name for name, is_set in untried.items() if is_set]
     if size > 1 and found:
         raise ConfigurationError(
-            f"tensor_parallel_size={size} does not work together with {', '.join(found)} yet: "
-            f"leave out one of the two"
-        )
-
-
-def _check_expert_size(size: int, untried: Mapping[str, bool]) -> None:
-    """Refuse options that have not been tried with expert parallelism, and sizes that are none."""
-    if type(size) is not int or size < 1:
-        raise ConfigurationError(
-            f"expected expert_parallel_size to be a whole number of at least 1, found {size!r}"
-        )
-    found = [name for name, is_set in untried.items() if is_set]
-    if size > 1 and found:
-        raise ConfigurationError(
-            f"expert_parallel_size={size} does not work together with {', '.join(found)} yet: "
-            f"leave out one of the two"
+            f"{option}={size} does not work together with {', '.join(found)} yet: leave out one "
+            f"of the two"
         )
 
 

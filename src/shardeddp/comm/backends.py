@@ -119,8 +119,8 @@ class GlooCollectives(Collectives):
         *,
         keep: Sequence[torch.Tensor],
     ) -> CollectiveHandle:
-        longest = max((tensor.nbytes for tensor in keep), default=0)
-        if works and self._watches and longest >= _WATCHED_NBYTES:
+        is_long = any(tensor.nbytes >= _WATCHED_NBYTES for tensor in keep)
+        if works and is_long and self._watches:
             works = [_Watched(works, self._group, self._thread)]
         return CollectiveHandle(works, finish, keep)
 

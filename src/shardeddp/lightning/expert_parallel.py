@@ -14,6 +14,7 @@ from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
+from shardeddp.lightning.tensor_parallel import refuse_precision
 from shardeddp.optim.scope import scope_of
 
 EXPERT_PARALLEL = "expert_parallel"
@@ -60,12 +61,7 @@ def refuse_trainer(trainer: Trainer) -> None:
                 f"expert_parallel_size does not work together with {type(callback).__name__} yet, "
                 f"which copies the module: leave the callback out"
             )
-    tried = ("32-true", "bf16-mixed")
-    if trainer.precision not in tried:
-        raise ConfigurationError(
-            f"expert_parallel_size has been tried with precision={', '.join(tried)} alone, found "
-            f"{trainer.precision!r}"
-        )
+    refuse_precision("expert_parallel_size", trainer)
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:

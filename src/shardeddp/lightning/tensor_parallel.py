@@ -156,10 +156,19 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
                 f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "
                 f"tensor_parallel_plan instead, or leave the callback out (tensor_parallel_size)"
             )
+    refuse_precision("tensor_parallel_size", trainer)
+
+
+def refuse_precision(option: str, trainer: Trainer) -> None:
+    """Refuse precisions of the Trainer that an axis beside the data's has not been tried with.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
     tried = ("32-true", "bf16-mixed")
     if trainer.precision not in tried:
         raise ConfigurationError(
-            f"tensor_parallel_size has been tried with precision={', '.join(tried)} alone, found "
+            f"{option} has been tried with precision={', '.join(tried)} alone, found "
             f"{trainer.precision!r}"
         )
 
