@@ -1,35 +1,36 @@
 """Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
 
 import warnings
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.verify import tensor_rows, verify
 from shardeddp.errors import ConfigurationError
 from support.trainers import make_trainer
+from support.whole_batches import (
+    BATCH,
+    FEWER_STEPS,
+    STEPS,
+    STRATEGIES,
+    Regression,
+    distance,
+    train_whole,
+)
 from world import Worlds
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 _REST = pytest.mark.torture
-STEPS, FEWER_STEPS, BATCH, EXPERTS, CHOSEN = 20, 6, 8, 4, 2
-
-
-def data() -> torch.Tensor:
-    """(batches * batch, sequence, features)."""
-    return torch.randn(2 * STEPS * BATCH, 4, 8, generator=torch.Generator().manual_seed(3))
+EXPERTS, CHOSEN = 4, 2
 
 
 class Router(nn.Module):
@@ -109,74 +110,20 @@ class StackedBlock(nn.Module):
         return x + self.experts(flat, index, weights).view_as(x)
 
 
-class Mixture(LightningModule):
+class Mixture(Regression):
     block: type[nn.Module] = ListBlock
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(self.block() for _ in range(2)))
-        self.head = nn.Linear(8, 1)
-        self.seen: list[float] = []
+        super().__init__(*(self.block() for _ in range(2)))
 
     def setup(self, stage: str) -> None:
         for block in self.blocks:
             block.mesh = self.trainer.strategy.device_mesh["expert_parallel"]
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.head(self.blocks(x)) - x.sum(-1, keepdim=True)).pow(2).mean()
-
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        loss = self.loss(batch[0])
-        self.log("mean", loss, sync_dist=True)
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(float(self.trainer.callback_metrics["mean"]))
-
-    def train_dataloader(self) -> Any:
-        ranks = self.trainer.strategy.distributed_sampler_kwargs
-        own = DistributedSampler(dataset := TensorDataset(data()), shuffle=False, **ranks)
-        return DataLoader(dataset, batch_size=BATCH // ranks["num_replicas"], sampler=own)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self)
-
 
 class Stacked(Mixture):
     block = StackedBlock
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    every = list(module.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [it for it in every if it.ndim > 1], "weight_decay": 0.1},
-            {"params": [it for it in every if it.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-    )
-
-
-@cache
-def reference(
-    kind: type[Mixture], clips: str = "norm", steps: int = STEPS
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What one process trains on the whole batches, and its losses."""
-    module, losses = kind(), list[float]()
-    optimizer = optimizer_of(module)
-    for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
-        loss = module.loss(batch)
-        losses.append(loss.item())
-        (loss / 2).backward()
-        if number % 2:
-            if clips == "norm":
-                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            else:
-                nn.utils.clip_grad_value_(module.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: it.detach() for name, it in module.named_parameters()}, losses
 
 
 def train(
@@ -225,11 +172,6 @@ def train(
     return state, module.seen
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
-
-
 def train_all(size: int, kind: type[Mixture], names: tuple[str, ...]) -> list[Any]:
     return [train(it, size, kind) for it in names]
 
@@ -241,7 +183,7 @@ def train_all(size: int, kind: type[Mixture], names: tuple[str, ...]) -> list[An
 def test_experts_train_as_in_one_process_under_every_strategy(
     world: Worlds, ranks: int, size: int, kind: type[Mixture]
 ) -> None:
-    expected, losses = reference(kind)
+    expected, losses = train_whole(kind)
     for answers in world(ranks).run(train_all, size, kind, STRATEGIES):
         for found, seen in answers:
             assert distance(found, expected) < 1e-5
@@ -250,7 +192,7 @@ def test_experts_train_as_in_one_process_under_every_strategy(
 
 def test_ranks_repeat_a_training_to_the_bit(world: Worlds) -> None:
     run = partial(train, "hybrid_shard", 2, Mixture, "value", steps=FEWER_STEPS)
-    expected, _ = reference(Mixture, "value", FEWER_STEPS)
+    expected, _ = train_whole(Mixture, "value", steps=FEWER_STEPS)
     (first, _), *_ = world(4).run(run)
     for found, _ in world(4).run(run):
         assert distance(found, expected) < 1e-5
@@ -258,7 +200,7 @@ def test_ranks_repeat_a_training_to_the_bit(world: Worlds) -> None:
 
 
 def test_activation_checkpointing_computes_the_same(world: Worlds) -> None:
-    expected, _ = reference(Mixture, steps=FEWER_STEPS)
+    expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
     options = {"activation_checkpointing": {ListBlock}}
     for found, _ in world(2).run(partial(train, "full_shard", 2, steps=FEWER_STEPS, **options)):
         assert distance(found, expected) < 1e-5
@@ -275,7 +217,7 @@ class Lazy(Mixture):
 
 
 def test_ranks_whose_experts_get_no_tokens_do_not_hold_up_the_others(world: Worlds) -> None:
-    expected, _ = reference(Lazy, steps=FEWER_STEPS)
+    expected, _ = train_whole(Lazy, steps=FEWER_STEPS)
     run = partial(train, "full_shard", 4, Lazy, steps=FEWER_STEPS)
     for found, _ in world(4).run(run):
         assert distance(found, expected) < 1e-5
@@ -289,7 +231,7 @@ def train_rounded() -> dict[str, torch.Tensor]:
 
 
 def test_bfloat16_trains_close_to_full_precision(world: Worlds) -> None:
-    expected, _ = reference(Mixture, steps=FEWER_STEPS)
+    expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
     for found in world(2).run(train_rounded):
         assert 0 < distance(found, expected) < 0.1  # steps are of 1e-2 in all directions
 

@@ -2,14 +2,13 @@
 
 import warnings
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,19 +19,24 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
 from support.trainers import make_trainer
+from support.whole_batches import (
+    BATCH,
+    FEWER_STEPS,
+    STEPS,
+    STRATEGIES,
+    Regression,
+    data,
+    distance,
+    train_whole,
+)
 from world import Worlds
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
-
-STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-STEPS, FEWER_STEPS, BATCH = 20, 6, 8
-"""Over all of them where strategies and plans are compared, over fewer where an option is."""
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 SEQUENCE_PLAN = {
@@ -52,23 +56,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def data() -> torch.Tensor:
-    """(batches, batch, sequence, features)."""
-    return torch.randn(2 * STEPS * BATCH, 4, 8, generator=torch.Generator().manual_seed(3))
-
-
-class Split(LightningModule):
+class Split(Regression):
     """Blocks whose first layer is split by columns and whose second is split by rows."""
 
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}  # noqa: RUF012
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-        self.head = nn.Linear(8, 1)
+        super().__init__(*(Block() for _ in range(3)))
         self.is_split = False
-        self.seen: list[float] = []
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not self.is_split:
@@ -76,25 +72,9 @@ class Split(LightningModule):
             for block in self.blocks:
                 parallelize_module(block, self.device_mesh["tensor_parallel"], self.plan)
 
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.head(self.blocks(x)) - x.sum(-1, keepdim=True)).pow(2).mean()
-
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        loss = self.loss(batch[0])
-        self.log("mean", loss, sync_dist=True)
         self.log("count", torch.ones(()), sync_dist=True, reduce_fx="sum")
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(float(self.trainer.callback_metrics["mean"]))
-
-    def train_dataloader(self) -> Any:
-        ranks = self.trainer.strategy.distributed_sampler_kwargs
-        own = DistributedSampler(dataset := TensorDataset(data()), shuffle=False, **ranks)
-        return DataLoader(dataset, batch_size=BATCH // ranks["num_replicas"], sampler=own)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self)
+        return super().training_step(batch)
 
 
 class Planned(Split):
@@ -213,47 +193,6 @@ class Attending(Planned):
         return super().training_step(batch)
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    every = list(module.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [it for it in every if it.ndim > 1], "weight_decay": 0.1},
-            {"params": [it for it in every if it.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-    )
-
-
-@cache
-def reference(
-    clips: str,
-    decay: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-    kind: type["Split"] = Split,
-    steps: int = STEPS,
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What one process trains on the whole batches, or the moving average of it, and its losses."""
-    module, losses = kind(), list[float]()
-    optimizer = optimizer_of(module)
-    averages: dict[str, torch.Tensor] = {}
-    for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
-        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            loss = module.loss(batch)
-        losses.append(loss.item())
-        (loss / 2).backward()
-        if number % 2:
-            if clips == "norm":
-                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-            else:
-                nn.utils.clip_grad_value_(module.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, it in module.named_parameters():
-                former = averages.get(name, it.detach())
-                averages[name] = former.lerp(it.detach(), 1.0 - decay)
-    return averages, losses
-
-
 def train(
     name: str,
     size: int,
@@ -300,14 +239,9 @@ def train(
     return state, module.seen, count
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
-
-
 @pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
 def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
-    expected, losses = reference("norm")
+    expected, losses = train_whole(Split, "norm")
     answers = world(4).run(train, name, 2)
     for found, seen, count in answers:
         assert distance(found, expected) < 1e-5
@@ -332,7 +266,7 @@ def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[A
 def test_a_plan_trains_as_one_process_does_under_every_strategy(
     world: Worlds, size: int, plan: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    expected, losses = reference("norm")
+    expected, losses = train_whole(Split, "norm")
     for answers in world(4).run(train_all, size, plan, names):
         for found, seen, count in answers:
             assert distance(found, expected) < 1e-5
@@ -341,7 +275,7 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
 
 
 def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds) -> None:
-    expected, losses = reference("norm", steps=FEWER_STEPS)
+    expected, losses = train_whole(Split, "norm", steps=FEWER_STEPS)
     run = partial(
         train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=PLAN, steps=FEWER_STEPS
     )
@@ -370,7 +304,7 @@ def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds
 def test_options_change_nothing_about_it(
     world: Worlds, kind: type[Split], options: dict[str, Any]
 ) -> None:
-    expected, _ = reference("norm", steps=FEWER_STEPS)
+    expected, _ = train_whole(Split, "norm", steps=FEWER_STEPS)
     options = {**options, "tensor_parallel_plan": None if kind is Split else PLAN}
     run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
     for found, *_ in world(4).run(run):
@@ -414,14 +348,14 @@ def average() -> dict[str, torch.Tensor]:
 
 
 def test_weights_are_averaged_as_in_one_process(world: Worlds) -> None:
-    expected, _ = reference("norm", 0.9, steps=FEWER_STEPS)
+    expected, _ = train_whole(Split, "norm", 0.9, steps=FEWER_STEPS)
     for found in world(4).run(average):
         assert distance(found, expected) < 1e-5
 
 
 def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
-    expected, _ = reference("norm")
-    rounded, _ = reference("norm", 0.0, torch.bfloat16)
+    expected, _ = train_whole(Split, "norm")
+    rounded, _ = train_whole(Split, "norm", 0.0, torch.bfloat16)
     options = {"precision": "bf16-mixed"}
     run = partial(train, "full_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
     for found, *_ in world(4).run(partial(run, trainer_options=options)):
@@ -464,10 +398,10 @@ def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
         3,
         BATCH // 2 * 4 * 8 * 4,
     )  # bytes of one rank's (batch, sequence, features)
-    for data, activations, numel, kept in world(4).run(count, PLAN):
+    for sent, activations, numel, kept in world(4).run(count, PLAN):
         # Ranks with different batches gather twice (root and last block once), and reduce once.
-        assert data["all_gather"] == (2 * numel - kept) * 4 // 2
-        assert data["reduce_scatter"] == numel * 4 // 2
+        assert sent["all_gather"] == (2 * numel - kept) * 4 // 2
+        assert sent["reduce_scatter"] == numel * 4 // 2
         # Megatron-LM: one all-reduce per pair of layers in forward, one in backward.
         assert activations == {"all_reduce": blocks * 2 * activation}
     for _, activations, *_ in world(4).run(count, SEQUENCE_PLAN):
@@ -478,13 +412,13 @@ def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
 
 
 def test_all_ranks_may_split_layers_and_clip_by_value(world: Worlds) -> None:
-    expected, _ = reference("value", steps=FEWER_STEPS)
+    expected, _ = train_whole(Split, "value", steps=FEWER_STEPS)
     for found, *_ in world(4).run(partial(train, "full_shard", 4, "value", steps=FEWER_STEPS)):
         assert distance(found, expected) < 1e-5
 
 
 def test_sequences_may_be_split_as_well(world: Worlds) -> None:
-    expected, _ = reference("norm", steps=FEWER_STEPS)
+    expected, _ = train_whole(Split, "norm", steps=FEWER_STEPS)
     run = partial(train, "full_shard", 2, kind=SequenceSplit, steps=FEWER_STEPS)
     for found, *_ in world(4).run(run):
         assert distance(found, expected) < 1e-5
@@ -640,7 +574,7 @@ class Classifying(Planned):
 
 
 def test_losses_are_computed_where_logits_are_split(world: Worlds) -> None:
-    expected, _ = reference("norm", kind=Classifying, steps=FEWER_STEPS)
+    expected, _ = train_whole(Classifying, "norm", steps=FEWER_STEPS)
     plan = PLAN | {"head": ColwiseParallel(use_local_output=False)}
     run = partial(train, "full_shard", 2, kind=Classifying, tensor_parallel_plan=plan)
     for found, *_ in world(4).run(partial(run, steps=FEWER_STEPS)):
@@ -648,7 +582,7 @@ def test_losses_are_computed_where_logits_are_split(world: Worlds) -> None:
 
 
 def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> None:
-    expected, _ = reference("norm", kind=Attending, steps=FEWER_STEPS)
+    expected, _ = train_whole(Attending, "norm", steps=FEWER_STEPS)
     for found, steps in world(4).run(train_attending):
         assert distance(found, expected) < 1e-5
         assert steps == 2 * 2 * FEWER_STEPS  # of two ranks with different batches

@@ -1,0 +1,95 @@
+"""A regression that ranks train on parts of each batch, beside one process that trains on the whole batches."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+STEPS, FEWER_STEPS, BATCH = 20, 6, 8
+"""Over all of them where strategies and plans are compared, over fewer where an option is."""
+
+
+def data() -> torch.Tensor:
+    """(batches * batch, sequence, features)."""
+    return torch.randn(2 * STEPS * BATCH, 4, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Regression(LightningModule):
+    """Learns sums of features; its blocks are a subclass's."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(8, 1)
+        self.seen: list[float] = []
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.blocks(x)) - x.sum(-1, keepdim=True)).pow(2).mean()
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss = self.loss(batch[0])
+        self.log("mean", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["mean"]))
+
+    def train_dataloader(self) -> Any:
+        ranks = self.trainer.strategy.distributed_sampler_kwargs
+        own = DistributedSampler(dataset := TensorDataset(data()), shuffle=False, **ranks)
+        return DataLoader(dataset, batch_size=BATCH // ranks["num_replicas"], sampler=own)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """Two groups of decay, by number of dims."""
+    every = list(module.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [it for it in every if it.ndim > 1], "weight_decay": 0.1},
+            {"params": [it for it in every if it.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+
+
+@cache
+def train_whole(
+    kind: type[Regression],
+    clips: str = "norm",
+    decay: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What one process trains on the whole batches, or the moving average of it, and its losses."""
+    module, losses = kind(), list[float]()
+    optimizer = optimizer_of(module)
+    averages: dict[str, torch.Tensor] = {}
+    for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = module.loss(batch)
+        losses.append(loss.item())
+        (loss / 2).backward()
+        if number % 2:
+            if clips == "norm":
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            else:
+                nn.utils.clip_grad_value_(module.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, it in module.named_parameters():
+                former = averages.get(name, it.detach())
+                averages[name] = former.lerp(it.detach(), 1.0 - decay)
+    return averages, losses
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The greatest difference of an element."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
