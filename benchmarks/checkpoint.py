@@ -7,6 +7,7 @@ that has no state yet, as a run that resumes does, from the page cache.
 
     python benchmarks/checkpoint.py                             # 1 GB over 2 ranks
     python benchmarks/checkpoint.py --rounds 5 --folder FOLDER  # on the disk to be measured
+    python benchmarks/checkpoint.py --layers 1000 --width 32    # 2,000 small parameters
     python benchmarks/checkpoint.py --profile                   # where the time goes in ours
 """
 
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from checkpoint_engines import ENGINES, WIDTH, Engine
+from checkpoint_engines import ENGINES, Engine
 from fresh_ranks import become_rank, in_turn, resident
 from shardeddp.checkpoint.verify import verify
 
@@ -46,15 +47,20 @@ class Setting:
     """What is saved, and how often that is measured."""
 
     ranks: int
-    megabytes: int
+    layers: int
+    width: int
     repeats: int
     rounds: int
     profile: bool
 
     @property
-    def layers(self) -> int:
-        """Linear layers whose parameters, with two moments each, have so many bytes."""
-        return max(1, round(self.megabytes * 1e6 / (3 * 4 * (WIDTH * WIDTH + WIDTH))))
+    def nbytes(self) -> int:
+        """Of the parameters and the two moments of each."""
+        return self.layers * _layer_nbytes(self.width)
+
+
+def _layer_nbytes(width: int) -> int:
+    return 3 * 4 * (width * width + width)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +87,7 @@ class Measured:
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """One round on one rank; leaves the figures in ``folder``."""
     stdout = become_rank(rank, setting.ranks, port)
-    engine = ENGINES[name](setting.ranks, setting.layers)
+    engine = ENGINES[name](setting.ranks, setting.layers, setting.width)
     found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
     for number in range(setting.repeats + 1):
         _measure_once(
@@ -180,9 +186,8 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
 
 def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
     """Medians, and ratios to stock, to one copy of a rank's part, and to the size of that part."""
-    size = setting.layers * 3 * 4 * (WIDTH * WIDTH + WIDTH)
     shown = Table(
-        title=f"{size / 1e9:.2f} GB (parameters and AdamW) over {setting.ranks} gloo ranks, torch {torch.__version__}, "
+        title=f"{setting.nbytes / 1e9:.2f} GB ({2 * setting.layers} parameters and AdamW) over {setting.ranks} gloo ranks, torch {torch.__version__}, "
         f"{platform.machine()}, {date.today()}"
     )
     for column in (
@@ -208,11 +213,11 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
         verify_s = _median(rounds, "verify_s") if rounds[0].verify_s else None
         shown.add_row(
             name,
-            f"{save:.2f} s",
+            f"{save:.3g} s",
             against[0],
             f"{_median(rounds, 'save_s') / _median(rounds, 'copy_s'):.2f}",
             f"{_most(rounds, 'save_nbytes') / shard:.2f}",
-            f"{load:.2f} s",
+            f"{load:.3g} s",
             against[1],
             f"{_most(rounds, 'load_nbytes') / shard:.2f}",
             "" if verify_s is None else f"{rounds[0].stored_nbytes / verify_s / 1e9:.2f} GB/s",
@@ -236,9 +241,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="what to compare"
     )
-    sizes = {"ranks": 2, "megabytes": 1000, "repeats": 3, "rounds": 3}
+    sizes = {"ranks": 2, "megabytes": 1000, "width": 2048, "repeats": 3, "rounds": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--layers", type=int, help="default: as many as have --megabytes")
     parser.add_argument(
         "--folder", type=Path, help="on the disk to be measured; default: where temporary files go"
     )
@@ -248,7 +254,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write all figures to this file")
     options = vars(parser.parse_args())
     names, save, place = options.pop("only"), options.pop("save"), options.pop("folder")
-    setting = Setting(**options)
+    megabytes, layers = options.pop("megabytes"), options.pop("layers")
+    layers = layers or max(1, round(megabytes * 1e6 / _layer_nbytes(options["width"])))
+    setting = Setting(**options, layers=layers)
     with tempfile.TemporaryDirectory(dir=place) as folder:
         results = run(names, setting, Path(folder))
     Console().print(table(results, setting))

@@ -17,8 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from shardeddp import ShardedDP
 from shardeddp.config import CheckpointOptions
 
-WIDTH = 2048
-
 
 class Engine(Protocol):
     """Something that saves and loads."""
@@ -40,11 +38,11 @@ class Engine(Protocol):
 
 
 class Layers(L.LightningModule):
-    """Linear layers, and AdamW."""
+    """Square linear layers, and AdamW."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Of no interest."""
@@ -61,21 +59,22 @@ class Ours:
     Args:
         ranks: Of the world.
         layers: Of the model.
+        width: Of each layer.
         asynchronous: Whether to save in a thread.
     """
 
-    def __init__(self, ranks: int, layers: int, asynchronous: bool) -> None:
+    def __init__(self, ranks: int, layers: int, width: int, asynchronous: bool) -> None:
         self._strategy = ShardedDP(
             auto_wrap_policy={nn.Linear},
             state_dict_type="sharded",
             checkpoint_options=CheckpointOptions(asynchronous=asynchronous),
         )
-        self._module = Layers(layers)
+        self._module = Layers(layers, width)
         self._trainer = L.Trainer(
             accelerator="cpu", devices=ranks, strategy=self._strategy, max_steps=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        data: Any = torch.randn(ranks, WIDTH)
+        data: Any = torch.randn(ranks, width)
         self._trainer.fit(self._module, torch.utils.data.DataLoader(data, batch_size=1))
 
     def save(self, path: Path) -> None:
@@ -113,16 +112,17 @@ class Stock:
     Args:
         ranks: Of the world.
         layers: Of the model.
+        width: Of each layer.
     """
 
-    def __init__(self, ranks: int, layers: int) -> None:
+    def __init__(self, ranks: int, layers: int, width: int) -> None:
         dist.init_process_group("gloo")
-        self._model = Layers(layers).layers
+        self._model = Layers(layers, width).layers
         for layer in self._model:
             fully_shard(layer)
         fully_shard(self._model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._model(torch.randn(1, WIDTH)).square().mean().backward()
+        self._model(torch.randn(1, width)).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -162,8 +162,8 @@ class Stock:
         return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
 
 
-ENGINES: dict[str, Callable[[int, int], Engine]] = {
+ENGINES: dict[str, Callable[[int, int, int], Engine]] = {
     "stock": Stock,
-    "shardeddp": lambda ranks, layers: Ours(ranks, layers, asynchronous=False),
-    "shardeddp, in a thread": lambda ranks, layers: Ours(ranks, layers, asynchronous=True),
+    "shardeddp": lambda *sizes: Ours(*sizes, asynchronous=False),
+    "shardeddp, in a thread": lambda *sizes: Ours(*sizes, asynchronous=True),
 }

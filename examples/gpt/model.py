@@ -136,7 +136,11 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
-        self.apply(partial(_initialise, residual_scale=(2 * num_layers) ** -0.5))
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draw all weights."""
+        self.apply(partial(_initialise, residual_scale=(2 * len(self.blocks)) ** -0.5))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict every next token.

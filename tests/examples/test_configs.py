@@ -13,6 +13,7 @@ import yaml
 import shardeddp
 from gpt.data import PydocText
 from gpt.lora import LoRAGPTModule, LoRALinear
+from gpt.mixture import MixtureGPTModule
 from gpt.model import GPTModule
 from support.trainers import PoolEnvironment, make_trainer
 from train_gpt import TrainGPT
@@ -49,11 +50,8 @@ class InThePool(TrainGPT):
 
 def model_class(name: str) -> type[GPTModule]:
     """What the script that the file names trains."""
-    return (
-        LoRAGPTModule
-        if "finetune_gpt.py" in CONFIGS[name].read_text(encoding="utf-8")
-        else GPTModule
-    )
+    kinds = {"lora": LoRAGPTModule, "experts": MixtureGPTModule}
+    return kinds.get(name, GPTModule)
 
 
 def train(name: str, folder: str, **more: str) -> dict[str, Any]:
@@ -88,6 +86,7 @@ def train(name: str, folder: str, **more: str) -> dict[str, Any]:
 
 def test_each_use_has_its_file() -> None:
     assert sorted(CONFIGS) == [
+        "experts",
         "laptop",
         "long_context",
         "lora",

@@ -57,8 +57,6 @@ class Expert(nn.Module):
 class ListBlock(nn.Module):
     """Experts in a list, to which the model sends tokens."""
 
-    mesh: Any = None
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.router = nn.LayerNorm(8), Router()
@@ -67,7 +65,7 @@ class ListBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = self.norm(x).flatten(0, -2)
         index, weights = self.router(flat)
-        routed = TokenDispatch(index, EXPERTS, self.mesh)
+        routed = TokenDispatch(index, self.experts)
         parts = routed.dispatch(flat).split(routed.counts)
         rows = torch.cat(
             [self.experts[it](part) for it, part in zip(routed.experts, parts, strict=True)]
@@ -116,10 +114,6 @@ class Mixture(Regression):
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(*(self.block() for _ in range(2)))
-
-    def setup(self, stage: str) -> None:
-        for block in self.blocks:
-            block.mesh = self.trainer.strategy.device_mesh["expert_parallel"]
 
 
 class Stacked(Mixture):

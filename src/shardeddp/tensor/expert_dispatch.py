@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.activations import all_to_all
-from shardeddp.tensor.parallel_styles import TensorAxis
+from shardeddp.tensor.parallel_styles import MARK, TensorAxis
 
 _Counts = tuple[int, ...]
 
@@ -45,12 +46,20 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None, *anchors
 
 
+@dataclass(frozen=True, kw_only=True)
+class DividedExperts:
+    """What a module of experts that ranks have divided among them knows of the others."""
+
+    count: int
+    axis: TensorAxis
+
+
 class TokenDispatch:
     """One layer's tokens on their way to the experts that a router has chosen for them, and back.
 
-    Every rank of the mesh makes one at the same place of its forward, dispatches and combines once::
+    Every rank makes one at the same place of its forward, dispatches and combines once::
 
-        routed = TokenDispatch(index, num_experts=8, mesh=self.device_mesh["expert_parallel"])
+        routed = TokenDispatch(index, self.experts)
         tokens = routed.dispatch(x)
         parts = tokens.split(routed.counts)
         y = torch.cat([self.experts[e](part) for e, part in zip(routed.experts, parts)])
@@ -58,8 +67,9 @@ class TokenDispatch:
 
     Args:
         index: (tokens, k), whole numbers; the experts of each token.
-        num_experts: Of all ranks together.
-        mesh: ``strategy.device_mesh["expert_parallel"]``; None: this rank has all experts.
+        experts: Their module: an ``nn.ModuleList``, or one with a row for each in its parameters. It
+            knows which ranks have divided it; undivided, this rank has all experts. Or their number.
+        mesh: With a number: ``strategy.device_mesh["expert_parallel"]``; None: this rank has all.
 
     Raises:
         ValueError: An index is none of an expert, or ranks cannot have equal numbers of experts.
@@ -72,10 +82,17 @@ class TokenDispatch:
     """Rows that have arrived for each of them, in this order."""
 
     def __init__(
-        self, index: torch.Tensor, num_experts: int, mesh: DeviceMesh | TensorAxis | None = None
+        self,
+        index: torch.Tensor,
+        experts: nn.Module | int,
+        mesh: DeviceMesh | TensorAxis | None = None,
     ) -> None:
         if isinstance(mesh, DeviceMesh):
             mesh = expert_axis(mesh)
+        if isinstance(experts, nn.Module):
+            num_experts, mesh = _number_and_axis(experts, mesh)
+        else:
+            num_experts = experts
         self._axis = mesh
         size, rank = (1, 0) if mesh is None else (mesh.size, mesh.rank)
         if index.ndim != 2 or num_experts % size:
@@ -144,6 +161,23 @@ class TokenDispatch:
             )
         back = torch.empty_like(home).index_copy(0, self._order, home)
         return back.view(*self._shape, *back.shape[1:])
+
+
+def _number_and_axis(
+    experts: nn.Module, axis: TensorAxis | None
+) -> tuple[int, TensorAxis | None]:
+    divided = vars(experts).get(MARK)
+    if isinstance(divided, DividedExperts):
+        return divided.count, divided.axis
+    if isinstance(experts, nn.ModuleList):
+        return len(experts), axis
+    counts = {it.shape[0] if it.ndim else 0 for it in experts.parameters()}
+    if len(counts) != 1:
+        raise ValueError(
+            f"expected an nn.ModuleList of experts, a module whose parameters have one row for each "
+            f"expert, or a number, found {type(experts).__name__} with rows {sorted(counts)}"
+        )
+    return counts.pop(), axis
 
 
 def _trained(rows: torch.Tensor) -> torch.Tensor:

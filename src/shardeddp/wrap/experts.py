@@ -18,7 +18,7 @@ from shardeddp.tensor.distributed import (
     local_part,
     replace_parameters,
 )
-from shardeddp.tensor.expert_dispatch import Routing
+from shardeddp.tensor.expert_dispatch import DividedExperts, Routing
 from shardeddp.tensor.parallel_styles import MARK, TensorAxis
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import join
@@ -120,7 +120,7 @@ def keep_own(
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     kept: list[nn.Parameter] = []  # whose identities are keys
     for each in experts:
-        vars(each.module)[MARK] = True
+        vars(each.module)[MARK] = DividedExperts(count=each.count, axis=axis)
         own = each.count // axis.size
         for name, parameter in each.module.named_parameters():
             shape = parameter.shape
