@@ -174,7 +174,10 @@ class StepMeter(L.Callback):
 
 def _sent_nbytes(trainer: L.Trainer) -> int:
     """What this rank has sent so far; 0 under a strategy that does not count."""
-    return trainer.strategy.traffic.total_nbytes if isinstance(trainer.strategy, ShardedDP) else 0
+    if not isinstance(trainer.strategy, ShardedDP):
+        return 0
+    mesh = trainer.strategy.mesh
+    return mesh.traffic.total_nbytes + mesh.activation_traffic.total_nbytes
 
 
 def _ring_all_reduce_nbytes(trainer: L.Trainer) -> float:
