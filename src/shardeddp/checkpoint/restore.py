@@ -6,7 +6,8 @@ The way back is here too: what the model was before can be put back.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,11 +27,39 @@ from shardeddp.wrap.tree import first_three
 
 
 class Replaced:
-    """The parameters and buffers of a model at one moment: this rank's part of them, once more."""
+    """What the parameters and buffers of a model were before a load: this rank's part of them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def keep(self, module: nn.Module, parts: dict[str, Any], read: Collection[str]) -> None:
+        """Keep them, just before parts of a checkpoint are loaded.
+
+        What was read for this load alone changes places with what it replaces: a third of the
+        memory of a load under AdamW, and a pass over it. That is done on the host, for parameters
+        with one name, and where no module may do anything else with the parts than load them.
+
+        Args:
+            module: The model.
+            parts: What is about to be loaded, by fqn. A part that is loaded by this already is
+                replaced by the parameter, which is loaded into itself then.
+            read: The names of parts whose memory nobody else has.
+        """
+        own = module.state_dict(keep_vars=True)
+        places = Counter(map(id, own.values()))
+        kept: dict[int, torch.Tensor] = {}
+        for name in () if _loads_in_its_own_way(module) else read:
+            target, part = own.get(name), parts[name]
+            if (
+                isinstance(target, ShardTensor)
+                and isinstance(part, ShardTensor)
+                and places[id(target)] == 1
+                and _exchange(target.to_local(), part.to_local())
+            ):
+                kept[id(target)], parts[name] = part, target
         self._kept = [
-            (tensor, tensor.detach().clone())
+            (tensor, kept[id(tensor)] if id(tensor) in kept else tensor.detach().clone())
             for tensor in chain(module.parameters(), module.buffers())
         ]
 
@@ -39,6 +68,24 @@ class Replaced:
         """Make the model what it was, without communication."""
         for tensor, was in self._kept:
             tensor.copy_(was)
+
+
+def _exchange(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let the values of two tensors on the host change places; whether they could."""
+    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+        return False
+    if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
+        return False
+    pairs = zip(one.view(-1).split(_BLOCK_NUMEL), other.view(-1).split(_BLOCK_NUMEL), strict=True)
+    for block, other_block in pairs:
+        was = block.clone()
+        block.copy_(other_block)
+        other_block.copy_(was)
+    return True
+
+
+_BLOCK_NUMEL = 2**16
+"""Elements that are exchanged at a time, so that they stay in the processor's cache."""
 
 
 # -- Restoring of a sharded model
@@ -103,7 +150,13 @@ def materialize_expanded_buffers(module: nn.Module) -> None:
                 owner._buffers[name] = buffer.contiguous()
 
 
-def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+def load_model(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    cast: bool,
+    replaced: Replaced | None = None,
+) -> None:
     """Load a state dict of whole, lazy or sharded tensors into a sharded model.
 
     Args:
@@ -111,15 +164,18 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: 
         state: By fqn.
         strict: Whether both have to have the same names.
         cast: Whether dtypes may differ.
+        replaced: Keeps what the model was before.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ; lists what. Nothing has been changed.
     """
     own = module.state_dict(keep_vars=True)
     _check_fit(module, own, state, strict, cast)
-    module.load_state_dict(
-        {name: _shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict
-    )
+    parts = {name: _shard_like(value, own.get(name)) for name, value in state.items()}
+    if replaced is not None:
+        read = [name for name, value in state.items() if isinstance(value, LazyTensor)]
+        replaced.keep(module, parts, read)
+    module.load_state_dict(parts, strict=strict)
 
 
 def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -189,11 +189,11 @@ class Restore:
             materialize_expanded_buffers(module)
             # The optimizers are made when the model is there; not before can they refuse what is
             # stored for them.
-            self._replaced = Replaced(module) if fitting else None
+            self._replaced = Replaced() if fitting else None
             if self._is_start:
                 self._load_start(module, state, strict)
             else:
-                load_model(module, state, strict, self._options.cast)
+                load_model(module, state, strict, self._options.cast, self._replaced)
 
         if runtime_of(module) is None:
             self._pending = load
@@ -202,7 +202,7 @@ class Restore:
 
     def _load_start(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
         placed = place_weights(module, weights)
-        load_model(module, placed, strict, cast=True)
+        load_model(module, placed, strict, cast=True, replaced=self._replaced)
         own = module.state_dict(keep_vars=True)
         if missing := [name for name in own if name not in placed]:
             rank_zero_warn(f"{self._path} has nothing for {first_three(missing)}: as initialized")
