@@ -187,7 +187,8 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
 def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
     """Medians, and ratios to stock, to one copy of a rank's part, and to the size of that part."""
     shown = Table(
-        title=f"{setting.nbytes / 1e9:.2f} GB ({2 * setting.layers} parameters and AdamW) over {setting.ranks} gloo ranks, torch {torch.__version__}, "
+        title=f"{setting.nbytes / 1e9:.2f} GB ({2 * setting.layers} parameters and AdamW) over "
+        f"{setting.ranks} gloo ranks, torch {torch.__version__}, "
         f"{platform.machine()}, {date.today()}"
     )
     for column in (
