@@ -63,6 +63,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+WRITES_ONE = ("mul", "lerp", "copy", "data", "data_mul", "rows", "normalize", "renorm")
+WRITES_ALL = ("vector", "state_dict", "summon_write", "reset")
+"""Actions that write to a parameter, or to those of a block."""
+
+
 class DrawnTraining(DrawnModel):
     """The LightningModule of a program."""
 
@@ -72,6 +77,7 @@ class DrawnTraining(DrawnModel):
         self.pieces: list[Tensor] = []
         self.batch_index = 0
         self.kept: dict[Any, Tensor] = {}
+        self.written: set[str] = set()  # parameters, since the batch began
         self.after_backward: Callable[[], None] = int  # does nothing
 
     # -- the steps
@@ -79,6 +85,7 @@ class DrawnTraining(DrawnModel):
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor | None:
         torch.manual_seed(1000 * self.global_rank + batch_index)
         self.batch_index = batch_index
+        self.written.clear()
         self.act("step")
         backward = self.program.backward
         if backward == "toggled":
@@ -148,6 +155,13 @@ class DrawnTraining(DrawnModel):
             if when == hook:
                 with torch.no_grad():
                     self._act(kind, number, (index, hook))
+                    self._note_writes(kind, number)
+
+    def _note_writes(self, kind: str, number: int) -> None:
+        if kind in WRITES_ONE:
+            self.written.add(self.name(number))
+        elif kind in WRITES_ALL:
+            self.written.update(self.parameter_names)
 
     def _act(self, kind: str, number: int, key: tuple[int, str]) -> None:
         name, p, block = self.name(number), self.parameter(number), self.block(number)
@@ -198,7 +212,8 @@ class DrawnTraining(DrawnModel):
                 average.lerp_(p.detach(), 0.1)
                 self.note(label, average.norm())
             case "keep_view" | "keep_rows" | "keep_data":
-                if last is not None:
+                # A view of an earlier step shows what the last optimizer step has left.
+                if last is not None and not (key[1] == "step" and name in self.written):
                     self.note(label, last.norm())
                 view = p.data.view(-1) if kind == "keep_data" else p.detach()
                 self.kept[key] = (
@@ -220,7 +235,7 @@ class DrawnTraining(DrawnModel):
                 self.note(label, nn.utils.clip_grad_norm_(self.parameters(), 0.1))
             case "clip_value":
                 nn.utils.clip_grad_value_(self.parameters(), 0.005)
-            case "vector":
+            case "vector" if not self.program.shares_memory:  # it assigns to `.data`
                 parameters = list(block.parameters())
                 if parameters:
                     nn.utils.vector_to_parameters(
