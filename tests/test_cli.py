@@ -118,6 +118,16 @@ def test_a_wrong_path_is_one_line(tmp_path: Path, capsys: Output, command: list[
     assert err.startswith(f"shardeddp {command[0]}: {tmp_path / 'nowhere'}")
 
 
+def test_of_a_missing_checkpoint_those_beside_it_are_named(path: Path, capsys: Output) -> None:
+    missing = path.parent / "step=8.ckpt"
+    (path.parent / "of-ddp.ckpt").touch()
+    status, _, err = run(capsys, "inspect", missing)
+    assert status == 1
+    assert f"{missing} does not exist; beside it there are step=7.ckpt, of-ddp.ckpt" in err
+    _, _, err = run(capsys, "inspect", path.parent / "absent" / "step=8.ckpt")
+    assert "does not exist, nor does the directory that it would lie in" in err
+
+
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"]])
 def test_a_directory_without_checkpoints_is_one_line(
     tmp_path: Path, capsys: Output, command: list[str]

@@ -25,7 +25,7 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.durable import Location, disk_errors, location
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, is_checkpoint
+from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
@@ -41,7 +41,7 @@ from shardeddp.checkpoint.restore import (
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
-from shardeddp.checkpoint.verify import checkpoints_in, newest_verified
+from shardeddp.checkpoint.verify import checkpoints_in, newest_verified, what_lies_beside
 from shardeddp.comm import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
@@ -308,19 +308,8 @@ class Restore:
 
     def _nothing_there(self) -> str:
         """Error about a path where there is nothing, with the checkpoints beside it; for rank 0."""
-        folder, missing = self._path.parent, f"the checkpoint {self._path} does not exist"
-        if not self._group.is_rank_zero:
-            return missing
-        if isinstance(folder, Path) and not folder.is_dir():
-            return f"{missing}, nor does the directory that it would lie in"
-        try:
-            names = [path.name for path in checkpoints_in(folder)]
-        except (CheckpointError, NotImplementedError):  # nobody may list it
-            return missing
-        if isinstance(folder, Path):  # those of other strategies, which say no step
-            others = sorted(path.name for path in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
-            names += [name for name in others if name not in names]
-        return f"{missing}; beside it there are {first_three(names) if names else 'none'}"
+        beside = what_lies_beside(self._path) if self._group.is_rank_zero else ""
+        return f"the checkpoint {self._path} does not exist{beside}"
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
         """The error with the name of a checkpoint to use instead; a collective of all ranks."""
