@@ -92,7 +92,7 @@ def test_a_save_reads_what_it_has_written_by_the_file_and_not_by_the_tensor(
     read: list[str] = []
 
     def note(name: str, path: str) -> str:
-        if name == "cat_file":
+        if name == "cat":
             read.append(os.path.basename(path))
         return ""
 
