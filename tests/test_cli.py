@@ -374,6 +374,15 @@ def test_migrate_exits_with_1_where_something_is_lost(tmp_path: Path, capsys: Ou
 PLAN = ("plan", "--dims", "layers=1,width=32,heads=2,vocabulary=32", "--gpus", "2")
 
 
+def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
+    dims = "layers=2,width=64,heads=2,vocabulary=128"
+    arguments = ("plan", "--dims", dims, "--gpus", "2", "--memory-gb", "0.1", "--why")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1
+    assert "more than 0.1 GiB." in out
+    assert "leaves" not in out
+
+
 def test_a_plan_is_calibrated_with_the_figures_of_a_file(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "a.json"
     write_measured(file, probe_of())
