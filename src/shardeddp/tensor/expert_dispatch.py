@@ -163,7 +163,9 @@ class TokenDispatch:
         return back.view(*self._shape, *back.shape[1:])
 
 
-def _number_and_axis(experts: nn.Module, axis: TensorAxis | None) -> tuple[int, TensorAxis | None]:
+def _number_and_axis(
+    experts: nn.Module, axis: TensorAxis | None
+) -> tuple[int, TensorAxis | None]:
     divided = vars(experts).get(MARK)
     if isinstance(divided, DividedExperts):
         return divided.count, divided.axis
