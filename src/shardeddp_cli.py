@@ -194,10 +194,12 @@ def _add_plan(commands: Any) -> None:
     sizes = "instead: layers=32,width=4096,heads=32,vocabulary=32000,kv_heads=8,hidden=11008,..."
     parser.add_argument("--dims", metavar="SIZES", help=sizes)
     parser.add_argument("--length", type=_count, default=2048, help="tokens of a sample (2048)")
-    device = "H100, A100-40, B200, ... (that of --calibrate, else H100)"
+    device = "H100, A100-40, B200, ... (that of --calibrate, else H100); one that is not known needs the next four"
     parser.add_argument("--gpu", metavar="NAME", help=device)
     parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="of all nodes")
-    parser.add_argument("--per-node", type=_count, default=8, metavar="N", help="(8)")
+    parser.add_argument(
+        "--per-node", type=_count, default=8, metavar="N", help="GPUs of a node (8)"
+    )
     parser.add_argument(
         "--network", type=float, metavar="GBITS", help="Gbit/s between nodes for each GPU"
     )
@@ -232,7 +234,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument("--micro-batch", action="append", type=_count, metavar="N", help=each)
     _add_calibrate(parser)
-    parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="(auto)")
+    parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="units (auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")
     parser.add_argument("--why", action="store_true", help="why the best is the best")
     parser.add_argument("--json", action="store_true", help="print every plan as JSON")

@@ -118,6 +118,16 @@ def test_a_wrong_path_is_one_line(tmp_path: Path, capsys: Output, command: list[
     assert err.startswith(f"shardeddp {command[0]}: {tmp_path / 'nowhere'}")
 
 
+def test_of_a_missing_checkpoint_those_beside_it_are_named(path: Path, capsys: Output) -> None:
+    missing = path.parent / "step=8.ckpt"
+    (path.parent / "of-ddp.ckpt").touch()
+    status, _, err = run(capsys, "inspect", missing)
+    assert status == 1
+    assert f"{missing} does not exist; beside it there are step=7.ckpt, of-ddp.ckpt" in err
+    _, _, err = run(capsys, "inspect", path.parent / "absent" / "step=8.ckpt")
+    assert "does not exist, nor does the directory that it would lie in" in err
+
+
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"]])
 def test_a_directory_without_checkpoints_is_one_line(
     tmp_path: Path, capsys: Output, command: list[str]
@@ -362,6 +372,15 @@ def test_migrate_exits_with_1_where_something_is_lost(tmp_path: Path, capsys: Ou
 # -- plan and probe
 
 PLAN = ("plan", "--dims", "layers=1,width=32,heads=2,vocabulary=32", "--gpus", "2")
+
+
+def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
+    dims = "layers=2,width=64,heads=2,vocabulary=128"
+    arguments = ("plan", "--dims", dims, "--gpus", "2", "--memory-gb", "0.1", "--why")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1
+    assert "more than 0.1 GiB." in out
+    assert "leaves" not in out
 
 
 def test_a_plan_is_calibrated_with_the_figures_of_a_file(tmp_path: Path, capsys: Output) -> None:

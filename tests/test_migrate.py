@@ -122,6 +122,19 @@ def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
     assert not found.translation.loses
 
 
+def test_what_deepspeed_makes_of_its_configuration_is_written_out(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": "auto"}}
+    found = migrated(tmp_path, "ds.json", json.dumps({**CONFIG, "optimizer": adam}))
+    said = {note.key: note.text for note in found.translation.notes}
+    assert "DataLoader(batch_size=4)" in said["config.train_micro_batch_size_per_gpu"]
+    line = "torch.optim.AdamW(self.parameters(), lr=0.0001, betas=[0.9, 0.95])"
+    assert said["config.optimizer"].endswith(line)
+    for other in ({"type": "Lion"}, {"type": "Adam", "params": {"adam_w_mode": False}}):
+        found = migrated(tmp_path, "ds.json", json.dumps({**CONFIG, "optimizer": other}))
+        said = {note.key: note.text for note in found.translation.notes}
+        assert said["config.optimizer"].endswith("configure_optimizers() returns it")
+
+
 def test_a_configuration_that_a_strategy_names_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     entry = (

@@ -39,6 +39,7 @@ from shardeddp.checkpoint.verify import (
     examine,
     module_rows,
     tensor_rows,
+    what_lies_beside,
 )
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.lightning.probe import probe as measure
@@ -412,9 +413,10 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
         return _require_remote(path, foreign)
     if path.is_file() and not foreign:
         return path
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path} does not exist{what_lies_beside(path)}")
     if not path.is_dir():
-        what = "is no directory" if os.path.lexists(path) else "does not exist"
-        raise CheckpointError(f"{path} {what}: expected the directory of a sharded checkpoint")
+        raise CheckpointError(f"{path} is no directory: expected that of a sharded checkpoint")
     own, theirs = (os.path.lexists(path / name) for name in (MANIFEST, DCP_METADATA))
     if not own and not theirs:
         inside = checkpoints_in(path)

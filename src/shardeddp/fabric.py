@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
-from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.full import save_full
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.restore import (
@@ -25,10 +25,9 @@ from shardeddp.checkpoint.restore import (
 )
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
-from shardeddp.errors import CheckpointError, ConfigurationError
+from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, Stateful, rank_zero_only
 from shardeddp.lightning.precision import ShardedPrecision
-from shardeddp.lightning.restore import open_any
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
@@ -83,28 +82,29 @@ class ShardedDP(DDPStrategy):
         parts = TrainerStrategy(
             sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
         ).parts
-        if parts.options.checkpoint_options.asynchronous:
-            raise ConfigurationError(
-                "CheckpointOptions(asynchronous=True) goes with the Trainer: nobody would wait for "
-                "the last checkpoint of a loop of one's own. Leave it out"
-            )
-        if "uneven_batches" in options:
-            raise ConfigurationError(
-                "uneven_batches goes with the Trainer: a loop of one's own ends epochs by itself. "
-                "Leave it out"
-            )
-        chosen = (parts.options.sharding_strategy, parts.options.shard_size)
-        if AUTO in chosen or parts.options.plan_only:
-            raise ConfigurationError(
-                "sharding_strategy='auto', shard_size='auto' and plan_only go with the Trainer, "
-                "which knows the model when a run is set up; ShardedDP.plan(model) says which "
-                "strategy to write here"
-            )
-        for size in ("tensor_parallel_size", "expert_parallel_size"):
-            if options.get(size, 1) != 1:
-                raise ConfigurationError(
-                    f"{size} goes with the Trainer, where it has been tried: leave it out"
-                )
+        own = parts.options
+        chosen = AUTO in (own.sharding_strategy, own.shard_size) or own.plan_only
+        for option, given, why in (
+            (
+                "CheckpointOptions(asynchronous=True)",
+                own.checkpoint_options.asynchronous,
+                "nobody would wait for the last checkpoint of a loop of one's own",
+            ),
+            (
+                "uneven_batches",
+                "uneven_batches" in options,
+                "a loop of one's own ends epochs by itself",
+            ),
+            (
+                "'auto' or plan_only",
+                chosen,
+                "it knows the model before a run; ShardedDP.plan(model) says what to write here",
+            ),
+            ("tensor_parallel_size", own.tensor_parallel_size != 1, "where it has been tried"),
+            ("expert_parallel_size", own.expert_parallel_size != 1, "where it has been tried"),
+        ):
+            if given:
+                raise ConfigurationError(f"{option} goes with the Trainer: {why}. Leave it out")
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         self._parts, self._group = parts, parts.group
@@ -230,8 +230,8 @@ class ShardedDP(DDPStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
-        read = partial(self._read, Path(self.broadcast(str(path))), weights_only)
-        checkpoint = self._group.run_on_all_ranks("reading the checkpoint", read)
+        place = self.broadcast(os.fspath(path))
+        checkpoint = self._parts.restore.read(place, weights_only, self.checkpoint_io)
         if not state:
             return checkpoint
         raw = not isinstance(state, dict)
@@ -242,17 +242,6 @@ class ShardedDP(DDPStrategy):
         load = partial(self._load, checkpoint, wanted, entries, strict)
         self._group.run_on_all_ranks("loading the checkpoint", load)
         return {} if raw else entries
-
-    def _read(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist")
-        mesh, options = self._group.current, self._parts.options.checkpoint_options
-        part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
-        if path.is_dir():
-            own = {"foreign": options.foreign, "trust_pickle": options.trust_pickle}
-            return open_any(path, weights_only, **own, part=part)
-        require_intact(path, part)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
     def _load(
         self, checkpoint: Any, state: dict[str, Any], entries: dict[str, Any], strict: bool

@@ -591,7 +591,8 @@ def _to_trainer(name: str) -> Rule:
 
 def _in_loader(made: Translation, key: str, value: Any) -> None:
     if value not in (None, "auto"):
-        made.note(key, "the DataLoader says it: DataLoader(batch_size=...), per rank")
+        own = value if key.endswith("train_micro_batch_size_per_gpu") else "..."
+        made.note(key, f"the DataLoader says it: DataLoader(batch_size={own}), per rank")
 
 
 def _recomputation(made: Translation, key: str, value: Any) -> None:
@@ -600,6 +601,21 @@ def _recomputation(made: Translation, key: str, value: Any) -> None:
 
 
 _IN_CODE = "written in code: configure_optimizers() returns it"
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+
+
+def _optimizer(made: Translation, key: str, value: Any) -> None:
+    """DeepSpeed's Adam is torch's AdamW, as long as nobody asks for the other one."""
+    it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+    asked: Mapping[str, Any] = it.get("params") or {}
+    line = ""
+    if str(it.get("type")).lower() in ("adam", "adamw") and asked.get("adam_w_mode", True):
+        own = {name: asked[name] for name in _ADAM if asked.get(name, "auto") != "auto"}
+        given = f", {_shown_options(own)}" if own else ""
+        line = f", here torch.optim.AdamW(self.parameters(){given})"
+    made.lose(key, f"{_IN_CODE}{line}")
+
+
 _ACTIVATIONS: dict[str, Rule] = {
     **dict.fromkeys(
         (
@@ -634,7 +650,7 @@ _CONFIG: dict[str, Rule] = {
     "bfloat16": _mixed("bf16-mixed"),
     "gradient_clipping": _to_trainer("gradient_clip_val"),
     "gradient_accumulation_steps": _to_trainer("accumulate_grad_batches"),
-    "optimizer": _lost(_IN_CODE),
+    "optimizer": _optimizer,
     "scheduler": _lost(_IN_CODE),
     "activation_checkpointing": _recomputation,
     "aio": _lost("disks are not offloaded to: host memory is the last resort"),

@@ -104,7 +104,7 @@ def test_states_are_restored_once_and_not_before_training_begins() -> None:
 def test_states_of_other_ranks_are_not_used() -> None:
     randomness = ResumeRandomness()
     with pytest.warns(
-        UserWarning, match=r"random states of 1 ranks and this run has 2.*Resume with 1 ranks"
+        UserWarning, match=r"random states of 1 rank and this run has 2.*Resume with 1 rank for"
     ):
         randomness.hold([capture_random_state(CPU)], 0, 2)
     randomness.hold([capture_random_state(CPU)], 1, 2)

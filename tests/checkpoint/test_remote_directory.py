@@ -86,6 +86,23 @@ def test_a_save_in_a_store_replaces_the_one_before_and_leaves_nothing_of_it(
     assert step_in(folder / "last.ckpt") is None
 
 
+def test_a_save_reads_what_it_has_written_by_the_file_and_not_by_the_tensor(
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def note(name: str, path: str) -> str:
+        if name == "cat":
+            read.append(os.path.basename(path))
+        return ""
+
+    monkeypatch.setattr(Shelf, "fault", note)
+    snapshot = snapshot_of(1, rows=ROWS, tensors=20)
+    write_checkpoint(snapshot, folder / "a.ckpt", run_of(1), None, CheckpointOptions())
+    assert read
+    assert len(read) == len(set(read))
+
+
 def test_a_checkpoint_of_a_store_is_read_where_it_was_copied_to(
     folder: RemotePath, tmp_path: Path
 ) -> None:

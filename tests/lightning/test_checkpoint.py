@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from shardeddp import RankError, ShardTensor
+from shardeddp import CheckpointError, RankError, ShardTensor
 from shardeddp.checkpoint.contents import open_checkpoint
 from support.resuming import Make, fit, full_shard, in_one_file
 from support.tasks import EvaluatedGpt, TinyGpt, token_loader
@@ -203,6 +203,40 @@ def test_a_checkpoint_can_be_saved_before_training_and_after_it_has_failed(
     world: Worlds, tmp_path: Path
 ) -> None:
     assert world(2).run(save_before_and_after_an_error, str(tmp_path)) == [[3, 1]] * 2
+
+
+def resume_from_what_is_no_checkpoint(folder: str) -> list[str]:
+    texts: list[str] = []
+    for path in ("ckpt/step=8.ckpt", "absent/step=8.ckpt", "ckpt", "empty/step=8.ckpt"):
+        with pytest.raises((FileNotFoundError, CheckpointError)) as caught:
+            make_trainer(full_shard(), max_steps=2).fit(
+                TinyGpt(), token_loader(16), ckpt_path=f"{folder}/{path}"
+            )
+        texts.append(str(caught.value).replace(folder, "..."))
+    return texts
+
+
+def save_a_step(path: str) -> None:
+    trainer = make_trainer(full_shard(), max_steps=1)
+    trainer.fit(TinyGpt(), token_loader(16))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.slow
+def test_a_path_that_is_no_checkpoint_is_an_error_with_those_that_are(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(save_a_step, str(tmp_path / "ckpt" / "step=1.ckpt"))
+    (tmp_path / "ckpt" / "of-ddp.ckpt").touch()
+    (tmp_path / "empty").mkdir()
+    for missing, absent, folder, empty in world(2).run(
+        resume_from_what_is_no_checkpoint, str(tmp_path)
+    ):
+        start = "the checkpoint .../{}/step=8.ckpt does not exist"
+        assert missing == (f"{start.format('ckpt')}; beside it there are step=1.ckpt, of-ddp.ckpt")
+        assert absent == f"{start.format('absent')}, nor does the directory that it would lie in"
+        assert folder.endswith("The newest that is whole is .../ckpt/step=1.ckpt")
+        assert empty == f"{start.format('empty')}; beside it there are none"
 
 
 # -- copies

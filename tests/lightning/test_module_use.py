@@ -16,7 +16,7 @@ from shardeddp import ShardedDP, ShardTensor
 from support.parity import Run, Trained, assert_same_training
 from support.tasks import VOCABULARY, Block, HasAnOptimizerOfItsOwn, Recorded, TinyGpt, token_loader
 from support.trainers import make_trainer
-from world import World, Worlds
+from world import World, Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -172,6 +172,27 @@ def test_parameters_that_only_some_ranks_use_in_a_step_need_no_flag(
     )
     found = world(2).run(run.sharded_by, {"sharding_strategy": strategy, "auto_wrap_policy": units})
     assert_same_training(found, reference(2, run.under_ddp))
+
+
+class LooksAtItsHead(TinyGpt):
+    """Reads the whole of a weight of the root unit, and this rank's elements, in its step."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        self.seen = self.head.weight.full_tensor(), self.head.weight.to_local()  # type: ignore[operator]
+        return super().training_step(batch, batch_index)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_a_whole_weight_is_read_in_a_step_as_outside_of_it(strategy: str) -> None:
+    module = LooksAtItsHead()
+    trainer = make_trainer(ShardedDP(strategy), max_steps=2, precision="bf16-mixed")
+    trainer.fit(module, token_loader(16))
+    whole, local = module.seen
+    last = module.head.weight.full_tensor()  # type: ignore[operator]
+    assert (whole.shape, whole.dtype) == (last.shape, torch.float32)
+    assert not torch.equal(whole, last)  # a step lies between
+    assert local.shape == module.head.weight.to_local().shape  # type: ignore[operator]
 
 
 # -- logging

@@ -77,6 +77,7 @@ def test_an_adapter_is_exported_as_peft_reads_it(
     trained = world(2).run(train, "LoRA", {"state_dict_type": "sharded"}, 1, str(path), None)[0]
     target = folder / "adapter_model.safetensors"
     assert main(["consolidate", str(path), "-o", str(target), "--adapter", "default"]) == 0
+    assert "beside an adapter_config.json" in capsys.readouterr().err
     models.LoraLlama().model.peft_config["default"].save_pretrained(folder)
     base = models.LoraLlama().model.unload()
     read = PeftModel.from_pretrained(base, folder).state_dict()
@@ -86,5 +87,8 @@ def test_an_adapter_is_exported_as_peft_reads_it(
         if ".default." in name
     }
     assert expected and all(torch.equal(read[name], it) for name, it in expected.items())
-    assert main(["consolidate", str(path), "-o", str(target), "--force", "--adapter", "x"]) == 1
+    again = ["consolidate", str(path), "-o", str(target), "--force", "--adapter"]
+    assert main([*again, "default"]) == 0
+    assert "adapter_config.json" not in capsys.readouterr().err  # it is there
+    assert main([*again, "x"]) == 1
     assert re.search(r"no adapter 'x'.* one is '.*lora_A\.default\.weight", capsys.readouterr().err)

@@ -27,7 +27,7 @@ EXPECTED_WARNINGS = (
     ("The dirpath has changed from", UserWarning),
     ("Checkpoint directory .* exists and is not empty", UserWarning),
     ("nothing is known about the optimizer support.tasks.NormalizedDescent", UserWarning),
-    ("the checkpoint has the random states of . ranks", UserWarning),  # resuming in another world
+    ("the checkpoint has the random states of . rank", UserWarning),  # resuming in another world
 )
 
 

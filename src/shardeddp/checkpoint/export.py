@@ -133,10 +133,12 @@ def to_safetensors(
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
     if selection.adapter:
         weights = _of_adapter(weights, selection.adapter)
-        notes.append(
-            "peft reads it as adapter_model.safetensors beside an adapter_config.json, which "
-            f"model.peft_config[{selection.adapter!r}].save_pretrained(folder) writes"
-        )
+        has_config = (target.parent / "adapter_config.json").exists()
+        if target.name != "adapter_model.safetensors" or not has_config:
+            notes.append(
+                "peft reads it as adapter_model.safetensors beside an adapter_config.json, which "
+                f"model.peft_config[{selection.adapter!r}].save_pretrained(folder) writes"
+            )
     entries, aliases = _once(weights, contents.memory, selection.dtype)
     skipped = [name for name, value in weights.items() if not _is_dense(value)]
     if skipped:

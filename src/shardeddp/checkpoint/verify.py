@@ -331,6 +331,21 @@ def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
     ]
 
 
+def what_lies_beside(path: Location) -> str:
+    """End of an error about a path where there is nothing: the checkpoints beside it."""
+    folder = path.parent
+    if isinstance(folder, Path) and not folder.is_dir():
+        return ", nor does the directory that it would lie in"
+    try:
+        names = [each.name for each in checkpoints_in(folder)]
+    except (CheckpointError, NotImplementedError):  # nobody may list it
+        return ""
+    if isinstance(folder, Path):  # those of other strategies, which say no step
+        others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
+        names += [name for name in others if name not in names]
+    return f"; beside it there are {first_three(names) if names else 'none'}"
+
+
 def _examine_remote(path: RemotePath, progress: Progress, started: Progress) -> Verification:
     with disk_errors("reading", path):
         if exists(path / MANIFEST):

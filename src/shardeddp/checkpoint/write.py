@@ -323,7 +323,10 @@ class _Writing:
             self._put(name, content)
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         if num_pieces <= DCP_PIECES:
-            content = to_bytes(dcp_metadata(manifest, Pieces(self._folder, manifest)))
+            # In a store the placement is read once, and not with a request for each tensor.
+            folder = self._folder
+            source = folder.reading_ahead() if isinstance(folder, RemotePath) else folder
+            content = to_bytes(dcp_metadata(manifest, Pieces(source, manifest)))
             self._put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
         manifest = replace(manifest, files=files)

@@ -41,7 +41,7 @@ from shardeddp.checkpoint.restore import (
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
-from shardeddp.checkpoint.verify import newest_verified
+from shardeddp.checkpoint.verify import checkpoints_in, newest_verified, what_lies_beside
 from shardeddp.comm import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
@@ -96,14 +96,21 @@ class Restore:
         Raises:
             CheckpointError: It is damaged, or ranks do not see the same; with advice.
         """
-        checkpoint = self._open(path, weights_only, io)
-        own: Mapping[str, Any] = check_fields(checkpoint, path, loads=True).get(KEY, {})
+        checkpoint = self.read(path, weights_only, io)
+        try:
+            own: Mapping[str, Any] = check_fields(checkpoint, path, loads=True).get(KEY, {})
+        except CheckpointError as error:
+            raise self._with_advice(error) from error
         self._saved_names = own.get(NAMES, ())
         return checkpoint
 
-    def _open(
-        self, path: str | Path, weights_only: bool | None, io: CheckpointIO
-    ) -> dict[str, Any]:
+    def read(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        """The same without a look at the fields of a file, which need not be those of Lightning.
+
+        Raises:
+            FileNotFoundError: Nothing is there; names the checkpoints beside it.
+            CheckpointError: As :meth:`open` has it.
+        """
         self._path = place = location(os.path.expanduser(path))
         path = str(place)
         self._is_start = False
@@ -114,6 +121,8 @@ class Restore:
                 clear_away([self._path.parent])
             self._group.barrier()
             kind = self._kind_of(path)
+        if kind == "missing" and type(io) is TorchCheckpointIO:
+            raise FileNotFoundError(self._group.broadcast(self._nothing_there()))
         mesh = self._group.current
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
         if kind == "safetensors":
@@ -135,7 +144,7 @@ class Restore:
             try:
                 return io.load_checkpoint(path, weights_only=weights_only)
             except (EOFError, OSError, RuntimeError) as error:
-                if type(io) is not TorchCheckpointIO or kind == "missing":
+                if type(io) is not TorchCheckpointIO:
                     raise
                 raise CheckpointError(
                     f"{path} is no checkpoint that can be read, or was cut off while it was "
@@ -297,11 +306,19 @@ class Restore:
             self._replaced.restore_values()
             self._replaced = None
 
+    def _nothing_there(self) -> str:
+        """Error about a path where there is nothing, with the checkpoints beside it; for rank 0."""
+        beside = what_lies_beside(self._path) if self._group.is_rank_zero else ""
+        return f"the checkpoint {self._path} does not exist{beside}"
+
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
         """The error with the name of a checkpoint to use instead; a collective of all ranks."""
         advice, folder = "", self._path.parent
         if self._group.is_rank_zero:
             try:
+                if isinstance(self._path, Path) and self._path.is_dir():
+                    # Of a directory of checkpoints, one that is in it.
+                    folder = self._path if checkpoints_in(self._path) else folder
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
                     f"The newest that is whole is {newest}"

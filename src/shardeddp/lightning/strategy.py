@@ -102,6 +102,7 @@ class Parts:
     group: ProcessGroup
     model_sharding: ModelSharding
     checkpoints: Checkpoints
+    restore: Restore
     options: Options
 
 
@@ -277,6 +278,7 @@ class ShardedDP(ParallelStrategy):
             group=self._group,
             model_sharding=self._model_sharding,
             checkpoints=self._checkpoints,
+            restore=self._restore,
             options=self.options,
         )
 

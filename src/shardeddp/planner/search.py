@@ -472,9 +472,12 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
     spent = ", ".join(f"{100 * parts[name] / best.step.total:.0f} % {name}" for name in largest)
     lines = [f"A step is {spent}."]
-    room = cluster.gpu.memory_gb * 1e9 - best.memory.peak
+    memory = cluster.gpu.memory_gb * 1e9
+    room = (memory - best.memory.peak) / GIB
     lines.append(
-        f"It leaves {room / GIB:.1f} GiB of {cluster.gpu.memory_gb * 1e9 / GIB:.1f} GiB free."
+        f"It leaves {room:.1f} GiB of {memory / GIB:.1f} GiB free."
+        if room >= 0
+        else f"It needs {-room:.1f} GiB more than {memory / GIB:.1f} GiB."
     )
     size, node = best.choice.shard_size, cluster.ranks_per_node
     if 1 < size < cluster.count:

@@ -620,8 +620,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         warnings.warn(
             f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: "
             f"each such use gathers {nbytes:,} bytes. The result is right. To make it fast, use "
-            f"the parameter inside its module's forward, or let a parent module be the unit "
-            f"(auto_wrap_policy)",
+            f"the parameter inside its module's forward, or choose other units "
+            f"(auto_wrap_policy): a parent module that uses it, or the module itself where "
+            f"networks are stepped in turn, as those of a GAN",
             stacklevel=stacklevel,
         )
 

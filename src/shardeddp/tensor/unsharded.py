@@ -281,6 +281,14 @@ class UnshardedBase(nn.Parameter):
         sharded_of(self).requires_grad_(requires_grad)
         return self
 
+    def full_tensor(self) -> torch.Tensor:
+        """As of the sharded parameter, wherever this one is met: a collective, in the own dtype."""
+        return sharded_of(self).full_tensor()
+
+    def to_local(self) -> torch.Tensor:
+        """As of the sharded parameter: the elements of this rank."""
+        return sharded_of(self).to_local()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return sharded_of(self).__reduce_ex__(protocol)
 
