@@ -74,6 +74,7 @@ from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import (
     compare_losses,
+    explaining_shapes,
     refuse_optimizer,
     refuse_uncalled_layers,
     refuse_untried_in,
@@ -816,6 +817,7 @@ class ShardedDP(ParallelStrategy):
             precision,
             self.runtime.step(name) as outputs,
             self._explaining_memory(),
+            explaining_shapes(self.options.tensor_parallel_size),
         ):
             outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]

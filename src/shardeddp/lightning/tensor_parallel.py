@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,42 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
                 f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
                 f"(tensor_parallel_size)"
             )
+
+
+_SHAPES = (
+    "shapes cannot be multiplied",
+    "must match the size of tensor",
+    "normalized_shape",
+    "is invalid for input of size",
+    "out of bounds",
+    "expand",
+)
+"""In messages of torch about shapes that do not go together."""
+
+
+@contextmanager
+def explaining_shapes(size: int) -> Generator[None]:
+    """Surround a step: an error about shapes ends with what ranks have of split layers.
+
+    It is the same error otherwise.
+
+    Args:
+        size: Ranks that split layers.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        text = str(error)
+        if size > 1 and "tensor_parallel_" not in text and any(it in text for it in _SHAPES):
+            text = (
+                f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
+                f"this rank's 1/{size} of its features, and so is the weight of a split layer where "
+                f"it is used without calling the layer. Behind it has to be a 'rowwise' layer and "
+                f"nothing that needs all features (a norm, a parameter of their size); or leave the "
+                f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
+            )
+            error.args = (text, *error.args[1:])
+        raise
 
 
 def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:

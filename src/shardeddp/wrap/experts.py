@@ -97,7 +97,9 @@ def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Expe
         if not is_listed:
             raise ConfigurationError(
                 f"experts: expected modules of stacked experts, whose parameters all have as many "
-                f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}"
+                f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}. If "
+                f"it is none of the experts that ranks divide (a shared one), name those by a pattern, "
+                f"experts='model.layers.*.experts.*'"
             )
         found[parent] = Experts(name=parent, module=around, count=len(around), stacked=False)
     if not found:
@@ -191,8 +193,8 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
         forms = {str(_form(child)) for child in module.children()}
         if len(forms) > 1:
             raise ConfigurationError(
-                f"experts of {name!r} have different parameters: expected experts that are alike, "
-                f"or other names in experts="
+                f"experts of {name!r} have different parameters: expected experts that are alike "
+                f"in names, shapes, dtypes and requires_grad, or other names in experts="
             )
     own = {id(it): it_name for it_name, it in module.named_parameters()}
     places: dict[int, int] = {}

@@ -420,12 +420,12 @@ def _check_fused(layers: Sequence[PlannedLayer]) -> None:
             odd = style.fused == 1 and any(it > 1 and it.is_integer() for it in piles)
         if odd and 1 not in piles:
             raise ConfigurationError(
-                f"{layer.name!r} has {features} output features and layers split by rows beside it "
-                f"take {first_three(map(str, taken))}, so that it seems to be several "
-                f"layers in one weight, which style {layer.style_name!r} would split as others than "
-                f"they are. If it is n equal ones, one behind the other, write 'packed_colwise:n'; "
-                f"if they lie head by head or it is one layer, 'packed_colwise:1'; if they are of "
-                f"different sizes (fewer key-value heads), make them layers of their own"
+                f"{layer.name!r} has {features} output features, and layers split by rows beside it "
+                f"take {first_three(map(str, taken))}: it seems to be several layers in one weight, "
+                f"and style {layer.style_name!r} would give ranks a wrong part of each. In "
+                f"tensor_parallel_plan write 'packed_colwise:n' for n equal layers, one behind the "
+                f"other, and 'packed_colwise:1' for one layer, or heads one by one. Make layers of "
+                f"different sizes (fewer key-value heads) layers of their own"
             )
 
 
