@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
@@ -364,6 +365,30 @@ class Lonely(nn.Module):
 
 class Unsent(Mixture):
     block = Lonely
+
+
+class Predicting(Mixture):
+    """Has one batch more on the second rank."""
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(2 + dist.get_rank(), 4, 8)))
+
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.blocks(batch[0])
+
+
+def predict_unevenly(name: str) -> None:
+    strategy = ShardedDP(name, expert_parallel_size=2, experts=Expert)
+    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=4)
+    with pytest.raises(ConfigurationError, match=r"found by rank \[2\], \[3\]"):
+        trainer.predict(Predicting())
+    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=2)
+    assert len(trainer.predict(Predicting()) or ()) == 2
+
+
+@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
+def test_ranks_evaluate_equal_numbers_of_batches(world: Worlds, name: str) -> None:
+    world(2).run(predict_unevenly, name)
 
 
 def warn_of_unsent() -> None:
