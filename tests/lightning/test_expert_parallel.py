@@ -377,13 +377,16 @@ class Predicting(Mixture):
         return self.blocks(batch[0])
 
 
-def predict_unevenly(name: str) -> None:
+def predict(name: str, limit: int) -> int:
     strategy = ShardedDP(name, expert_parallel_size=2, experts=Expert)
-    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=4)
+    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=limit)
+    return len(trainer.predict(Predicting()) or ())
+
+
+def predict_unevenly(name: str) -> None:
+    assert predict(name, 2) == 2
     with pytest.raises(ConfigurationError, match=r"found by rank \[2\], \[3\]"):
-        trainer.predict(Predicting())
-    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=2)
-    assert len(trainer.predict(Predicting()) or ()) == 2
+        predict(name, 4)
 
 
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
