@@ -105,7 +105,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
     }
     found: list[PlannedLayer] = []
     for pattern, styles in cast("Mapping[str, Any]", entries).items():
-        of_numbers = styles in (DIVIDE, KEEP)
+        of_numbers = styles in (DIVIDE, KEEP, [DIVIDE], [KEEP])
         known = numbers if of_numbers else [*modules, *parameters]
         names = _matching(pattern, [*known], strict)
         for name in names:
@@ -121,7 +121,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
                     pattern=pattern,
                 )
                 _check_layer(layer)
-                if of_numbers and numbers[name] % size and styles == DIVIDE:
+                if of_numbers and numbers[name] % size and styles in (DIVIDE, [DIVIDE]):
                     raise ConfigurationError(
                         f"tensor_parallel_plan is to divide {name!r}, which is {numbers[name]}, by "
                         f"tensor_parallel_size={size}, which does not divide it"
@@ -223,6 +223,11 @@ def _styles_of(pattern: str, styles: Any) -> list[tuple[str, ParallelStyle | Tor
                 f"{nearest(str(name), STYLES)}"
             )
         found.append((known, STYLES[known]))
+    if len(found) > 1 and {DIVIDE, KEEP} & {name for name, _ in found}:
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected 'divide' or 'keep' alone, for the name of a number, "
+            f"found {styles!r} for {pattern!r}"
+        )
     if len(dict(found)) < len(found) or sum(bool(it.splits) for _, it in found) > 1:  # type: ignore[union-attr]
         raise ConfigurationError(
             f"tensor_parallel_plan: expected styles for {pattern!r} of which each occurs once and "
