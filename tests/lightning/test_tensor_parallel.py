@@ -558,6 +558,7 @@ def refuse(size: int, options: dict[str, Any]) -> str:
         (2, {"tensor_parallel_plan": {"blocks": "colwize"}}, "did you mean 'colwise'"),
         (2, {"tensor_parallel_plan": {"up": ["colwise", "colwise"]}}, "each occurs once"),
         (2, {"tensor_parallel_plan": {"up": ["colwise", "rowwise"]}}, "at most one splits"),
+        (2, {"tensor_parallel_plan": {"up": ["divide", "colwise"]}}, "'divide' or 'keep' alone"),
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
