@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
@@ -313,6 +314,125 @@ def test_a_checkpoint_is_loaded_with_other_numbers_of_expert_ranks(
         assert rows["model.blocks.0.experts.3.up.weight"].shape == (12, 8)
 
 
+class Hooked(Mixture):
+    """Halves gradients of experts, by hooks set before there are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            for each in block.experts.parameters():
+                each.register_hook(lambda gradient: gradient / 2)
+
+
+def test_hooks_of_experts_see_their_gradients(world: Worlds) -> None:
+    expected, _ = train_whole(Hooked, steps=FEWER_STEPS)
+    for found, _ in world(2).run(partial(train, "full_shard", 2, Hooked, steps=FEWER_STEPS)):
+        assert distance(found, expected) < 1e-5
+
+
+class RoutedInside(nn.Module):
+    """A layer with stacked experts and their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        routed = TokenDispatch(self.gate(flat).topk(1)[1], self)
+        parts = routed.dispatch(flat).split(routed.counts)
+        rows = torch.cat([part @ each for part, each in zip(parts, self.up, strict=True)])
+        return routed.combine(rows).sum(1).view_as(x)
+
+
+class Named(Mixture):
+    """Names a whole layer as its experts."""
+
+    block = RoutedInside
+
+
+class Lonely(nn.Module):
+    """Stacked experts to which no token is sent: each rank uses those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(x @ each for each in self.up)
+
+
+class Unsent(Mixture):
+    block = Lonely
+
+
+class Predicting(Mixture):
+    """Has one batch more on the second rank."""
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(2 + dist.get_rank(), 4, 8)))
+
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.blocks(batch[0])
+
+
+def predict(name: str, limit: int) -> int:
+    strategy = ShardedDP(name, expert_parallel_size=2, experts=Expert)
+    trainer = make_trainer(strategy, use_distributed_sampler=False, limit_predict_batches=limit)
+    return len(trainer.predict(Predicting()) or ())
+
+
+def predict_unevenly(name: str) -> None:
+    assert predict(name, 2) == 2
+    with pytest.raises(ConfigurationError, match=r"found by rank \[2\], \[3\]"):
+        predict(name, 4)
+
+
+@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
+def test_ranks_evaluate_equal_numbers_of_batches(world: Worlds, name: str) -> None:
+    world(2).run(predict_unevenly, name)
+
+
+def warn_of_unsent() -> None:
+    strategy = ShardedDP(expert_parallel_size=2, experts=Lonely)
+    trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
+    expected = "no TokenDispatch" if dist.get_rank() == 0 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Unsent())
+    found = [str(it.message) for it in caught if "no TokenDispatch" in str(it.message)]
+    assert len(found) == (expected is not None)
+    assert all("blocks.0, blocks.1" in it for it in found)
+
+
+def test_stacked_experts_to_which_nothing_is_sent_are_told(world: Worlds) -> None:
+    world(2).run(warn_of_unsent)
+
+
+class Everyone(ListBlock):
+    """Calls all experts, as in one process."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(each(x) for each in self.experts)
+
+
+class Everywhere(Mixture):
+    block = Everyone
+
+
+class Dropping(ListBlock):
+    """Gives dropped tokens no expert."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TokenDispatch(torch.full((x.shape[0], 1), -1), self.experts)
+        return x
+
+
+class Dropped(Mixture):
+    block = Dropping
+
+
 class WithBuffers(Mixture):
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +475,7 @@ class Regular(Mixture):
 
 
 def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
-    with pytest.raises((ConfigurationError, RuntimeError), match=what):
+    with pytest.raises((ConfigurationError, RuntimeError, ValueError), match=what):
         train("full_shard", 2, kind, steps=1, **options)
 
 
@@ -372,6 +492,9 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),
         (Mixture, "precision", {"trainer_options": {"precision": "bf16-true"}}),
         (Averaged, "EMAWeightAveraging", {}),
+        (Named, "looks like their router", {"experts": RoutedInside}),
+        (Everywhere, "'blocks.0.experts.[02]' is an expert of another rank", {}),
+        (Dropped, "keeps an expert, and has the weight 0", {}),
     ],
 )
 def test_models_that_are_not_supported_are_refused(

@@ -345,3 +345,11 @@ def test_ranks_that_ask_for_different_strategies_hear_of_it() -> None:
     once = Once("on_train_batch_start", name)
     train([once], max_steps=2)
     assert isinstance(once.raised, LayoutMismatchError) and "no_shard" in str(once.raised)
+
+
+@pytest.mark.parametrize(
+    "strategies", [{"2": "no_shard"}, {1.5: "no_shard"}, {1: ["no_shard"]}, []]
+)
+def test_a_schedule_says_what_it_expects(strategies: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"ReshardSchedule\(\{step: name, ...\}\)"):
+        ReshardSchedule(strategies)

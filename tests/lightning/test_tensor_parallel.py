@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,76 @@ def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds
         assert all(torch.equal(found[name], first[name]) for name in first)
 
 
+class Repeated(Planned):
+    """Runs one block three times: it is registered at three places, and split once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.blocks[0] for _ in range(3)))
+
+
+class PeekingBlock(Block):
+    """Calls its first layer without gradients before it calls it with them, on one tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.norm(x)
+        with torch.no_grad():
+            fixed = self.up(given)
+        return x + self.down(torch.relu(self.up(given) + 0.1 * fixed))
+
+
+class Peeking(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(PeekingBlock() for _ in range(3)))
+
+
+class ListBlock(Block):
+    """Has its layers in a list, too, which has no forward that could end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.up, self.down])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers[1](torch.relu(self.layers[0](self.norm(x))))
+
+
+class Copied(Planned):
+    """Copies its blocks in the middle of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(ListBlock() for _ in range(3)))
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        assert len(deepcopy(self.blocks)) == 3
+
+
+class Hooked(Planned):
+    """Halves gradients of split layers, by hooks set before there are shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.blocks.parameters():
+            each.register_hook(lambda gradient: gradient / 2)
+
+
+LISTED = {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"), [(Repeated, PLAN), (Peeking, PLAN), (Copied, PLAN | LISTED), (Hooked, PLAN)]
+)
+def test_layers_are_split_once_whatever_calls_them(
+    world: Worlds, kind: type[Planned], plan: dict[str, Any]
+) -> None:
+    expected, _ = train_whole(kind, "norm", steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind=kind, tensor_parallel_plan=plan, steps=FEWER_STEPS)
+    for found, *_ in world(4).run(run):
+        assert distance({name: found[name] for name in expected}, expected) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -485,6 +556,9 @@ def refuse(size: int, options: dict[str, Any]) -> str:
         (2, {"tensor_parallel_plan": "all"}, "expected 'auto' or a mapping"),
         (1, {"tensor_parallel_plan": PLAN}, "tensor_parallel_size=2 or more"),
         (2, {"tensor_parallel_plan": {"blocks": "colwize"}}, "did you mean 'colwise'"),
+        (2, {"tensor_parallel_plan": {"up": ["colwise", "colwise"]}}, "each occurs once"),
+        (2, {"tensor_parallel_plan": {"up": ["colwise", "rowwise"]}}, "at most one splits"),
+        (2, {"tensor_parallel_plan": {"up": ["divide", "colwise"]}}, "'divide' or 'keep' alone"),
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
@@ -535,6 +609,54 @@ class Heads(Planned):
     def __init__(self) -> None:
         super().__init__()
         self.attention = Attention()
+
+
+class Gated(nn.Module):
+    """Gate and up in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+
+
+class FewerKeys(nn.Module):
+    """Queries of four heads, keys and values of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 48), nn.Linear(24, 8)
+
+
+class Piled(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated, self.attention = Gated(), FewerKeys()
+
+
+class OnlyRows(Planned):
+    """Gives a layer that is split by rows all features."""
+
+
+class HalfOutput(Planned):
+    """Takes one of two outputs for both of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+
+
+class BorrowingBlock(Block):
+    """Uses the weight of a split layer without calling it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = nn.functional.linear(self.norm(x), self.up.weight, self.up.bias)
+        return x + self.down(up.relu())
+
+
+class Borrowing(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(BorrowingBlock() for _ in range(2)))
 
 
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
@@ -618,6 +740,21 @@ REFUSED = [
     ((Attending, ATTENTION_PLAN), "add 'attention.num_heads': 'divide'"),
     ((Attending, {"attention.num_heeds": "keep"}), "did you mean 'attention.num_heads'"),
     ((Planned, {"blocks.0": "gather_sequence"}), "'norm.weight'"),
+    (
+        (Planned, {**PLAN, "blocks.0.up": "colwise"}),
+        "names 'blocks.0.up' by 'blocks.*.up' (colwise)",
+    ),
+    (
+        (Planned, {**PLAN, "blocks.1.up": "rowwise"}),
+        "names 'blocks.1.up' by 'blocks.*.up' (colwise)",
+    ),
+    ((Piled, {"gated.both": "colwise", "gated.down": "rowwise"}), "'packed_colwise:n'"),
+    ((Piled, {"attention.qkv": "colwise", "attention.out": "rowwise"}), "'packed_colwise:n'"),
+    ((Piled, {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}), "fewer key-value"),
+    ((OnlyRows, {"blocks.*.down": "rowwise"}), "'blocks.0.down' is split by rows"),
+    ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
+    ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
+    ((Borrowing, PLAN), "'blocks.0.up', whose weight was used without calling"),
 ]
 
 

@@ -35,8 +35,16 @@ def test_one_rank_has_all_experts() -> None:
 
 
 def test_numbers_that_are_no_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="numbers of 4 experts, found 4"):
+    with pytest.raises(ValueError, match="0 to 3, found 4 to 4"):
         TokenDispatch(torch.tensor([[4]]), EXPERTS)
+    with pytest.raises(ValueError, match=r"0 to 3, found -1 to 2.* has the weight 0"):
+        TokenDispatch(torch.tensor([[-1, 2]]), EXPERTS)
+    with pytest.raises(ValueError, match=r"whole numbers of experts.*float32"):
+        TokenDispatch(torch.tensor([[1.0]]), EXPERTS)
+    routed = TokenDispatch(torch.tensor([[1]]), EXPERTS)
+    routed.dispatch(torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="rows that dispatch\\(\\) has returned"):
+        routed.combine(torch.zeros(2, 1))
     with pytest.raises(ValueError, match=r"\(tokens, k\)"):
         TokenDispatch(torch.tensor([1]), EXPERTS)
     with pytest.raises(RuntimeError, match=r"combine\(\) before dispatch"):

@@ -13,9 +13,11 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import Trainer
+from shardeddp.lightning.api import Trainer, rank_zero_warn
 from shardeddp.lightning.tensor_parallel import refuse_precision
 from shardeddp.optim.scope import scope_of
+from shardeddp.tensor.expert_dispatch import is_unsent
+from shardeddp.wrap.tree import first_three
 
 EXPERT_PARALLEL = "expert_parallel"
 """Name of the axis of ranks that have different experts."""
@@ -62,6 +64,20 @@ def refuse_trainer(trainer: Trainer) -> None:
                 f"which copies the module: leave the callback out"
             )
     refuse_precision("expert_parallel_size", trainer)
+
+
+def warn_of_unsent_tokens(module: nn.Module) -> None:
+    """Warn of stacked experts that a step has computed without any :class:`TokenDispatch` for them.
+
+    A rank's tokens have then met this rank's experts alone, unless the model has sent them itself.
+    """
+    unsent = [name for name, it in module.named_modules() if is_unsent(it)]
+    if unsent:
+        rank_zero_warn(
+            f"ranks have divided the experts of {first_three(unsent)} among them, and the first step "
+            f"has made no TokenDispatch(index, experts) with them: tokens meet the experts of their "
+            f"own rank alone, unless the model sends them in another way"
+        )
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:

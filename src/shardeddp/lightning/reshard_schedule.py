@@ -25,11 +25,17 @@ class ReshardSchedule(Callback):
     """
 
     def __init__(self, strategies: Mapping[int, ShardingStrategyName]) -> None:
-        names = set(SHARDING_STRATEGIES)
-        if not strategies or min(strategies) < 0 or not names.issuperset(strategies.values()):
+        names = [*SHARDING_STRATEGIES]
+        given: Any = strategies  # of a user, or of a YAML file
+        if (
+            not isinstance(given, Mapping)
+            or not given
+            or not all(type(step) is int and step >= 0 for step in given)  # type: ignore[reportUnknownVariableType]
+            or not all(name in names for name in given.values())  # type: ignore[reportUnknownVariableType]
+        ):
             raise ConfigurationError(
                 f"expected ReshardSchedule({{step: name, ...}}) with steps from 0 on and names of "
-                f"{', '.join(sorted(names))}, found {dict(strategies)}"
+                f"{', '.join(sorted(names))}, found {given}"
             )
         self.strategies: dict[int, ShardingStrategyName] = dict(sorted(strategies.items()))
 

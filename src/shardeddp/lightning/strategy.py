@@ -72,7 +72,13 @@ from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
-from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
+from shardeddp.lightning.tensor_parallel import (
+    compare_losses,
+    explaining_shapes,
+    refuse_optimizer,
+    refuse_uncalled_layers,
+    refuse_untried_in,
+)
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import (
@@ -267,6 +273,7 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
+        self._is_first_step = False
 
     plan = staticmethod(make_plan)
     """Plans a model that is not training: see :func:`shardeddp.planner.plan.make_plan`."""
@@ -763,6 +770,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.begin_training(trainer, self.node_rank, self.local_rank)
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
+        self._is_first_step = True
 
     # -- Steps
 
@@ -811,6 +819,7 @@ class ShardedDP(ParallelStrategy):
             precision,
             self.runtime.step(name) as outputs,
             self._explaining_memory(),
+            explaining_shapes(self.options.tensor_parallel_size),
         ):
             outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]
@@ -831,6 +840,16 @@ class ShardedDP(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
         self._callbacks.zero_repeated_loss(closure_loss)
+        if self._is_first_step and self.options.tensor_parallel_size > 1:
+            compare_losses(closure_loss, self.mesh)
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """See, once, that what ranks have of layers and of experts makes one model."""
+        if self._is_first_step:
+            self._is_first_step = False
+            refuse_uncalled_layers(self.runtime.root_module)
+            expert_parallel.warn_of_unsent_tokens(self.runtime.root_module)
 
     @contextmanager
     @override

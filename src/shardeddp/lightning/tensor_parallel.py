@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
 from shardeddp.optim.scope import scope_of
-from shardeddp.tensor.parallel_styles import TensorAxis
+from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
@@ -95,6 +96,81 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
                 f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
                 f"(tensor_parallel_size)"
             )
+
+
+_SHAPES = (
+    "shapes cannot be multiplied",
+    "must match the size of tensor",
+    "normalized_shape",
+    "is invalid for input of size",
+    "out of bounds",
+    "expand",
+)
+"""In messages of torch about shapes that do not go together."""
+
+
+@contextmanager
+def explaining_shapes(size: int) -> Generator[None]:
+    """Surround a step: an error about shapes ends with what ranks have of split layers.
+
+    It is the same error otherwise.
+
+    Args:
+        size: Ranks that split layers.
+    """
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        text = str(error)
+        if size > 1 and "tensor_parallel_" not in text and any(it in text for it in _SHAPES):
+            text = (
+                f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
+                f"this rank's 1/{size} of its features, and so is the weight of a split layer where "
+                f"it is used without calling the layer. Behind it has to be a 'rowwise' layer and "
+                f"nothing that needs all features (a norm, a parameter of their size); or leave the "
+                f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
+            )
+            error.args = (text, *error.args[1:])
+        raise
+
+
+def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
+    """See that ranks that split layers have one loss; a collective of them.
+
+    Raises:
+        RuntimeError: They have not: their batches or random numbers differ, or a part of features has
+            been taken for all of them.
+    """
+    if isinstance(loss, DTensor):
+        return
+    here = loss.detach().double().sum()
+    both = torch.stack([here, -here]).float()
+    mesh.tensor.all_reduce_(both, "max").wait()
+    greatest, least = both[0].item(), -both[1].item()
+    if greatest - least > 1e-2 * max(abs(greatest), abs(least)):
+        raise RuntimeError(
+            f"expected one loss on the {mesh.tensor.size} ranks that split layers, found {least:g} to "
+            f"{greatest:g}: either they have different batches (a sampler takes "
+            f"strategy.distributed_sampler_kwargs) or different random numbers (seed_everything), or "
+            f"tensor_parallel_plan leaves each with a part of features that is taken for all of them: a "
+            f"'colwise' layer without a 'rowwise' one behind it ('colwise_gather_output' has all), "
+            f"or weights of a split layer that are used without calling it"
+        )
+
+
+def refuse_uncalled_layers(module: nn.Module) -> None:
+    """See that split layers have been called: their forwards exchange what their splits need.
+
+    Raises:
+        RuntimeError: The weight of one has been used without that.
+    """
+    name = next((name for name, it in module.named_modules() if used_without_call(it)), None)
+    if name is not None:
+        raise RuntimeError(
+            f"tensor_parallel_plan splits {name!r}, whose weight was used without calling the layer, as "
+            f"in F.linear(x, layer.weight): what ranks exchange around its forward is missing. Call "
+            f"the layer, or leave it out of the plan"
+        )
 
 
 _DATA_GROUPS: list[ProcessGroup] = []

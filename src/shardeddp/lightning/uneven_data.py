@@ -38,14 +38,28 @@ class UnevenEvaluation:
         self._restore: Callable[[], None] | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Let each rank run through its own batches if their numbers differ or are unknown."""
+        """Let each rank run through its own batches if their numbers differ or are unknown.
+
+        Raises:
+            ConfigurationError: They differ, and forwards send tokens to experts of other ranks, which
+                a rank that has no batch left would not answer.
+        """
         loop = _loop_of(trainer)
-        if private.combined_loader(loop) is None or not self._agreement.gathers:
+        sends = self._mesh.experts is not None
+        if private.combined_loader(loop) is None or not (self._agreement.gathers or sends):
             return
         lengths = [*_lengths(loop)]
         texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.world_control)
-        if len(set(texts)) == 1 and None not in lengths:
+        if len(set(texts)) == 1 and (sends or None not in lengths):
             return
+        if sends:
+            counts = ", ".join(it.decode() for it in texts)
+            raise ConfigurationError(
+                f"expert_parallel_size needs equal numbers of batches on all ranks in an evaluation, "
+                f"found by rank {counts}: each forward sends tokens to other ranks. Use a "
+                f"DistributedSampler of your own, which repeats samples "
+                f"(Trainer(use_distributed_sampler=False)), or limit_predict_batches and the like"
+            )
         self._agreement.open()
         self._restore = private.delay_ends(loop, self._wait)
 

@@ -126,6 +126,10 @@ def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -
         )
     local = nn.Parameter(values, parameter.requires_grad)
     vars(local).update(vars(parameter))
+    # Handles refer to the same dictionaries; what is sharded later takes them over.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (found := getattr(parameter, hooks)) is not None:
+            setattr(local, hooks, found)
     if parameter.is_meta:
         vars(local)[_WHOLE] = parameter
     return local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,32 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None, *anchors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DividedExperts:
     """What a module of experts that ranks have divided among them knows of the others."""
 
     count: int
     axis: TensorAxis
+    is_sent: bool
+    """Whether tokens have been sent to them, or a list, where a call of others' experts fails."""
+
+
+def is_unsent(module: nn.Module) -> bool:
+    """Whether ranks have divided a module's experts, and no token has been sent to them yet."""
+    divided = vars(module).get(MARK)
+    return isinstance(divided, DividedExperts) and not divided.is_sent
+
+
+def refuse_call(name: str, module: nn.Module, args: object) -> None:
+    """Raise in a forward of an expert of a list that another rank has; a hook before it.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"{name!r} is an expert of another rank: its parameters have no elements here. Send tokens with "
+        f"routed = TokenDispatch(index, experts), and call the experts of routed.experts alone"
+    )
 
 
 class TokenDispatch:
@@ -105,9 +126,7 @@ class TokenDispatch:
         self._shape = tuple(index.shape)
         flat = index.reshape(-1)
         self._order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=num_experts)
-        if counts.numel() > num_experts:
-            raise ValueError(f"expected numbers of {num_experts} experts, found {int(flat.max())}")
+        counts = _counts(flat, num_experts)
         every = counts  # (ranks * own,); rows from each rank for each of the experts here
         if mesh is not None:
             every = all_to_all(counts, [own] * size, [own] * size, mesh.group)
@@ -153,6 +172,11 @@ class TokenDispatch:
         """
         if self._anchor is None:
             raise RuntimeError("combine() before dispatch(): nothing is to be sent back")
+        if rows.shape[:1] != self._by_expert.shape:
+            raise ValueError(
+                f"expected the rows that dispatch() has returned, expert by expert, "
+                f"{self._by_expert.numel()} of them, found shape {tuple(rows.shape)}"
+            )
         anchor, self._anchor = self._anchor, None
         home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
@@ -163,9 +187,24 @@ class TokenDispatch:
         return back.view(*self._shape, *back.shape[1:])
 
 
+def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many rows each expert gets."""
+    if not numbers.is_floating_point():
+        with suppress(RuntimeError):  # of negative numbers, which cost no transfer to find so
+            counts = torch.bincount(numbers, minlength=num_experts)
+            if counts.numel() == num_experts:
+                return counts
+    found = f"{numbers.min().item()} to {numbers.max().item()}, {numbers.dtype}"
+    raise ValueError(
+        f"expected whole numbers of experts, 0 to {num_experts - 1}, found {found}: a token that is to "
+        f"be dropped keeps an expert, and has the weight 0"
+    )
+
+
 def _number_and_axis(experts: nn.Module, axis: TensorAxis | None) -> tuple[int, TensorAxis | None]:
     divided = vars(experts).get(MARK)
     if isinstance(divided, DividedExperts):
+        divided.is_sent = True
         return divided.count, divided.axis
     if isinstance(experts, nn.ModuleList):
         return len(experts), axis

@@ -170,13 +170,13 @@ STYLES: Mapping[str, ParallelStyle] = {
     DIVIDE: ParallelStyle(),
     KEEP: ParallelStyle(),
     "colwise": ParallelStyle(splits="columns", before="sum_gradient"),
-    "rowwise": ParallelStyle(splits="rows", after="sum"),
+    "rowwise": ParallelStyle(splits="rows", before="own_features", after="sum"),
     "colwise_gather_output": ParallelStyle(
         splits="columns", before="sum_gradient", after="gather_features"
     ),
     "rowwise_split_input": ParallelStyle(splits="rows", before="split_features", after="sum"),
     "packed_colwise": ParallelStyle(splits="columns", fused=2, before="sum_gradient"),
-    "packed_rowwise": ParallelStyle(splits="rows", fused=2, after="sum"),
+    "packed_rowwise": ParallelStyle(splits="rows", fused=2, before="own_features", after="sum"),
     "embedding_rowwise": ParallelStyle(splits="vocabulary", before="own_rows", after="sum_rows"),
     "embedding_colwise": ParallelStyle(splits="features", after="gather_features"),
     "replicated_with_grad_allreduce": ParallelStyle(sums_gradients=True),
@@ -188,7 +188,9 @@ STYLES: Mapping[str, ParallelStyle] = {
     "replicate": ParallelStyle(),
     "sequence_parallel": ParallelStyle(sums_gradients=True),
     "gather_sequence": ParallelStyle(before="gather_sequence"),
-    "rowwise_sequence": ParallelStyle(splits="rows", after="sum_split_sequence"),
+    "rowwise_sequence": ParallelStyle(
+        splits="rows", before="own_features", after="sum_split_sequence"
+    ),
     "split_sequence": ParallelStyle(after="split_sequence"),
     "split_sequence_input": ParallelStyle(before="split_sequence"),
     "gather_sequence_output": ParallelStyle(after="gather_sequence"),
@@ -262,10 +264,24 @@ class Siblings:
 
     given: torch.Tensor | None = None
     taken: torch.Tensor | None = None
+    has_history: bool = False
+    """Whether it was taken where gradients are recorded: a layer under no_grad may come first."""
+
+    def take(self, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        """The tensor, whose gradient is summed over the ranks; the same one for all layers."""
+        recorded = torch.is_grad_enabled()
+        if self.given is not tensor or self.taken is None or self.has_history is not recorded:
+            self.given, self.has_history = tensor, recorded
+            self.taken = _SumGradient.apply(tensor, axis)  # type: ignore[assignment]
+        return self.taken  # type: ignore[return-value]
 
     def clear(self) -> None:
         """Let the activation go."""
         self.given = self.taken = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
+        """Siblings of the copied layers, without an activation: one with history is no copy's."""
+        return memo.setdefault(id(self), Siblings())
 
 
 @dataclass(eq=False)
@@ -273,9 +289,20 @@ class SplitLayer:
     """What the hooks of one layer know."""
 
     axis: TensorAxis
-    siblings: Siblings
+    siblings: Siblings | None
+    """None: no module around the layer says when its forward is over, and nothing is kept."""
+
+    name: str = ""
+    """Of the layer, for messages."""
+
     num_rows: int = 0
     """Rows of an embedding that a rank has."""
+
+    num_features: int = 0
+    """Features that a layer split by rows is given on a rank; 0: it is split in another way."""
+
+    was_called: bool = False
+    """Whether its forward has run; what its style exchanges is missing where only its weight is used."""
 
     rope_dim: int = 0
     """Trailing features that go to attention without a split layer between (MLA)."""
@@ -285,10 +312,20 @@ class SplitLayer:
 
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
-    siblings = layer.siblings
-    if siblings.given is not tensor or siblings.taken is None:
-        siblings.given, siblings.taken = tensor, _SumGradient.apply(tensor, layer.axis)  # type: ignore[assignment]
-    return siblings.taken  # type: ignore[return-value]
+    if layer.siblings is None:
+        return _SumGradient.apply(tensor, layer.axis)  # type: ignore[return-value]
+    return layer.siblings.take(tensor, layer.axis)
+
+
+def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape[-1] != layer.num_features:
+        raise RuntimeError(
+            f"{layer.name!r} is split by rows over tensor_parallel_size={layer.axis.size} ranks: "
+            f"expected the {layer.num_features} input features that a rank has of its own, found "
+            f"{tensor.shape[-1]}. Split the layer before it with 'colwise', or give it the style "
+            f"'rowwise_split_input', or leave it out of tensor_parallel_plan"
+        )
+    return tensor
 
 
 def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
@@ -321,6 +358,7 @@ _BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "split_features": _along(_OwnPart, -1),
     "gather_sequence": _along(_GatherSumGradient, SEQUENCE_DIM),
     "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
+    "own_features": _own_features,
     "own_rows": _own_rows,
     "divide": lambda layer, tensor: tensor / layer.axis.size,
 }
@@ -336,6 +374,7 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 
 
 def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    layer.was_called = True
     is_index = kind == "own_rows"
     keys = [*range(len(args)), *kwargs]
     values = [*args, *kwargs.values()]
@@ -354,6 +393,7 @@ def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: 
 
 
 def _after(kind: str, layer: SplitLayer, module: nn.Module, args: Any, output: Any) -> Any:
+    layer.was_called = True
     if isinstance(output, tuple):
         first, *others = cast("tuple[Any, ...]", output)
         return (_AFTER[kind](layer, first), *others)
@@ -375,12 +415,23 @@ def install(
         layer: What its hooks need to know.
         sums_input: Whether gradients of its input are summed here, and not around it.
     """
-    vars(module)[MARK] = True
-    if style.before and (sums_input or style.before != "sum_gradient"):
-        hook = partial(_before, style.before, layer)
+    before = style.before if sums_input or style.before != "sum_gradient" else ""
+    vars(module)[MARK] = layer if before or style.after else True
+    if before:
+        hook = partial(_before, before, layer)
         module.register_forward_pre_hook(hook, with_kwargs=True)
     if style.after:
         module.register_forward_hook(partial(_after, style.after, layer))
+
+
+def used_without_call(module: nn.Module) -> bool:
+    """Whether parameters of a split layer have gradients although its forward has never run."""
+    layer = vars(module).get(MARK)
+    return (
+        isinstance(layer, SplitLayer)
+        and not layer.was_called
+        and any(it.grad is not None for it in module._parameters.values() if it is not None)
+    )
 
 
 def forget_inputs_after(module: nn.Module, siblings: Siblings) -> None:

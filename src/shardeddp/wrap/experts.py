@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -18,8 +20,8 @@ from shardeddp.tensor.distributed import (
     local_part,
     replace_parameters,
 )
-from shardeddp.tensor.expert_dispatch import DividedExperts, Routing
-from shardeddp.tensor.parallel_styles import MARK, TensorAxis
+from shardeddp.tensor.expert_dispatch import DividedExperts, Routing, refuse_call
+from shardeddp.tensor.parallel_styles import MARK, TensorAxis, is_linear
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import join
 
@@ -95,7 +97,9 @@ def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Expe
         if not is_listed:
             raise ConfigurationError(
                 f"experts: expected modules of stacked experts, whose parameters all have as many "
-                f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}"
+                f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}. If "
+                f"it is none of the experts that ranks divide (a shared one), name those by a pattern, "
+                f"experts='model.layers.*.experts.*'"
             )
         found[parent] = Experts(name=parent, module=around, count=len(around), stacked=False)
     if not found:
@@ -120,8 +124,13 @@ def keep_own(
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     kept: list[nn.Parameter] = []  # whose identities are keys
     for each in experts:
-        vars(each.module)[MARK] = DividedExperts(count=each.count, axis=axis)
         own = each.count // axis.size
+        is_sent = each.is_routed or not each.stacked
+        vars(each.module)[MARK] = DividedExperts(count=each.count, axis=axis, is_sent=is_sent)
+        for number, expert in enumerate(() if each.stacked else each.module.children()):
+            if number // own != axis.rank:
+                name = join(each.name, str(number))
+                expert.register_forward_pre_hook(partial(refuse_call, name))
         for name, parameter in each.module.named_parameters():
             shape = parameter.shape
             if each.stacked:
@@ -178,12 +187,14 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
             f"experts with buffers are not supported, found {join(name, buffer)!r}: all ranks get "
             f"those of rank 0, which has other experts"
         )
-    if not experts.stacked:
+    if experts.stacked:
+        _refuse_router(experts)
+    else:
         forms = {str(_form(child)) for child in module.children()}
         if len(forms) > 1:
             raise ConfigurationError(
-                f"experts of {name!r} have different parameters: expected experts that are alike, "
-                f"or other names in experts="
+                f"experts of {name!r} have different parameters: expected experts that are alike "
+                f"in names, shapes, dtypes and requires_grad, or other names in experts="
             )
     own = {id(it): it_name for it_name, it in module.named_parameters()}
     places: dict[int, int] = {}
@@ -197,6 +208,23 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
             f"{join(name, tied)!r} is registered at several places: expected parameters of one "
             f"expert alone"
         )
+
+
+def _refuse_router(experts: Experts) -> None:
+    """Refuse a layer whose router would be divided with its experts, and know a rank's own alone."""
+    for name, child in experts.module.named_modules():
+        for attribute, parameter in child._parameters.items():
+            is_router = is_linear(child) or _ROUTERS.fullmatch(attribute)
+            if parameter is not None and parameter.ndim == 2 and is_router:
+                raise ConfigurationError(
+                    f"experts: {experts.name!r} has {join(name, attribute)!r} of shape "
+                    f"{tuple(parameter.shape)} beside its experts, which looks like their router: it "
+                    f"would be divided as well. Put the experts into a module of their own, and name "
+                    f"that one"
+                )
+
+
+_ROUTERS = re.compile(r"(\w+_)?(router|gate|gating|wg)(_weight)?")
 
 
 def _form(expert: nn.Module) -> list[Any]:

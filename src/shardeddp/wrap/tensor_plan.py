@@ -28,7 +28,7 @@ from shardeddp.tensor.parallel_styles import (
     install,
     is_linear,
 )
-from shardeddp.wrap.tree import first_three, join, nearest
+from shardeddp.wrap.tree import first_three, has_forward, join, nearest
 
 TensorPlan = Literal["auto"] | Mapping[str, Any]
 """``auto``, or by pattern of names the style: its name, several of them, or one of torch."""
@@ -44,6 +44,9 @@ class PlannedLayer:
     module: nn.Module
     parameter: str = ""
     """Name in the module of the one parameter, or number, that is meant; empty: the layer."""
+
+    pattern: str = ""
+    """The entry of the plan that names it."""
 
 
 def check_plan(plan: object, size: int) -> TensorPlan | None:
@@ -102,7 +105,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
     }
     found: list[PlannedLayer] = []
     for pattern, styles in cast("Mapping[str, Any]", entries).items():
-        of_numbers = styles in (DIVIDE, KEEP)
+        of_numbers = styles in (DIVIDE, KEEP, [DIVIDE], [KEEP])
         known = numbers if of_numbers else [*modules, *parameters]
         names = _matching(pattern, [*known], strict)
         for name in names:
@@ -115,17 +118,20 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
                     style=style,
                     module=modules[name if is_layer else owner],
                     parameter="" if is_layer else attribute,
+                    pattern=pattern,
                 )
                 _check_layer(layer)
-                if of_numbers and numbers[name] % size and styles == DIVIDE:
+                if of_numbers and numbers[name] % size and styles in (DIVIDE, [DIVIDE]):
                     raise ConfigurationError(
                         f"tensor_parallel_plan is to divide {name!r}, which is {numbers[name]}, by "
                         f"tensor_parallel_size={size}, which does not divide it"
                     )
                 found.append(layer)
     _check_undivided(found)
-    found = _without_shared(root, found, strict)
+    found = _without_repeated(_without_shared(root, found, strict), strict)
     _check_heads(root, found, size, strict)
+    if strict:
+        _check_fused(found)
     _check_inside_of_gathered(root, found)
     return found
 
@@ -173,12 +179,18 @@ def split_layers(
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
-        if id(parent) not in siblings:
-            siblings[id(parent)] = Siblings()
-            forget_inputs_after(parent, siblings[id(parent)])
-        know = SplitLayer(axis=axis, siblings=siblings[id(parent)])
+        around = parent  # whose forward runs them: a list has none
+        while around is not root and not has_forward(around):
+            around = parents.get(id(around), root)
+        if around is not root and id(around) not in siblings:
+            siblings[id(around)] = Siblings()
+            forget_inputs_after(around, siblings[id(around)])
+        # A training step calls layers of the root without a forward of it.
+        know = SplitLayer(axis=axis, siblings=siblings.get(id(around)), name=layer.name)
         if style.splits == "vocabulary":
             _prepare_rows(layer.module, know)
+        if style.splits == "rows":
+            know.num_features = layer.module.in_features // axis.size  # type: ignore[operator]
         if style.after == "sum_gradient_of_rope":
             know.rope_dim = _rope_dim(layer, parent, root)
         install(layer.module, style, know, sums_input=id(layer.module) not in inside)
@@ -211,6 +223,16 @@ def _styles_of(pattern: str, styles: Any) -> list[tuple[str, ParallelStyle | Tor
                 f"{nearest(str(name), STYLES)}"
             )
         found.append((known, STYLES[known]))
+    if len(found) > 1 and {DIVIDE, KEEP} & {name for name, _ in found}:
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected 'divide' or 'keep' alone, for the name of a number, "
+            f"found {styles!r} for {pattern!r}"
+        )
+    if len(dict(found)) < len(found) or sum(bool(it.splits) for _, it in found) > 1:  # type: ignore[union-attr]
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected styles for {pattern!r} of which each occurs once and "
+            f"at most one splits the layer, found {styles!r}"
+        )
     return found
 
 
@@ -345,6 +367,74 @@ def _without_shared(
             if not any(id(it) in odd for _, it in _own_parameters(layer, kept))
         ]
 
+
+def _without_repeated(layers: Sequence[PlannedLayer], strict: bool) -> list[PlannedLayer]:
+    """The layers without repetitions: one that is registered at several places is split once.
+
+    Raises:
+        ConfigurationError: Two entries of the user's own plan name one layer: which one is meant is
+            not known, and what both say would be done twice.
+    """
+    kept: dict[tuple[int, str, str], PlannedLayer] = {}
+    named: dict[tuple[int, str], dict[tuple[str, str], set[str]]] = {}
+    for layer in layers:
+        entries = named.setdefault((id(layer.module), layer.parameter), {})
+        entries.setdefault((layer.name, layer.pattern), set()).add(layer.style_name)
+        kept.setdefault((id(layer.module), layer.parameter, layer.style_name), layer)
+    for entries in named.values() if strict else ():
+        names = [name for name, _ in entries]
+        first, *others = entries.values()
+        if len({*names}) < len(names) or any(it != first for it in others):
+            said = " and ".join(
+                f"{pattern!r} ({', '.join(it)})" for (_, pattern), it in entries.items()
+            )
+            raise ConfigurationError(
+                f"tensor_parallel_plan names {names[0]!r} by {said}: expected one entry for a "
+                f"layer, with a list of styles if it has several"
+            )
+    return list(kept.values())
+
+
+def _check_fused(layers: Sequence[PlannedLayer]) -> None:
+    """See that each of several layers that lie in one weight is split, and not the pile of them.
+
+    A module that splits a layer by rows computes its input from layers of as many columns. One of two
+    or three times as many is probably a pile (gate and up; q, k, v), of which a rank would have other
+    features than its forward takes them for.
+    """
+    inputs: dict[str, set[int]] = {}  # features of layers split by rows, by the module around them
+    split = [
+        (layer, layer.style)
+        for layer in layers
+        if isinstance(layer.style, ParallelStyle) and not layer.parameter
+    ]
+    for layer, style in split:
+        if style.splits == "rows":
+            features = cast("int", layer.module.in_features) // style.fused
+            inputs.setdefault(layer.name.rpartition(".")[0], set()).add(features)
+    for layer, style in split:
+        around, _, attribute = layer.name.rpartition(".")
+        taken = sorted(inputs.get(around, ()))
+        if style.splits != "columns" or style.after or not taken or layer.style_name.endswith(":1"):
+            continue
+        features = cast("int", layer.module.out_features)
+        piles = [features / style.fused / it for it in taken]
+        if attribute in _PILES:  # keys and values of fewer heads than queries are no third of it
+            odd = style.fused > 1 or max(piles) > 1
+        else:
+            odd = style.fused == 1 and any(it > 1 and it.is_integer() for it in piles)
+        if odd and 1 not in piles:
+            raise ConfigurationError(
+                f"{layer.name!r} has {features} output features, and layers split by rows beside it "
+                f"take {first_three(map(str, taken))}: it seems to be several layers in one weight, "
+                f"and style {layer.style_name!r} would give ranks a wrong part of each. In "
+                f"tensor_parallel_plan write 'packed_colwise:n' for n equal layers, one behind the "
+                f"other, and 'packed_colwise:1' for one layer, or heads one by one. Make layers of "
+                f"different sizes (fewer key-value heads) layers of their own"
+            )
+
+
+_PILES = ("qkv", "qkv_proj", "query_key_value")
 
 _COUNTS = (
     "num_heads",
