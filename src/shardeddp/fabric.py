@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ from shardeddp.checkpoint.restore import (
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, Stateful, rank_zero_only
+from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, rank_zero_only
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
+import pickle
 import random
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.read import elements_of
@@ -85,37 +86,17 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 def gather_random_states(state: RandomState, group: HostGroup) -> RandomStates:
     """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB."""
-
-    def pack() -> bytes:
-        sizes = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
-        return _COUNT.pack(len(sizes)) + sizes + b"".join(map(_bytes, state.values()))
-
-    states = [_unpack(each) for each in gather_to_first("saving random states", pack, group)]
+    own = {name: _bytes(tensor) for name, tensor in state.items()}
+    sent = gather_to_first("saving random states", lambda: pickle.dumps(own), group)
+    states: list[dict[str, bytes]] = list(map(pickle.loads, sent))
     names = dict.fromkeys(name for each in states for name in each)
-    return {name: _stacked([each.get(name, _NONE) for each in states]) for name in names}
+    return {name: _stacked([each.get(name, b"") for each in states]) for name in names}
 
 
-_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _stacked(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    rows = torch.zeros(
-        len(states), _COUNT.size + max(map(len, states)), dtype=torch.uint8, device="cpu"
-    )
-    for row, state in zip(rows, states, strict=True):
-        count = _tensor(_COUNT.pack(len(state)))
-        row[: _COUNT.size + len(state)] = torch.cat([count, state])
-    return rows
-
-
-def _unpack(payload: bytes) -> RandomState:
-    (length,) = _COUNT.unpack_from(payload)
-    sizes: dict[str, int] = json.loads(payload[4 : 4 + length])
-    state, at = RandomState(), 4 + length
-    for name, size in sizes.items():
-        state[name] = _tensor(payload[at : at + size])
-        at += size
-    return state
+def _stacked(states: Sequence[bytes]) -> torch.Tensor:
+    width = max(map(len, states))
+    rows = (_COUNT.pack(len(state)) + state.ljust(width, b"\0") for state in states)
+    return _tensor(b"".join(rows)).view(len(states), _COUNT.size + width)
 
 
 def _tensor(raw: bytes) -> torch.Tensor:
@@ -124,19 +105,6 @@ def _tensor(raw: bytes) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader that knows where it is; Lightning saves and loads that."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Be there again."""
-        ...
 
 
 class ResumeRandomness:

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapreplace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import block_digests, digest, memory_of
-from shardeddp.checkpoint.manifest import (
-    DIGEST_NBYTES,
-    PLAIN_EXTRA,
-    SHARDED_EXTRA,
-    ItemPath,
-    name_of,
-)
+from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import (
     Codec,
@@ -36,7 +30,6 @@ from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
-from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 # -- HostMemory: memory for the copies of all saves
@@ -104,16 +97,8 @@ class HostMemory:
 
 # -- Replica check: equal elements have equal bits
 
-_HELD = np.dtype(
-    [
-        ("section", "<u4"),
-        ("start", "<u8"),
-        ("stop", "<u8"),
-        ("written", "?"),
-        ("digest", f"V{DIGEST_NBYTES}"),
-    ]
-)
-"""Row that a rank sends for each of its shards where replicas differ."""
+_Held: TypeAlias = tuple[int, Interval, bool, bytes]
+"""A share by its section and interval, whether its rank writes it, and its checksum."""
 
 
 def compare_replicas(
@@ -148,13 +133,10 @@ def compare_replicas(
         return
 
     def all_of_them() -> bytes:
-        fields = (
-            (share.section, share.interval.start, share.interval.stop, share.written, found)
-            for share, found in zip(shares, own, strict=True)
-        )
-        return np.array(list(fields), dtype=_HELD).tobytes()
+        rows = zip(shares, own, strict=True)
+        return pickle.dumps([(it.section, it.interval, it.written, found) for it, found in rows])
 
-    held = [np.frombuffer(each, _HELD) for each in gather_to_first(step, all_of_them, group)]
+    held = [pickle.loads(each) for each in gather_to_first(step, all_of_them, group)]
     run_on_all_ranks(step, lambda: _refuse(held, names) if held else None, group)
 
 
@@ -173,7 +155,7 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
         compare_replicas(shares, digests, part, names, mesh.saving)
 
 
-def part_of(mesh: Ranks) -> int | None:
+def part_of(mesh: Mesh) -> int | None:
     """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
     axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
     if all(it.num_slices == it.data_size for it in axes):
@@ -195,19 +177,23 @@ def plain_elements(elements: torch.Tensor) -> torch.Tensor:
     return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _refuse(held: Sequence[Any], names: Sequence[str]) -> None:
+def _refuse(held: Sequence[Sequence[_Held]], names: Sequence[str]) -> None:
     writers = {
-        row[:3]: (rank, row[4]) for rank, rows in enumerate(held) for row in rows.tolist() if row[3]
+        (section, interval): (rank, found)
+        for rank, rows in enumerate(held)
+        for section, interval, written, found in rows
+        if written
     }
     for rank, rows in enumerate(held):
-        for section, start, stop, _, found in rows.tolist():
-            writer, expected = writers[section, start, stop]
+        for section, interval, _, found in rows:
+            writer, expected = writers[section, interval]
             if found != expected:
                 raise CheckpointError(
-                    f"replicas differ: {names[section]}, elements from {start} to {stop}, is not "
-                    f"the same on rank {rank} as on rank {writer}. They have to be equal to the "
-                    f"last bit: one of these ranks has computed or kept something wrong. Nothing "
-                    f"was saved: go on from the last checkpoint, on other machines"
+                    f"replicas differ: {names[section]}, elements from {interval.start} to "
+                    f"{interval.stop}, is not the same on rank {rank} as on rank {writer}. They "
+                    f"have to be equal to the last bit: one of these ranks has computed or kept "
+                    f"something wrong. Nothing was saved: go on from the last checkpoint, on other "
+                    f"machines"
                 )
 
 
@@ -225,25 +211,6 @@ class SectionSpec(NamedTuple):
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
-
-
-class Ranks(Protocol):
-    """Those who save a checkpoint together: a ``Mesh``."""
-
-    @property
-    def rank(self) -> int:
-        """This one's."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """All of them."""
-        ...
-
-    @property
-    def experts(self) -> Ranks | None:
-        """The same as parameters of experts see them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +294,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks, codecs: Sequence[Codec] = ()
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh, codecs: Sequence[Codec] = ()
 ) -> Snapshot:
     """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
 
@@ -369,7 +336,7 @@ def take_snapshot(
 
 
 def describe(
-    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
     """Content of a plain file, and the shards that replicas have in common; no communication.
 
@@ -476,7 +443,7 @@ class _Stored(NamedTuple):
 
 
 class _Collector:
-    def __init__(self, paths: Mapping[int, ItemPath], mesh: Ranks) -> None:
+    def __init__(self, paths: Mapping[int, ItemPath], mesh: Mesh) -> None:
         self._paths = paths
         self._rank = mesh.rank
         self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
@@ -578,12 +545,12 @@ class _Collector:
 _Turns = list[tuple[int, int]]
 
 
-def _turns(mesh: Ranks) -> _Turns:
+def _turns(mesh: Mesh) -> _Turns:
     topology, own = mesh.topology, mesh.topology.slice_rank(mesh.rank)
     return [(0, rank) for rank in range(topology.world_size) if topology.slice_rank(rank) == own]
 
 
-def _turns_by_box(mesh: Ranks) -> list[_Turns]:
+def _turns_by_box(mesh: Mesh) -> list[_Turns]:
     topology = mesh.topology
     return [
         [(load, rank) for load, rank in _turns(mesh) if topology.tensor_rank(rank) == place]

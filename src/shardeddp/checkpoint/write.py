@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-import struct
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
     stored_tensors,
 )
-from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
+from shardeddp.checkpoint.pieces import Pieces, Rows, placement_of, runs_of
 from shardeddp.checkpoint.remote import RemotePath, repeated
 from shardeddp.checkpoint.remote_directory import RemoteStaging
 from shardeddp.checkpoint.snapshot import (
@@ -72,8 +72,6 @@ DCP_PIECES = 2**16
 It has an entry for each, which takes rank 0 some 40 us and 3 KB of memory while all ranks wait.
 """
 
-_LENGTH = struct.Struct("<I")
-
 
 @dataclass(frozen=True)
 class Report:
@@ -85,18 +83,6 @@ class Report:
 
     runs: Rows
     """What it has written of each section."""
-
-    def to_bytes(self) -> bytes:
-        """For the first rank."""
-        header = json.dumps([vars(self.file), self.layout]).encode()
-        return _LENGTH.pack(len(header)) + header + self.runs.tobytes()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
-        """What :meth:`to_bytes` has made of one."""
-        start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-        file, layout = json.loads(data[_LENGTH.size : start])
-        return cls(StoredFile(**file), layout, np.frombuffer(data, RUN, offset=start))
 
 
 @dataclass(frozen=True)
@@ -298,13 +284,13 @@ class _Writing:
         # An upload that has failed begins again.
         remote = isinstance(self._folder, RemotePath)
         self._own = repeated(write, (CheckpointError,)) if remote else write()
-        return self._own.report.to_bytes()
+        return pickle.dumps(self._own.report)  # for a rank of the same job
 
     def _commit(self, reports: Sequence[bytes]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
         if self._staging is None or self._own is None:
             return b""
-        told = [Report.from_bytes(report) for report in reports]
+        told: list[Report] = list(map(pickle.loads, reports))
         manifest, placement = index(self._snapshot, self._run, told, self._own.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,

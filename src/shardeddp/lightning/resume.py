@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
 from shardeddp.checkpoint.random_state import (
     STATES,
     ResumeRandomness,
-    Stateful,
     gather_random_states,
     has_length,
 )
