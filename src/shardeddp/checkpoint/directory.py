@@ -13,12 +13,14 @@ import re
 import stat
 import uuid
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from shardeddp.checkpoint.durable import (
     OPEN_DIRECTORY,
     Durability,
+    Location,
     Permissions,
     StrPath,
     close_directory,
@@ -37,7 +39,7 @@ from shardeddp.checkpoint.durable import (
     resolve,
     sync_directory,
     sync_file,
-    write_all,
+    write_buffers,
 )
 from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.manifest import (
@@ -78,30 +80,21 @@ _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 """Files that identify a checkpoint; deleted first, so that a rest of it is not taken for one."""
 
 
+@dataclass
 class Staging:
-    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`.
+    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`."""
 
-    Args:
-        target: What it becomes; absolute, in a directory whose own path has no links.
-        path: Where it is written.
-        descriptor: Of ``path``; holds the lock that says that this process is alive.
-        permissions: Of its directory.
-        durability: What the commit survives.
-    """
+    target: Path
+    """What it becomes; absolute, in a directory whose own path has no links."""
 
-    def __init__(
-        self,
-        target: Path,
-        path: Path,
-        descriptor: int,
-        permissions: Permissions,
-        durability: Durability,
-    ) -> None:
-        self.target = target
-        self.path = path
-        self.permissions: Permissions = permissions
-        self.durability: Durability = durability
-        self._descriptor: int | None = descriptor
+    path: Path
+    """Where it is written."""
+
+    durability: Durability
+    """What the commit survives."""
+
+    _descriptor: int | None
+    """Of ``path``; holds the lock that says that this process is alive. None: it was ended."""
 
     @property
     def descriptor(self) -> int:
@@ -152,20 +145,26 @@ def stage(
             path = _staging(parent, "checkpoint")
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
-                return Staging(parent / name, path, descriptor, permissions, durability)
+                return Staging(parent / name, path, durability, descriptor)
 
 
-def create_file(folder: StrPath, name: str, permissions: Permissions = "private") -> int:
-    """Make a file of a checkpoint; any rank may.
+@contextlib.contextmanager
+def new_part(
+    folder: Location,
+    name: str,
+    nbytes: int,
+    permissions: Permissions = "private",
+    durability: Durability = "disk",
+) -> Generator[int | Upload]:
+    """Make a file of a checkpoint from what is written while the block runs; any rank may.
 
     Args:
-        folder: The staging directory.
+        folder: The staging directory, or the folder in a store.
         name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it
             yet.
-        permissions: Of the file.
-
-    Returns:
-        Its descriptor, for :func:`finish` to close.
+        nbytes: About how much is going to be written.
+        permissions: Of the file; a store has its own.
+        durability: ``process`` flushes nothing; what is in a store is there.
 
     Raises:
         CheckpointError: There is such a file, or the file system refuses.
@@ -176,76 +175,35 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
             f"expected {MANIFEST}, {PLACEMENT}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or "
             f"__N_M.distcp, got {name!r}"
         )
-    path = os.path.join(folder, name)
-    with disk_errors("making", path):
-        return create_exclusively(path, permissions)
-
-
-@contextlib.contextmanager
-def new_part(
-    folder: Path | RemotePath,
-    name: str,
-    nbytes: int,
-    permissions: Permissions = "private",
-    durability: Durability = "disk",
-) -> Generator[int | Upload]:
-    """Make a file of a checkpoint from what is written while the block runs; any rank may.
-
-    Args:
-        folder: The staging directory, or the folder in a store.
-        name: One that a checkpoint has; no file has it yet.
-        nbytes: About how much is going to be written.
-        permissions: Of the file; a store has its own.
-        durability: ``process`` flushes nothing; what is in a store is there.
-
-    Raises:
-        CheckpointError: There is such a file, or the file system refuses.
-    """
-    if isinstance(folder, RemotePath):
-        with disk_errors("writing", folder / name), (folder / name).upload(nbytes) as upload:
+    path = folder / name
+    if isinstance(path, RemotePath):
+        with disk_errors("writing", path), path.upload(nbytes) as upload:
             yield upload
         return
-    path = folder / name
-    descriptor = create_file(folder, name, permissions)
+    with disk_errors("making", path):
+        descriptor = create_exclusively(path, permissions)
     try:
         with disk_errors("writing", path, nbytes):
             yield descriptor
+        with disk_errors("flushing", path):
+            sync_file(descriptor, durability)
     except BaseException:
         os.close(descriptor)
         raise
-    finish(descriptor, path, durability)
-
-
-def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> None:
-    """Flush a file and close it, the latter also if flushing fails.
-
-    Raises:
-        CheckpointError: What was written may not be on the disk.
-    """
     with disk_errors("flushing", path):
-        try:
-            sync_file(descriptor, durability)
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def write_file(
-    folder: StrPath,
+    folder: Path,
     name: str,
     data: bytes | memoryview,
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> None:
-    """Make a file of a checkpoint with this content; as :func:`create_file` and :func:`finish`."""
-    path = os.path.join(folder, name)
-    descriptor = create_file(folder, name, permissions)
-    try:
-        with disk_errors("writing", path, len(data)):
-            write_all(descriptor, data)
-    except CheckpointError:
-        os.close(descriptor)
-        raise
-    finish(descriptor, path, durability)
+    """Make a file of a checkpoint with this content, as :func:`new_part` does."""
+    with new_part(folder, name, len(data), permissions, durability) as file:
+        write_buffers(file, [data])
 
 
 def commit(staging: Staging) -> tuple[str, ...]:

@@ -283,20 +283,13 @@ def is_directory(path: Location) -> bool:
     return bool(path.list()) if isinstance(path, RemotePath) else path.is_dir()
 
 
-def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of the data; the system may take it in parts."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def write_buffers(file: int | Upload, buffers: Sequence[bytes | memoryview]) -> int:
     """Append buffers to a file, in one call where the system takes them so; how many bytes.
 
     Raises:
         OSError: Writing failed.
     """
-    left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
+    left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer) > 0]
     nbytes = sum(map(len, left))
     if isinstance(file, Upload):
         for view in left:
