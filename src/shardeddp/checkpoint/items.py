@@ -9,7 +9,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -227,11 +227,10 @@ class Frame:
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
     """The frame around a tensor, without its CRC."""
-    strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
     nbytes = math.prod(shape) * dtype.itemsize
     head, entries = bytearray(), list[bytes]()
     small = {
-        "data.pkl": _pickled(dtype, shape, strides, nbytes),
+        "data.pkl": TensorPickler().pickled(torch.empty(shape, dtype=dtype, device="meta")),
         "byteorder": sys.byteorder.encode(),
         "version": b"3\n",
     }
@@ -318,42 +317,60 @@ def _end(count: int, nbytes: int, offset: int) -> bytes:
     return end_64 + struct.pack("<4sIQI", _END_64_LOCATOR, 0, offset + nbytes, 1) + end
 
 
+@dataclass(frozen=True, slots=True)
 class _Storage:
-    """Stands for the tensor's memory in the pickle."""
+    """Stands for the elements of a tensor in the pickle."""
+
+    key: int
+    nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rebuilt:
-    """Stands for the tensor in the pickle: how to call the function that rebuilds it."""
+class TensorPickler(pickle.Pickler):
+    """Pickles tensors as references to records of their elements, as ``torch.save`` does.
 
-    arguments: tuple[Any, ...]
+    Args:
+        memory: Equal for tensors that share their elements, which are one record.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch.save takes this function for its newer dtypes; it serves all of them.
-        return rebuild_tensor, self.arguments
+    def __init__(self, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
+        self._memory = memory
+        self._keys: dict[Hashable, int] = {}
+        self.storages: list[torch.Tensor] = []
+        """Tensors whose elements are the records, in order; kept so that no identity is reused."""
 
+    def pickled(self, tree: Any) -> bytes:
+        """The pickle of a tree."""
+        self.dump(tree)
+        return self._buffer.getvalue()
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, nbytes: int) -> None:
-        super().__init__(file, protocol=2)
-        self._nbytes = nbytes
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """Number of the record of a tensor; a new one for elements that were not met before."""
+        identity = self._memory(tensor), tensor.dtype, tuple(tensor.shape)
+        key = self._keys.setdefault(identity, len(self.storages))
+        if key == len(self.storages):
+            self.storages.append(tensor)
+        return key
 
     def persistent_id(self, obj: Any) -> Any:
-        return (
-            ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes)
-            if isinstance(obj, _Storage)
-            else None
+        """Reference to a record."""
+        if isinstance(obj, _Storage):
+            return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to rebuild a tensor."""
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse tensor is taken apart into strided ones
+        shape = tuple(obj.shape)
+        strides = tuple(
+            math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))
         )
-
-
-def _pickled(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int
-) -> bytes:
-    buffer = io.BytesIO()
-    hooks: OrderedDict[int, Any] = OrderedDict()
-    arguments = (_Storage(), 0, shape, strides, False, hooks, dtype)
-    _Pickler(buffer, nbytes).dump(_Rebuilt(arguments=arguments))
-    return buffer.getvalue()
+        storage = _Storage(self.key_of(obj), obj.numel() * obj.element_size())
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        # torch.save takes this function for its newer dtypes; it serves all of them.
+        return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
 
 
 def _payload(tensor: torch.Tensor) -> memoryview:
