@@ -41,7 +41,7 @@ from shardeddp.checkpoint.find import (
     read_index,
 )
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
-from shardeddp.checkpoint.items import ALGORITHM, check_item_crc
+from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DCP_METADATA,
@@ -494,9 +494,51 @@ class _Check:
                 self._advance(expected)
                 return
             self._runs[name] = table.runs()
-        yield from _FileCheck(
-            name, self._manifest, table, descriptor, buffer, self._advance
-        ).damages(nbytes)
+        yield from self._contents(name, table, descriptor, nbytes, buffer)
+
+    def _contents(
+        self,
+        name: str,
+        table: PieceTable | None,
+        descriptor: Source,
+        nbytes: int,
+        buffer: memoryview,
+    ) -> Iterator[Damage]:
+        """Check the blocks of all pieces, and together all bytes that are in none of them."""
+        expected, end = self._manifest.files[name], 0
+        frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
+
+        def read_frames(start: int, stop: int) -> None:
+            while start < stop:
+                view = buffer[: min(stop - start, len(buffer))]
+                count = read_into(descriptor, view, start)
+                if not count:
+                    return
+                frames.update(view[:count])
+                start += count
+                self._advance(count)
+
+        for section, piece in () if table is None else table.by_payload():
+            read_frames(end, piece.payload)
+            itemsize = self._manifest.sections[section].dtype.itemsize
+            end = piece.payload + piece.interval.numel * itemsize
+            for index, wanted in enumerate(piece.checksums):
+                start = piece.payload + index * BLOCK_NBYTES
+                block = Interval(start, min(end, start + BLOCK_NBYTES))
+                found = _checksum_of(descriptor, block, buffer)
+                if found != wanted:
+                    owner = self._manifest.owners.get(section, f"section {section}")
+                    yield Damage(file=name, tensor=owner, where=block, expected=wanted, found=found)
+                self._advance(block.numel)
+        where = self._manifest.table_of(name)  # was compared when it was read
+        where = where.intersect(Interval(0, expected.nbytes))
+        read_frames(end, where.start)
+        self._advance(where.numel)
+        if frames.hexdigest() != expected.checksum and nbytes >= expected.nbytes:
+            of_what = " over the bytes around its tensors" * bool(expected.pieces)
+            yield Damage(
+                file=name, expected=f"{expected.checksum}{of_what}", found=frames.hexdigest()
+            )
 
     def _tensors_in(self, name: str) -> list[str]:
         """Names of tensors that have elements in a file, as far as the placement can be read."""
@@ -526,81 +568,12 @@ class _StoppedError(Exception):
     """Ends a thread; no damage of a file, which errors of the system are."""
 
 
-class _FileCheck:
-    """One file, read from its start to its end.
-
-    Args:
-        name: Of the file.
-        manifest: What it should be.
-        table: Of its pieces; None for one that has none.
-        descriptor: The file, open.
-        buffer: Of ``BLOCK_NBYTES``.
-        progress: Told how many more bytes have been checked.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        manifest: Manifest,
-        table: PieceTable | None,
-        descriptor: Source,
-        buffer: memoryview,
-        progress: Progress,
-    ) -> None:
-        self._name = name
-        self._manifest = manifest
-        self._table = table
-        self._descriptor = descriptor
-        self._buffer = buffer
-        self._progress = progress
-        self._frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
-
-    def damages(self, nbytes: int) -> Iterator[Damage]:
-        """What is not as it was written."""
-        expected, end = self._manifest.files[self._name], 0
-        pieces = () if self._table is None else self._table.by_payload()
-        for section, piece in pieces:
-            self._read_frames(end, piece.payload)
-            itemsize = self._manifest.sections[section].dtype.itemsize
-            end = piece.payload + piece.interval.numel * itemsize
-            for index, checksum in enumerate(piece.checksums):
-                start = piece.payload + index * BLOCK_NBYTES
-                block = Interval(start, min(end, start + BLOCK_NBYTES))
-                found = self._digest(block)
-                if found != checksum:
-                    yield Damage(
-                        file=self._name,
-                        tensor=self._manifest.owners.get(section, f"section {section}"),
-                        where=block,
-                        expected=checksum,
-                        found=found,
-                    )
-                self._progress(block.numel)
-        table = self._manifest.table_of(self._name)  # was compared when it was read
-        table = table.intersect(Interval(0, expected.nbytes))
-        self._read_frames(end, table.start)
-        self._progress(table.numel)
-        frames = self._frames.hexdigest()
-        if frames != expected.checksum and nbytes >= expected.nbytes:
-            of_what = " over the bytes around its tensors" * bool(expected.pieces)
-            yield Damage(file=self._name, expected=f"{expected.checksum}{of_what}", found=frames)
-
-    def _read_frames(self, start: int, stop: int) -> None:
-        while start < stop:
-            view = self._buffer[: min(stop - start, len(self._buffer))]
-            count = read_into(self._descriptor, view, start)
-            if not count:
-                return
-            self._frames.update(view[:count])
-            start += count
-            self._progress(count)
-
-    def _digest(self, block: Interval) -> str:
-        view = self._buffer[: block.numel]
-        done = read_into(self._descriptor, view, block.start)
-        if done < len(view):
-            return f"the end of the file at byte {block.start + done:,}"
-        return xxhash.xxh3_128_hexdigest(view)
+def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str:
+    view = buffer[: block.numel]
+    done = read_into(descriptor, view, block.start)
+    if done < len(view):
+        return f"the end of the file at byte {block.start + done:,}"
+    return checksum(view)
 
 
 def _extra(path: Location, known: set[str]) -> list[Damage]:
