@@ -270,16 +270,16 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
     return manifest
 
 
-def read_remote_manifest(path: RemotePath) -> Manifest:
-    """The manifest of a checkpoint in a store; its files are not looked for.
+def read_manifest_alone(path: Location) -> Manifest:
+    """The manifest of a checkpoint; its files are not looked for.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
-        OSError: The store does not answer.
+        OSError: It cannot be read.
     """
     try:
-        file = (path / MANIFEST).open()
-        return manifest_from_bytes(read_text(file, Interval(0, file.nbytes), MANIFEST))
+        with open_source(path / MANIFEST) as (source, nbytes):
+            return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))
     except FileNotFoundError:
         raise CheckpointError(_NO_MANIFEST_TEXT) from None
 
@@ -288,7 +288,7 @@ def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
     """The same of a checkpoint in a store."""
     with disk_errors("reading the checkpoint", path):
         try:
-            manifest = read_remote_manifest(path)
+            manifest = read_manifest_alone(path)
             wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
             found = (path / manifest.folder).sizes(wanted)
             for name, file in wanted.items():
@@ -321,6 +321,8 @@ class Candidate:
     version: int
     name: str
     path: Location = field(compare=False)
+    resumable: bool = field(compare=False)
+    """Whether there is more in it than weights: states of optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,15 +358,25 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
         if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
             continue
         try:
-            run = read_manifest(path).run
+            manifest = read_manifest(path)
         except CheckpointError as error:
             skipped[name] = str(error)
             continue
-        version = max(map(int, _VERSION.findall(name)), default=0)
         candidates.append(
-            Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path)
+            Candidate(
+                step=manifest.run.step,
+                epoch=manifest.run.epoch,
+                version=max(map(int, _VERSION.findall(name)), default=0),
+                name=name,
+                path=path,
+                resumable=_has_optimizers(manifest),
+            )
         )
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
+
+
+def _has_optimizers(manifest: Manifest) -> bool:
+    return any(str(it.path[0]).startswith("optimizer_") for it in manifest.objects.values())
 
 
 def _looks_like_one(path: Location) -> bool:
@@ -436,9 +448,10 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
     for folder in folders:
         found = find_checkpoints(folder)
         skipped |= {str(location(folder) / name): why for name, why in found.skipped.items()}
-        for checkpoint in found.checkpoints:
-            path = str(checkpoint.path)
-            candidates.setdefault(_identity(path), _candidate(path, called_last=False))
+        for each in found.checkpoints:
+            path = str(each.path)
+            own = _Candidate(each.resumable, each.step, False, path)
+            candidates.setdefault(_identity(path), own)
     if skipped:
         left = printable("; ".join(skipped.values()))
         warnings.warn(f"not whole, left aside: {left}", stacklevel=2)
@@ -454,17 +467,15 @@ def _identity(path: str) -> str:
     return str(location(path)) if is_remote(path) else os.path.realpath(path)
 
 
-def _candidate(path: str, called_last: bool = True) -> _Candidate:
+def _candidate(path: str) -> _Candidate:
+    """Of a checkpoint that is called "last"."""
     place = location(path)
     remote = isinstance(place, RemotePath)
     if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
-        return _Candidate(True, -1, called_last, path)  # of others, so its step is unknown
+        return _Candidate(True, -1, True, path)  # of others, so its step is unknown
     if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
-        trained = any(
-            str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values()
-        )
-        return _Candidate(trained, manifest.run.step, called_last, path)
+        return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
@@ -475,7 +486,7 @@ def _candidate(path: str, called_last: bool = True) -> _Candidate:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         # The file holds objects of others, so its step is unknown.
-        return _Candidate(True, -1, called_last, path)
+        return _Candidate(True, -1, True, path)
     check_fields(content, path)
     step = content.get("global_step", -1)  # files that others have put together may leave it out
-    return _Candidate("optimizer_states" in content, step, called_last, path)
+    return _Candidate("optimizer_states" in content, step, True, path)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shardeddp.checkpoint.durable import disk_errors
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, read_remote_manifest
+from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
@@ -101,7 +101,7 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
                 f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
             )
         with contextlib.suppress(CheckpointError):  # there is none, or one that nobody reads
-            former = read_remote_manifest(target)
+            former = read_manifest_alone(target)
             replaced = [target / former.folder / name for name in former.files]
         staging.attempted = True
         _put_manifest(target / MANIFEST, manifest)
@@ -171,7 +171,7 @@ def remove_directory(target: RemotePath) -> tuple[str, ...]:
         return ()
     parts = list[RemotePath]()
     with contextlib.suppress(CheckpointError):  # its files are left for a sweep
-        stored = read_remote_manifest(target)
+        stored = read_manifest_alone(target)
         parts = [target / stored.folder / name for name in stored.files]
     (target / MANIFEST).delete()
     return _delete(parts)
@@ -206,7 +206,7 @@ def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:
     found = [name for name, nbytes in names.items() if nbytes is None and FOLDER.fullmatch(name)]
     if found and MANIFEST in names:
         try:
-            held = read_remote_manifest(checkpoint).folder
+            held = read_manifest_alone(checkpoint).folder
         except CheckpointError:
             return []
         found = [name for name in found if name != held]

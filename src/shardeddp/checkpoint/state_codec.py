@@ -547,30 +547,16 @@ def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
 
 def sparse_parts(value: torch.Tensor) -> Any:
     """The plain tensors that a sparse one consists of."""
-    layout = str(value.layout).removeprefix("torch.")
-    value = value.detach()
+    value, coalesced = value.detach(), True
     if value.layout is torch.sparse_coo:
-        return [
-            layout,
-            list(value.shape),
-            [value._indices(), value._values()],
-            value.is_coalesced(),
-        ]
-    if value.layout in _COMPRESSED_ROWS:
-        return [
-            layout,
-            list(value.shape),
-            [value.crow_indices(), value.col_indices(), value.values()],
-            True,
-        ]
-    if value.layout in _COMPRESSED_COLUMNS:
-        return [
-            layout,
-            list(value.shape),
-            [value.ccol_indices(), value.row_indices(), value.values()],
-            True,
-        ]
-    return NotImplemented
+        parts, coalesced = [value._indices(), value._values()], value.is_coalesced()
+    elif value.layout in _COMPRESSED_ROWS:
+        parts = [value.crow_indices(), value.col_indices(), value.values()]
+    elif value.layout in _COMPRESSED_COLUMNS:
+        parts = [value.ccol_indices(), value.row_indices(), value.values()]
+    else:
+        return NotImplemented
+    return [str(value.layout).removeprefix("torch."), list(value.shape), parts, coalesced]
 
 
 def _build_sparse(parts: Any) -> torch.Tensor:
@@ -601,9 +587,8 @@ def _build_size(parts: Any) -> torch.Size:
 
 
 def _bytes_parts(value: bytes) -> Any:
-    if len(value) < _DATA_NBYTES:
-        return base64.b64encode(value).decode()
-    return _bytes_as_tensor(value)
+    small = len(value) < _DATA_NBYTES
+    return base64.b64encode(value).decode() if small else _bytes_as_tensor(value)
 
 
 def _bytes_as_tensor(value: bytes) -> torch.Tensor:
@@ -679,7 +664,7 @@ _DTYPES = {
 }
 _NUMPY: dict[str, type[np.generic]] = {
     np.dtype(name).name: np.dtype(name).type
-    for name in (
+    for name in [
         "bool",
         "i1",
         "i2",
@@ -694,7 +679,7 @@ _NUMPY: dict[str, type[np.generic]] = {
         "f8",
         "c8",
         "c16",
-    )
+    ]
 }
 
 
@@ -732,15 +717,10 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         datetime.timedelta,
         "timedelta",
         lambda it: [it.days, it.seconds, it.microseconds],
-        lambda it: datetime.timedelta(*_list(it)),
+        lambda parts: datetime.timedelta(*_list(parts)),
     ),
     (datetime.date, "date", str, lambda parts: datetime.date.fromisoformat(_text(parts))),
-    (
-        datetime.datetime,
-        "datetime",
-        _datetime_parts,
-        _build_datetime,
-    ),
+    (datetime.datetime, "datetime", _datetime_parts, _build_datetime),
     (
         torch.dtype,
         "dtype",

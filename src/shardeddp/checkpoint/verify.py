@@ -30,7 +30,6 @@ from shardeddp.checkpoint.durable import (
     open_regular,
     open_source,
     read_into,
-    read_text,
 )
 from shardeddp.checkpoint.find import (
     PLAIN_SUFFIX,
@@ -39,6 +38,7 @@ from shardeddp.checkpoint.find import (
     damaged_records,
     find_checkpoints,
     read_index,
+    read_manifest_alone,
 )
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
 from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
@@ -52,7 +52,6 @@ from shardeddp.checkpoint.manifest import (
     Item,
     Manifest,
     StoredTensor,
-    manifest_from_bytes,
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
@@ -381,8 +380,7 @@ def _examine_file(path: Location, progress: Progress, started: Progress) -> Veri
 
 def _examine_own(path: Location, progress: Progress, started: Progress) -> Verification:
     try:
-        with open_source(path / MANIFEST) as (descriptor, nbytes):
-            manifest = manifest_from_bytes(read_text(descriptor, Interval(0, nbytes), MANIFEST))
+        manifest = read_manifest_alone(path)
         if manifest.algorithm != ALGORITHM:
             raise CheckpointError(
                 f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}"
