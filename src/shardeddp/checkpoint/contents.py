@@ -209,7 +209,7 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     if not isinstance(tensor, LazyTensor):
         return id(tensor)
     stored = reader.tensors[name_of(tensor.path)]
-    return stored.section if stored.numel else tensor.path
+    return stored.sections if stored.numel else tensor.path
 
 
 def _without_opaque(

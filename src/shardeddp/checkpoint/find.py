@@ -155,7 +155,7 @@ def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, s
     except CheckpointError:
         return {}
     tensors = manifest.tensors.values()
-    return {elements[it.section].start: it.name for it in tensors if it.numel}
+    return {elements[it.sections[0]].start: it.name for it in tensors if it.numel}
 
 
 def _index(

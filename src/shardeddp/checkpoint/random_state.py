@@ -228,7 +228,22 @@ class ResumeRandomness:
         self._held, self._watched = None, []
 
 
-class PrefetchedLoader:
+class LoaderProxy:
+    """A loader but for what subclasses change; what they know is in ``vars(self)``."""
+
+    def __init__(self, loader: Any, **own: Any) -> None:
+        vars(self).update(loader=loader, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the loader's."""
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
+        setattr(vars(self)["loader"], name, value)
+
+
+class PrefetchedLoader(LoaderProxy):
     """A stateful loader without a length; a batch is fetched before the previous one is trained on.
 
     While a batch is in hand, the state of the loader is the one before that batch: a run that
@@ -244,31 +259,21 @@ class PrefetchedLoader:
     def __init__(
         self, loader: Any, device: torch.device, before: RandomState, in_hand: Callable[[], bool]
     ) -> None:
-        vars(self).update(
-            _loader=loader, _device=device, _before=before, _in_hand=in_hand, _previous=None
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's."""
-        return getattr(vars(self)["_loader"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
-        setattr(vars(self)["_loader"], name, value)
+        super().__init__(loader, device=device, before=before, in_hand=in_hand, previous=None)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, noting where it was before each."""
         own = vars(self)
-        batches = iter(own["_loader"])
+        batches = iter(own["loader"])
         while True:
-            own["_previous"] = (
-                copy.deepcopy(own["_loader"].state_dict()),
-                capture_random_state(own["_device"]),
+            own["previous"] = (
+                copy.deepcopy(own["loader"].state_dict()),
+                capture_random_state(own["device"]),
             )
-            before, own["_before"] = own["_before"], {}
-            restore_random_state(before, own["_device"])
+            before, own["before"] = own["before"], {}
+            restore_random_state(before, own["device"])
             if before:
-                own["_previous"] = (own["_previous"][0], before)
+                own["previous"] = (own["previous"][0], before)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -278,18 +283,18 @@ class PrefetchedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the loader."""
         own = vars(self)
-        if own["_previous"] is not None and own["_in_hand"]():
-            return own["_previous"][0]
-        return own["_loader"].state_dict()
+        if own["previous"] is not None and own["in_hand"]():
+            return own["previous"][0]
+        return own["loader"].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader be there again."""
-        vars(self)["_loader"].load_state_dict(state_dict)
+        vars(self)["loader"].load_state_dict(state_dict)
 
     def random_state_in_hand(self) -> RandomState:
         """Where generators were before the batch in hand was fetched; nothing if there is none."""
         own = vars(self)
-        return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
+        return own["previous"][1] if own["in_hand"]() and own["previous"] is not None else {}
 
 
 def _ranks(count: int) -> str:

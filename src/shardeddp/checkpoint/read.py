@@ -124,8 +124,8 @@ class CheckpointReader:
             CheckpointError: Some block of them is not what was written, or they are nowhere.
         """
         tensor = self.tensors[name]
-        if box is None and not tensor.more:
-            return self._read_section(name, tensor.section, interval)
+        if box is None and len(tensor.sections) == 1:
+            return self._read_section(name, tensor.sections[0], interval)
         sections = {number: self.manifest.sections[number].box for number in tensor.sections}
         stored = [
             (place, partial(self._read_box, name, number, place))

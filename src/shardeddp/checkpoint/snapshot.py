@@ -239,13 +239,13 @@ class Snapshot:
     the first numbers, the same on every rank. The others are rank 0's, and so are names and tree.
     """
 
-    tree: Any
+    tree: Any = None
     """The checkpoint as JSON, with names in place of tensors."""
 
-    objects: list[tuple[ItemPath, Any]]
+    objects: list[tuple[ItemPath, Any]] = field(default_factory=list[tuple[ItemPath, Any]])
     """Non-tensors of model and optimizers, for other readers; this package does not use them."""
 
-    rest: bytes
+    rest: bytes = b""
     """The checkpoint without model, optimizers and sharded tensors, as Lightning reads it.
 
     Only rank 0 has it.
@@ -316,23 +316,13 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[str]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
-    stored = collector.stored()
     rest = {
         key: value
         for key, value in checkpoint.items()
         if key not in ("state_dict", "optimizer_states")
     }
-    return Snapshot(
-        tree=tree,
-        objects=objects,
-        rest=_pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b"",
-        sections=[spec for _, spec in stored.sections],
-        tensors=stored.tensors,
-        shares=stored.shares,
-        num_sharded=stored.num_sharded,
-        layout=stored.layout,
-        part=part_of(mesh),
-    )
+    pickled = _pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b""
+    return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
 
 
 def describe(
@@ -344,17 +334,15 @@ def describe(
         Each tensor with its path; the paths of what is no tensor and belongs to the model or an
         optimizer; and what this rank has of the sharded tensors, with the names of these.
     """
-    collector, tensors = (
-        _Collector(_paths(checkpoint, names), mesh),
-        list[tuple[torch.Tensor, ItemPath]](),
-    )
+    collector = _Collector(_paths(checkpoint, names), mesh)
+    tensors = list[tuple[torch.Tensor, ItemPath]]()
     for tensor in tensors_of(checkpoint):
         path = collector.path_of(tensor)
         tensors.append((tensor, path))
         if isinstance(tensor, ShardTensor):
             collector.add(path, tensor)
-    stored, objects = collector.stored(), [path for path, _ in _objects(checkpoint, names)]
-    return tensors, objects, stored.shares, [name_of(path) for path, _ in stored.sections]
+    stored, objects = collector.snapshot(), [path for path, _ in _objects(checkpoint, names)]
+    return tensors, objects, stored.shares, stored.names
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -432,20 +420,10 @@ def nbytes_of(tree: Any) -> int:
     return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
 
 
-class _Stored(NamedTuple):
-    """What a collector has found."""
-
-    sections: list[tuple[ItemPath, SectionSpec]]
-    tensors: list[tuple[ItemPath, int]]
-    shares: list[Share]
-    num_sharded: int
-    layout: bytes
-
-
 class _Collector:
     def __init__(self, paths: Mapping[int, ItemPath], mesh: Mesh) -> None:
         self._paths = paths
-        self._rank = mesh.rank
+        self._rank, self._part = mesh.rank, part_of(mesh)
         self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
         # By kind, sharded or not, because the numbers of the others begin behind all of these.
         self._sections: dict[bool, list[tuple[ItemPath, SectionSpec]]]
@@ -491,23 +469,24 @@ class _Collector:
             self._stored[key] = sharded, range(before, len(sections))
         self._tensors.append((path, self._stored[key]))
 
-    def stored(self) -> _Stored:
-        """All that was met."""
+    def snapshot(self) -> Snapshot:
+        """All tensors that were met."""
         sharded, plain = self._sections[True], self._sections[False]
         first = {True: 0, False: len(sharded)}
-        return _Stored(
-            [*sharded, *plain],
-            [
+        return Snapshot(
+            sections=[spec for _, spec in (*sharded, *plain)],
+            tensors=[
                 (path, first[kind] + number)
                 for path, (kind, numbers) in self._tensors
                 for number in numbers
             ],
-            [
+            shares=[
                 *self._shares[True],
                 *(replace(it, section=first[False] + it.section) for it in self._shares[False]),
             ],
-            len(sharded),
-            digest(repr(sharded).encode()),
+            num_sharded=len(sharded),
+            layout=digest(repr(sharded).encode()),
+            part=self._part,
         )
 
     def _extra(self, tensor: torch.Tensor) -> ItemPath:

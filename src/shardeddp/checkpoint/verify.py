@@ -100,7 +100,7 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
     # In the manifest what is not sharded comes behind everything that is.
     roots = {root: at for at, root in enumerate(_roots(manifest))}
     for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
-        owner = manifest.owners[tensor.section] if tensor.numel else tensor.name
+        owner = manifest.owners[tensor.sections[0]] if tensor.numel else tensor.name
         names = tensor.name, name_of(tensor.path[1:])
         if any(fnmatch.fnmatchcase(name, wanted) for name in names):
             # In a plain file there are no sections: a tensor is one record of it.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
 from shardeddp.checkpoint.random_state import (
     STATES,
+    LoaderProxy,
     ResumeRandomness,
     gather_random_states,
     has_length,
@@ -229,19 +230,8 @@ class Resume:
         self._streams.wait = False
 
 
-class _NotStarted:
+class _NotStarted(LoaderProxy):
     """A loader during setup: its first batch is nothing and is thrown away; else the loader itself."""
-
-    def __init__(self, loader: Any) -> None:
-        vars(self).update(loader=loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's."""
-        return getattr(vars(self)["loader"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
-        setattr(vars(self)["loader"], name, value)
 
     def __iter__(self) -> Iterator[None]:
         """Yield what is asked for ahead."""
