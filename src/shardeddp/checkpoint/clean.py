@@ -108,16 +108,8 @@ class CleanReport:
 def sweep(directory: StrPath | RemotePath, durability: Durability = "disk") -> CleanReport:
     """Remove leftovers of killed processes from a directory; what a living one writes stays.
 
-    In a store, those of a day ago and earlier.
-
-    Only one process sweeps a directory at a time, the others return at once.
-
-    Args:
-        directory: Where checkpoints lie; it need not exist.
-        durability: ``process`` flushes nothing.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
+    In a store, those of a day ago and earlier. Only one process sweeps a directory at a time, the
+    others return at once. The directory need not exist.
     """
     place = location(directory)
     if isinstance(place, RemotePath):

@@ -92,9 +92,6 @@ def read_contents(
         how_to_trust: What to tell the user to do for that.
         codecs: For values of further types in it.
         part: Which part of its files is looked for here: ``(rank, ranks)``.
-
-    Raises:
-        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
     reader = CheckpointReader(path, part)
     tree = reader.tree()
@@ -119,12 +116,7 @@ def read_contents(
 def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
     """Open a plain ``.ckpt`` file; it is mapped, not read into memory.
 
-    Args:
-        path: The file.
-        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
-
-    Raises:
-        CheckpointError: It is none, or holds objects that are not to be unpickled.
+    ``trust_pickle`` unpickles more than data; that runs the code of whoever wrote it.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
@@ -159,11 +151,7 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
-    """Open a checkpoint directory of another tool.
-
-    Raises:
-        CheckpointError: It is none, is damaged, or needs ``trust_pickle``.
-    """
+    """Open a checkpoint directory of another tool."""
     foreign = ForeignCheckpoint(path, trust_pickle=trust_pickle)
     model: dict[str, Any] = {}
     optimizers: dict[int, dict[Any, Any]] = {}
@@ -310,9 +298,6 @@ def open_checkpoint(
             warning.
         codecs: For values of further types in it.
         part: Which part of its files is looked for here: ``(rank, ranks)``.
-
-    Raises:
-        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
     trust = "loading it with weights_only=False"
     try:
@@ -348,10 +333,6 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
         path: The file, of this package, of Lightning or of torch.
         weights_only: As ``torch.load`` takes it.
         part: Which part of the file is compared with its checksums here: ``(rank, ranks)``.
-
-    Raises:
-        DamagedCheckpointError: That part is not what was written.
-        CheckpointError: It cannot be loaded.
     """
     require_intact(path, part)
     try:
@@ -367,11 +348,7 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
 def open_remote_file(
     path: RemotePath, weights_only: bool | None, part: tuple[int, int]
 ) -> dict[str, Any]:
-    """Read a plain checkpoint of a store from a copy, which is gone when the process ends.
-
-    Raises:
-        As :func:`open_file`; CheckpointError as well where there is no room for the copy.
-    """
+    """Read a plain checkpoint of a store from a copy, which is gone when the process ends."""
     with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
         copy = os.path.join(folder, path.name)
         with disk_errors("copying", path):

@@ -98,11 +98,7 @@ class Staging:
 
     @property
     def descriptor(self) -> int:
-        """Of the directory.
-
-        Raises:
-            RuntimeError: It was committed or discarded.
-        """
+        """Of the directory; a RuntimeError once it was committed or discarded."""
         if self._descriptor is None:
             raise RuntimeError(
                 f"the staging directory of {self.target} was committed or discarded before; stage "
@@ -122,11 +118,7 @@ def stage(
 ) -> Staging:
     """Make the directory in which a checkpoint is written; directories above it are made as needed.
 
-    Args:
-        target: What it becomes; a checkpoint, a plain ``.ckpt`` file or a link that is there will
-            be replaced.
-        permissions: Of all directories that are made.
-        durability: ``process`` flushes nothing.
+    A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced.
 
     Raises:
         CheckpointError: Something else is at the target, or the file system refuses.
@@ -160,15 +152,10 @@ def new_part(
 
     Args:
         folder: The staging directory, or the folder in a store.
-        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it
-            yet.
+        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it yet.
         nbytes: About how much is going to be written.
         permissions: Of the file; a store has its own.
         durability: ``process`` flushes nothing; what is in a store is there.
-
-    Raises:
-        CheckpointError: There is such a file, or the file system refuses.
-        ValueError: No checkpoint has a file of that name.
     """
     if not is_part(name):
         raise ValueError(
@@ -215,11 +202,6 @@ def commit(staging: Staging) -> tuple[str, ...]:
     Returns:
         What the file system could not do without the checkpoint being in danger, in sentences to be
         logged once.
-
-    Raises:
-        CheckpointError: The target is something that must not be replaced, or the file system
-            refuses.
-        RuntimeError: The manifest is not written yet, or the staging is closed.
     """
     target, path, durability = staging.target, staging.path, staging.durability
     notes: list[str] = []
@@ -254,10 +236,9 @@ def commit(staging: Staging) -> tuple[str, ...]:
 
 
 def discard(staging: Staging) -> tuple[str, ...]:
-    """Delete what was written and never committed; for the handling of an error, so it raises none.
+    """Delete what was written and never committed; what is left, in sentences.
 
-    Returns:
-        What is left, in sentences; the next :func:`sweep` tries again.
+    It is for the handling of an error, so it raises none. The next :func:`sweep` tries again.
     """
     try:
         return delete(staging.path)
@@ -375,14 +356,7 @@ def delete_atomically(
 
 
 def delete(path: Path) -> tuple[str, ...]:
-    """Delete what a save or a deletion that was cut short has left.
-
-    Returns:
-        What else is there, in a sentence.
-
-    Raises:
-        OSError: The system refuses.
-    """
+    """Delete what a save or a deletion that was cut short has left; what else is there, in a sentence."""
     others = _delete_parts(path)
     return (
         (f"{first_three(others)} in {path} is no part of a checkpoint, and is left.",)
@@ -434,9 +408,6 @@ def new_files(
 
     Yields:
         Each open for writing and reading, in the order of ``paths``.
-
-    Raises:
-        CheckpointError: Something is there, or the system refuses.
     """
     _refuse_taken(paths, force)
     hidden: list[Path] = []

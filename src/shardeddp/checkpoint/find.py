@@ -76,11 +76,7 @@ class Damage:
 
 
 def read_index(path: StrPath | RemotePath) -> Manifest:
-    """What this package says of a plain checkpoint that it has written; elements are not read.
-
-    Raises:
-        CheckpointError: It is none, or damaged.
-    """
+    """What this package says of a plain checkpoint that it has written; elements are not read."""
     with _opened(path) as (descriptor, item):
         return _index(descriptor, item, records_of(descriptor, item))[0]
 
@@ -108,9 +104,6 @@ def damaged_records(
         path: The file, or a link to it.
         part: Which records: ``(1, 3)`` is the second of three parts.
         progress: Told how many more bytes have been compared.
-
-    Raises:
-        CheckpointError: It is no archive of records as they are (not compressed).
     """
     damaged: list[Damage] = []
     with _opened(path) as (descriptor, item):
@@ -135,12 +128,7 @@ def damaged_records(
 
 
 def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
-    """Compare the records of a plain checkpoint, or a part of them, with their CRCs.
-
-    Raises:
-        DamagedCheckpointError: They are not those that were written; says which.
-        CheckpointError: It is no archive of records as they are (not compressed).
-    """
+    """Refuse a plain checkpoint of which a record, among a part of them, is not what its CRC says."""
     damaged = damaged_records(path, part)
     if damaged:
         raise DamagedCheckpointError(
@@ -251,9 +239,6 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
         path: The checkpoint's directory, a plain file of this package, or a link to either.
         part: Which files are looked for: ``(1, 3)`` is the second of three parts. Thousands of
             ranks that each look for thousands of files would keep a file system busy.
-
-    Raises:
-        CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
     """
     place = location(path)
     if isinstance(place, RemotePath):
@@ -271,12 +256,7 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
 
 
 def read_manifest_alone(path: Location) -> Manifest:
-    """The manifest of a checkpoint; its files are not looked for.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-        OSError: It cannot be read.
-    """
+    """The manifest of a checkpoint; its files are not looked for. An ``OSError`` stays one."""
     try:
         with open_source(path / MANIFEST) as (source, nbytes):
             return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))
@@ -341,9 +321,6 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
 
     In a store, names without a manifest or an index are no checkpoints: what a save that was cut
     short has left is not mentioned.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
     """
     candidates: list[Candidate] = []
     skipped: dict[str, str] = {}

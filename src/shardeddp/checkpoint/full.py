@@ -49,15 +49,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def gather_full(state: Any, keep: bool) -> Any:
     """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
 
-    One tensor is whole on the device at a time.
-
-    Args:
-        state: Mappings, lists and tuples of anything; all ranks pass the same structure.
-        keep: Whether this rank wants the result. The others take part and get an empty tensor in
-            each place.
-
-    Returns:
-        The state in plain containers, sharded tensors as CPU tensors.
+    One tensor is whole on the device at a time. All ranks pass the same structure of mappings, lists
+    and tuples. The result is in plain containers, and on the CPU; ranks that do not ``keep`` it have
+    an empty tensor in each place.
     """
     if isinstance(state, ShardTensor):
         full = state.full_tensor().detach()
@@ -104,7 +98,7 @@ def stream_full(
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
 
     One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under
-    its name when all of it is on the disk.
+    its name when all of it is on the disk; until then what was there is still there.
 
     For a store rank 0 writes it to its temporary directory first, and sends it from there.
 
@@ -116,10 +110,6 @@ def stream_full(
         names: Of the parameters of each optimizer in the checkpoint.
         run: The training.
         options: Permissions and durability.
-
-    Raises:
-        CheckpointError: It cannot be written, or replicas differ. What was there is still there.
-        RankError: Something in the checkpoint cannot be pickled.
     """
 
     def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:

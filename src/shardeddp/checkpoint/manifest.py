@@ -330,11 +330,7 @@ def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
 
 
 def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
-    """Read what :func:`manifest_to_bytes` has made.
-
-    Raises:
-        CheckpointError: It is damaged, of another format, or contradicts itself: says where.
-    """
+    """Read what :func:`manifest_to_bytes` has made."""
     digest = _DIGEST.match(data)
     if digest is None or not data.endswith(b"}"):
         raise CheckpointError(
@@ -384,19 +380,16 @@ def index_to_bytes(
 def index_from_bytes(
     data: bytes | bytearray, file: str, nbytes: int, records: Mapping[int, Interval]
 ) -> Manifest:
-    """Read what :func:`index_to_bytes` has made.
+    """Read what :func:`index_to_bytes` has made of a plain file.
 
     Args:
         data: The record.
-        file: The name of the plain file.
-        nbytes: Of the plain file.
+        file: The name of the file.
+        nbytes: Of the file.
         records: The bytes of the file that each numbered record has.
 
     Returns:
         One file, a record for each tensor, and no checksums: the archive has CRCs.
-
-    Raises:
-        CheckpointError: It is of another format, or contradicts the records.
     """
     whole = Item(file=file, offset=0, nbytes=nbytes)
     try:

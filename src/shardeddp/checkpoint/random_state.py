@@ -45,13 +45,10 @@ _BEFORE_FETCH = "before_fetch."
 
 
 def capture_random_state(device: torch.device) -> RandomState:
-    """The state of this process's generators.
+    """The state of this process's generators, in fresh tensors on the host.
 
-    Keys are ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
-
-    Returns:
-        Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left
-        out.
+    Keys are ``python``, ``numpy`` if its generator is the usual Mersenne twister, ``torch``, and
+    ``accelerator`` if there is one.
     """
     version, words, left_over = random.getstate()
     state = {
@@ -155,9 +152,6 @@ class ResumeRandomness:
             rank: This rank.
             world_size: Number of ranks now. If there were more or fewer, their states mean nothing
                 now: rank 0 warns.
-
-        Raises:
-            CheckpointError: These are no random states.
         """
         self._held = None
         if states is None:
@@ -177,17 +171,14 @@ class ResumeRandomness:
     def watch(
         self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]
     ) -> object:
-        """Prepare a training loader before it is iterated.
+        """The loader to iterate instead of one of the training's; only a stateful one matters.
 
         Args:
-            loader: As the Trainer has it; only one that is stateful matters.
+            loader: As the Trainer has it.
             device: Where this rank computes.
             mid_epoch: Whether the held states are those of the middle of an epoch.
             in_hand: Says whether the training loop has fetched a batch that it has not trained on
                 yet.
-
-        Returns:
-            The loader to use instead.
         """
         if not isinstance(loader, Stateful):
             return loader

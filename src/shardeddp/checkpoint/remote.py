@@ -278,9 +278,6 @@ def repeated(
     Args:
         action: What is done.
         errors: Those after which it is done again, unless they or their causes come every time.
-
-    Raises:
-        Exception: That of the last try.
     """
     for delay in _DELAYS_S:
         try:
@@ -456,10 +453,6 @@ def require_writable(folder: RemotePath, processes: int) -> None:
     Args:
         folder: Where checkpoints are going to lie.
         processes: How many write to it.
-
-    Raises:
-        ConfigurationError: The protocol or its package is missing, it is for reading, or the store
-            refuses.
     """
     advice = "Save to s3://, gs:// or another object store, or to a local path"
     if folder.protocol in READ_ONLY:

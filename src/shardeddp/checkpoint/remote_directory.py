@@ -35,11 +35,7 @@ ABANDONED_S = 24 * 3600.0
 
 
 class RemoteStaging:
-    """Checkpoint being written to a store; made by :func:`stage`.
-
-    Args:
-        target: What it becomes.
-    """
+    """Checkpoint that is written to a store; made by :func:`stage`."""
 
     def __init__(self, target: RemotePath) -> None:
         self.target = target
@@ -51,15 +47,7 @@ class RemoteStaging:
 
 
 def stage(target: RemotePath) -> RemoteStaging:
-    """Begin a checkpoint.
-
-    Args:
-        target: What it becomes; a checkpoint or a plain ``.ckpt`` object that is there will be
-            replaced.
-
-    Raises:
-        CheckpointError: Something else is at the target, or the store does not answer.
-    """
+    """Begin a checkpoint; one that is there, or a plain ``.ckpt`` object, will be replaced."""
     with disk_errors("looking for a checkpoint at", target):
         require_replaceable(target)
     return RemoteStaging(target)
@@ -88,9 +76,6 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
 
     Returns:
         What could not be deleted, in sentences to be logged once.
-
-    Raises:
-        CheckpointError: A file is not there as it was written, or the store does not answer.
     """
     target, replaced = staging.target, list[RemotePath]()
     with disk_errors("committing", target):
@@ -143,9 +128,6 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
         target: A sharded checkpoint or a plain object.
         roots: It has to lie in one of them.
         written: This run has written it: it may lie anywhere.
-
-    Raises:
-        CheckpointError: The store does not answer.
     """
     if not written and not any(target.parent.is_relative_to(root) for root in roots):
         return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
@@ -162,11 +144,7 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
 
 
 def remove_directory(target: RemotePath) -> tuple[str, ...]:
-    """Delete a sharded checkpoint, the manifest first; what is left, in sentences.
-
-    Raises:
-        OSError: The store does not answer.
-    """
+    """Delete a sharded checkpoint, the manifest first; what is left, in sentences."""
     if not carries_manifest(target):
         return ()
     parts = list[RemotePath]()
@@ -182,9 +160,6 @@ def sweep(folder: RemotePath) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     Returns:
         The addresses of what is gone, and sentences about what could not be done.
-
-    Raises:
-        CheckpointError: The store does not answer.
     """
     removed, left = list[str](), list[str]()
     if folder.protocol in READ_ONLY:

@@ -18,15 +18,9 @@ def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dic
     A field may be missing: files that other tools have put together leave some out.
 
     Args:
-        checkpoint: As it was read.
+        checkpoint: As it was read; it is returned.
         source: Its path, for errors.
         loads: Whether Lightning is going to load it, which takes weights and a version.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: A field is not what it has to be: says which, and what was found.
     """
     try:
         _check(checkpoint, _CHECKPOINT, "")
@@ -44,9 +38,6 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         saved: As it was read.
         own: The state of the object that is going to load it, of the same class.
         path: Where it is in the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: A value is of another kind, as text instead of a number: says which.
     """
     if saved is None:
         return

@@ -108,7 +108,7 @@ def compare_replicas(
     names: Sequence[str],
     group: HostGroup,
 ) -> None:
-    """Compare what ranks that hold the same elements hold; a collective of all ranks.
+    """Refuse what ranks that hold the same elements hold otherwise; a collective of all ranks.
 
     A rank tells one checksum. Only where they differ each tells that of every share.
 
@@ -118,9 +118,6 @@ def compare_replicas(
         part: Number of the elements: ranks with the same one hold the same.
         names: Of sections, for the error.
         group: Host group of all ranks.
-
-    Raises:
-        CheckpointError: Two of them differ: names the tensor and the ranks.
     """
     step, own = "comparing replicas", list[bytes]()
 
@@ -141,11 +138,7 @@ def compare_replicas(
 
 
 def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) -> None:
-    """The same of the shares that ranks have of a checkpoint; a collective of all ranks.
-
-    Raises:
-        CheckpointError: Two replicas differ.
-    """
+    """The same of the shares that ranks have of a checkpoint; a collective of all ranks."""
     part = part_of(mesh)
     if part is not None:
 

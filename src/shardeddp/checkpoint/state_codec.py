@@ -46,10 +46,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_json(data: bytes | bytearray, name: str) -> Any:
     """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
-    Args:
-        data: The whole document.
-        name: Of the file, for errors.
-
     Raises:
         CheckpointError: It is not such a document; nothing else is raised.
     """
@@ -218,11 +214,7 @@ def encode(
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
-    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`.
-
-    Raises:
-        CheckpointError: A tag is unknown, or holds what it cannot hold.
-    """
+    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`."""
     codecs = {codec.tag: codec for codec in (*CODECS, *more)}
     try:
         return _Decoder(get=get, codecs=codecs).decode(value)
@@ -264,12 +256,7 @@ def tensors_in(
 
 
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A tree in containers that ``weights_only=True`` reads.
-
-    Args:
-        tree: Nested dicts, lists and tuples, also of derived types.
-        leaf: Called with everything else, for what is to be there.
-    """
+    """A tree in containers that ``weights_only=True`` reads; ``leaf`` makes what else is to be there."""
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
         mapping = cast("dict[Any, Any]", tree)

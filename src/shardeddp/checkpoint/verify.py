@@ -237,18 +237,10 @@ class Verification:
 
 
 def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Damage]:
-    """Compare all bytes of a checkpoint with their checksums.
-
-    Args:
-        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain
-            file.
-        progress: Called as it goes on.
+    """Compare all bytes of a checkpoint, of another tool as well, with their checksums.
 
     Returns:
         What is damaged, in the order of files and bytes; nothing if all of it is as it was written.
-
-    Raises:
-        CheckpointError: There is no sharded checkpoint.
     """
     return examine(path, progress).damages
 
@@ -288,15 +280,8 @@ def newest_verified(
 ) -> Location | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
-    Args:
-        directory: It need not exist.
-        within_s: Give up after so many seconds.
-
-    Returns:
-        None if there is none.
-
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: It takes longer than ``within_s``.
     """
     deadline = None if within_s is None else time.monotonic() + within_s
 

@@ -99,11 +99,7 @@ class Written:
 def write_data_file(
     snapshot: Snapshot, folder: Location, rank: int, options: CheckpointOptions
 ) -> Written:
-    """Write what a rank has of a checkpoint.
-
-    Raises:
-        CheckpointError: The file system refuses.
-    """
+    """Write what a rank has of a checkpoint."""
     name, permissions = f"__{rank}_0.distcp", _permissions(options)
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
     made = directory.new_part(folder, name, snapshot.nbytes, permissions, options.durability)
@@ -363,11 +359,7 @@ class Saver:
     def save(
         self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
     ) -> None:
-        """Save, or begin to; a collective of all ranks.
-
-        Raises:
-            CheckpointError: The save failed, or the one before did in its thread.
-        """
+        """Save, or begin to, after an error of the save before; a collective of all ranks."""
         self.wait()
         if not self._options.asynchronous:
             write_checkpoint(snapshot, target, run, group, self._options)
