@@ -24,10 +24,16 @@ from shardeddp.checkpoint.contents import (
 )
 from shardeddp.checkpoint.durable import Location, exists, is_directory, location
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import carries_index, carries_manifest, read_manifest
+from shardeddp.checkpoint.find import (
+    carries_manifest,
+    checkpoints_in,
+    read_manifest,
+    what_lies_beside,
+)
 from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.state_codec import tensors_in
@@ -35,11 +41,9 @@ from shardeddp.checkpoint.verify import (
     Row,
     Verification,
     as_json,
-    checkpoints_in,
     examine,
     module_rows,
     tensor_rows,
-    what_lies_beside,
 )
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.lightning.probe import probe as measure

@@ -27,8 +27,9 @@ from shardeddp.checkpoint.durable import (
     resolve,
     sync_directory,
 )
-from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
+from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 

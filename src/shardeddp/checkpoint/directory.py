@@ -41,7 +41,7 @@ from shardeddp.checkpoint.durable import (
     sync_file,
     write_buffers,
 )
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
@@ -50,6 +50,7 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     is_part,
 )
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
 from shardeddp.checkpoint.remote import RemotePath, Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from shardeddp.checkpoint.state_codec import parse_json
+from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole_of
 

@@ -36,7 +36,7 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.pieces import Piece, Pieces, assemble
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.state_codec import parse_json
+from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, whole_of
 from shardeddp.tensor.operations import asks_only_about

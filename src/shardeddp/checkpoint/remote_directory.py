@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shardeddp.checkpoint.durable import disk_errors
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, read_manifest_alone
+from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three

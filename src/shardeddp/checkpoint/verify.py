@@ -31,15 +31,7 @@ from shardeddp.checkpoint.durable import (
     open_source,
     read_into,
 )
-from shardeddp.checkpoint.find import (
-    PLAIN_SUFFIX,
-    Damage,
-    carries_index,
-    damaged_records,
-    find_checkpoints,
-    read_index,
-    read_manifest_alone,
-)
+from shardeddp.checkpoint.find import find_checkpoints, read_manifest_alone
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
 from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
 from shardeddp.checkpoint.manifest import (
@@ -55,6 +47,13 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
+from shardeddp.checkpoint.plain_file import (
+    PLAIN_SUFFIX,
+    Damage,
+    carries_index,
+    damaged_records,
+    read_index,
+)
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
@@ -298,38 +297,6 @@ def newest_verified(
     return None
 
 
-def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
-    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
-    found, folder = find_checkpoints(directory), location(directory)
-    whole = [candidate.path for candidate in reversed(found.checkpoints)]
-    if isinstance(folder, RemotePath):
-        return whole + [folder / name for name in found.skipped]
-    with disk_errors("looking for checkpoints in", folder):
-        rest = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    seen = {path.name for path in whole}
-    return whole + [
-        path
-        for path in rest
-        if path.name not in seen
-        and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
-    ]
-
-
-def what_lies_beside(path: Location) -> str:
-    """End of an error about a path where there is nothing: the checkpoints beside it."""
-    folder = path.parent
-    if isinstance(folder, Path) and not folder.is_dir():
-        return ", nor does the directory that it would lie in"
-    try:
-        names = [each.name for each in checkpoints_in(folder)]
-    except (CheckpointError, NotImplementedError):  # nobody may list it
-        return ""
-    if isinstance(folder, Path):  # those of other strategies, which say no step
-        others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
-        names += [name for name in others if name not in names]
-    return f"; beside it there are {first_three(names) if names else 'none'}"
-
-
 def _examine_remote(path: RemotePath, progress: Progress, started: Progress) -> Verification:
     with disk_errors("reading", path):
         if exists(path / MANIFEST):
@@ -563,14 +530,12 @@ def _extra(path: Location, known: set[str]) -> list[Damage]:
     """What lies in a checkpoint but is not part of it: hidden damage, or something put there."""
     if isinstance(path, RemotePath):
         names = [] if path.protocol in READ_ONLY else list(path.list())
-        return [
-            Damage(file=name, expected="no such file", found=kind_of(stat.S_IFREG))
-            for name in names
-            if name not in known
-        ]
+        found = {name: stat.S_IFREG for name in names}
+    else:
+        found = {name: os.lstat(path / name).st_mode for name in sorted(os.listdir(path))}
     return [
-        Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
-        for name in sorted(os.listdir(path))
+        Damage(file=name, expected="no such file", found=kind_of(mode))
+        for name, mode in found.items()
         if name not in known
     ]
 
