@@ -252,16 +252,11 @@ def _open(source: Location, selection: Selection, keys: Sequence[str] | None) ->
     elif selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
     elif source.is_file():
-        return _open_file(source, selection, keys)
+        contents = read_file_contents(source, selection.trust_pickle)
+        found = contents.checkpoint
+        wanted = {key: it for key, it in found.items() if keys is None or key in keys}
+        return replace(contents, checkpoint=wanted)
     return read_contents(source, keys, trust_pickle=selection.trust_pickle)
-
-
-def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
-    contents = read_file_contents(source, selection.trust_pickle)
-    wanted = {
-        key: value for key, value in contents.checkpoint.items() if keys is None or key in keys
-    }
-    return replace(contents, checkpoint=wanted)
 
 
 def _weights(

@@ -61,7 +61,7 @@ def gather_full(state: Any, keep: bool) -> Any:
         return _same_mapping(state, gathered)
     if isinstance(state, tuple):
         items = [gather_full(item, keep) for item in state]
-        return type(state)(*items) if _is_namedtuple(state) else tuple(items)
+        return type(state)(*items) if "_fields" in vars(type(state)) else tuple(items)
     if isinstance(state, list):
         return [gather_full(item, keep) for item in state]
     return state
@@ -175,10 +175,6 @@ def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
         items[key] is value for key, value in original.items()
     )
     return original if unchanged else items
-
-
-def _is_namedtuple(value: tuple[Any, ...]) -> bool:
-    return "_fields" in vars(type(value))
 
 
 # -- Streaming writer of the ``torch.save`` format

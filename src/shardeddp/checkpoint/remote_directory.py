@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from shardeddp.checkpoint.durable import disk_errors
 from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
@@ -35,23 +36,25 @@ ABANDONED_S = 24 * 3600.0
 """After so long without a new object, a folder that no manifest speaks of is deleted."""
 
 
+@dataclass
 class RemoteStaging:
     """Checkpoint that is written to a store; made by :func:`stage`."""
 
-    def __init__(self, target: RemotePath) -> None:
-        self.target = target
-        self.path = target / uuid.uuid4().hex
-        """Where its files are written, and stay."""
+    target: RemotePath
+    """What it becomes."""
 
-        self.attempted = False
-        """Whether the manifest may be there: nothing that it speaks of is deleted from then on."""
+    path: RemotePath
+    """Where its files are written, and stay."""
+
+    attempted: bool = False
+    """Whether the manifest may be there: nothing that it speaks of is deleted from then on."""
 
 
 def stage(target: RemotePath) -> RemoteStaging:
     """Begin a checkpoint; one that is there, or a plain ``.ckpt`` object, will be replaced."""
     with disk_errors("looking for a checkpoint at", target):
         require_replaceable(target)
-    return RemoteStaging(target)
+    return RemoteStaging(target, target / uuid.uuid4().hex)
 
 
 def require_replaceable(target: RemotePath) -> None:

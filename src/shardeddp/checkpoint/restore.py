@@ -401,14 +401,15 @@ def _check_fit(
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         for which, names in (("Missing", missing), ("Unexpected", unexpected)):
-            problems += [f"{which} key(s) in the checkpoint: {_quoted(names)}"] * bool(names)
+            quoted = ", ".join(f'"{name}"' for name in names)
+            problems += [f"{which} key(s) in the checkpoint: {quoted}"] * bool(names)
     for name, value in state.items():
         target = own.get(name)
         if not isinstance(target, torch.Tensor):
             continue
         if not isinstance(value, torch.Tensor):
             problems.append(f"{name} is of type {type(value).__name__}, expected a tensor")
-        elif value.shape != target.shape and not _is_uninitialized(target):
+        elif value.shape != target.shape and not nn.parameter.is_lazy(target):
             problems.append(
                 f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}"
             )
@@ -443,14 +444,6 @@ def _listed(problems: Sequence[str]) -> str:
     return "\n".join(
         f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else []))
     )
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
-
-
-def _is_uninitialized(tensor: torch.Tensor) -> bool:
-    return torch.nn.parameter.is_lazy(tensor)
 
 
 def _shard_like(value: Any, target: Any) -> Any:

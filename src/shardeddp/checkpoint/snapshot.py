@@ -542,54 +542,33 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:
     """Names of model and optimizer tensors by identity, as in Lightning's FSDPStrategy."""
-    model = checkpoint.get("state_dict", {})
-    paths: dict[int, ItemPath] = {
-        id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
-    }
-    for number, (optimizer, fqns) in enumerate(
-        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
-    ):
-        for path, value in _states(number, optimizer, fqns):
-            if isinstance(value, torch.Tensor):
-                paths[id(value)] = path
-    return paths
+    values = _values(checkpoint, names)
+    return {id(value): path for path, value in values if isinstance(value, torch.Tensor)}
 
 
 def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[ItemPath, Any]]:
-    model = checkpoint.get("state_dict", {})
-    found: list[tuple[ItemPath, Any]] = [
-        (("model", key), value)
-        for key, value in model.items()
+    return [
+        (path, value if path[0] == "model" else _without_shards(value))
+        for path, value in _values(checkpoint, names)
         if not isinstance(value, torch.Tensor)
     ]
-    for number, (optimizer, fqns) in enumerate(
-        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
-    ):
-        values = _states(number, optimizer, fqns)
-        found += [
-            (path, _without_shards(value))
-            for path, value in values
-            if not isinstance(value, torch.Tensor)
-        ]
-        groups = [
-            {**group, "params": [fqns[index] for index in group["params"]]}
-            # A placeholder of Lightning, for a module without optimizers, has no groups.
-            for group in optimizer.get("param_groups", ())
-        ]
-        found.append(((f"optimizer_{number}", "param_groups"), groups))
-    return found
 
 
-def _states(
-    number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]
-) -> Iterator[tuple[ItemPath, Any]]:
-    """Every value that an optimizer keeps of a parameter, under the parameter's name."""
-    states: Mapping[Any, Any] = optimizer.get("state", {})
-    for index, state in states.items():
-        if not isinstance(index, int):
-            continue  # what an optimizer keeps of no parameter
-        for key, value in state.items():
-            yield (f"optimizer_{number}", "state", fqns[index], key), value
+def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[ItemPath, Any]]:
+    """Every value of the model, and those of optimizers under the names of parameters."""
+    for key, value in checkpoint.get("state_dict", {}).items():
+        yield ("model", key), value
+    optimizers = zip(checkpoint.get("optimizer_states", ()), names, strict=False)
+    for number, (optimizer, fqns) in enumerate(optimizers):
+        root = f"optimizer_{number}"
+        for index, state in optimizer.get("state", {}).items():
+            if isinstance(index, int):  # else it is kept of no parameter
+                for key, value in state.items():
+                    yield (root, "state", fqns[index], key), value
+        # A placeholder of Lightning, for a module without optimizers, has no groups.
+        groups = optimizer.get("param_groups", ())
+        named = [{**it, "params": [fqns[index] for index in it["params"]]} for it in groups]
+        yield (root, "param_groups"), named
 
 
 def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:

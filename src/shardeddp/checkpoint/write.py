@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -273,10 +274,7 @@ class _Writing:
 
     def _write(self) -> bytes:
         """This rank's data file."""
-
-        def write() -> Written:
-            return write_data_file(self.snapshot, self.folder, self.rank, self.options)
-
+        write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
         # An upload that has failed begins again.
         remote = isinstance(self.folder, RemotePath)
         self.own = repeated(write, (CheckpointError,)) if remote else write()
