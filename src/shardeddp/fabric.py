@@ -15,15 +15,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.full import save_full
-from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.restore import (
     load_module,
     load_optimizer,
     parameter_names,
     read_shards_ahead,
 )
+from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError

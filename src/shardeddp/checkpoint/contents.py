@@ -20,13 +20,19 @@ import torch
 
 from shardeddp.checkpoint.durable import Location, disk_errors, preflight
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
-from shardeddp.checkpoint.kept_shards import KEY, KeptShards
+from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
 from shardeddp.checkpoint.plain_file import require_intact
-from shardeddp.checkpoint.random_state import STATES
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import (
+    HYPER_PARAMETERS,
+    KEY,
+    OPTIMIZERS,
+    STATES,
+    WEIGHTS,
+    check_fields,
+)
 from shardeddp.checkpoint.state_codec import (
     Codec,
     Opaque,
@@ -43,14 +49,6 @@ from shardeddp.errors import CheckpointError, printable
 #
 # For tools, which have neither a model nor a process group; the directory may be one of another
 # tool.
-
-WEIGHTS = "state_dict"
-OPTIMIZERS = "optimizer_states"
-TRAINED = "current_model_state"
-"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
-
-HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Entries that are needed to construct the module, and for nothing else."""
 
 ATTRIBUTES = "attribute_dict"
 """The tag of Lightning's dict with attributes."""

@@ -14,9 +14,6 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardeddp.checkpoint.contents import (
-    HYPER_PARAMETERS,
-    TRAINED,
-    WEIGHTS,
     Contents,
     read_contents,
     read_file_contents,
@@ -36,6 +33,7 @@ from shardeddp.checkpoint.safetensors import (
     split,
     write_safetensors,
 )
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError

@@ -21,9 +21,6 @@ from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
-STATES = "random_states"
-"""Under which name a checkpoint has them, among what Lightning does not know of."""
-
 RandomState = dict[str, torch.Tensor]
 """Name of a generator -> its state, 1D uint8."""
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import block_digests, digest, memory_of
 from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.state_codec import (
     Codec,
     are_leaves,
@@ -309,11 +309,7 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[str]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
-    rest = {
-        key: value
-        for key, value in checkpoint.items()
-        if key not in ("state_dict", "optimizer_states")
-    }
+    rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
     pickled = _pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b""
     return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
 
@@ -556,9 +552,9 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
 
 def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[ItemPath, Any]]:
     """Every value of the model, and those of optimizers under the names of parameters."""
-    for key, value in checkpoint.get("state_dict", {}).items():
+    for key, value in checkpoint.get(WEIGHTS, {}).items():
         yield ("model", key), value
-    optimizers = zip(checkpoint.get("optimizer_states", ()), names, strict=False)
+    optimizers = zip(checkpoint.get(OPTIMIZERS, ()), names, strict=False)
     for number, (optimizer, fqns) in enumerate(optimizers):
         root = f"optimizer_{number}"
         for index, state in optimizer.get("state", {}).items():
