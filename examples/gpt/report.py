@@ -174,10 +174,7 @@ class StepMeter(L.Callback):
 
 def _sent_nbytes(trainer: L.Trainer) -> int:
     """What this rank has sent so far; 0 under a strategy that does not count."""
-    if not isinstance(trainer.strategy, ShardedDP):
-        return 0
-    mesh = trainer.strategy.mesh
-    return mesh.traffic.total_nbytes + mesh.activation_traffic.total_nbytes
+    return trainer.strategy.mesh.sent_nbytes if isinstance(trainer.strategy, ShardedDP) else 0
 
 
 def _ring_all_reduce_nbytes(trainer: L.Trainer) -> float:

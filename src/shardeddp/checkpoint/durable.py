@@ -57,6 +57,11 @@ def location(path: StrPath | RemotePath) -> Location:
     return RemotePath(local_path(path)) if is_remote(path) else Path(local_path(path))
 
 
+def reading_ahead(place: Location) -> Location:
+    """The same place; what is read of a store's objects is kept for a while, and read ahead."""
+    return place.reading_ahead() if isinstance(place, RemotePath) else place
+
+
 # -- Crash-safe file operations
 
 Durability: TypeAlias = Literal["disk", "process"]

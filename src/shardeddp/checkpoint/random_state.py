@@ -198,11 +198,12 @@ class ResumeRandomness:
         if count == world_size:
             self._held = _state_of(states, rank)  # read now, not when restored
         elif rank == 0:
+            ranks = f"{count} rank{'s' * (count != 1)}"
             warnings.warn(
-                f"the checkpoint has the random states of {_ranks(count)} and this run has "
+                f"the checkpoint has the random states of {ranks} and this run has "
                 f"{world_size}: training continues with fresh random numbers (dropout, shuffling), "
                 f"so losses will differ in detail from those of an uninterrupted run. Resume with "
-                f"{_ranks(count)} for the same numbers",
+                f"{ranks} for the same numbers",
                 stacklevel=2,
             )
 
@@ -322,10 +323,6 @@ class PrefetchedLoader:
         """Where generators were before the batch in hand was fetched; nothing if there is none."""
         own = vars(self)
         return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def _num_ranks(states: object) -> int:

@@ -21,6 +21,7 @@ from shardeddp.checkpoint.durable import (
     open_source,
     read_into,
     read_text,
+    reading_ahead,
 )
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
@@ -63,10 +64,7 @@ class CheckpointReader:
     def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:
         self.path: Location = location(path)
         self.manifest: Manifest = read_manifest(self.path, part)
-        folder = self.path / self.manifest.folder
-        self._folder: Location = (
-            folder.reading_ahead() if isinstance(folder, RemotePath) else folder
-        )
+        self._folder = reading_ahead(self.path / self.manifest.folder)
         self._pieces = Pieces(self._folder, self.manifest)
         if self.manifest.algorithm == CRC:
             raise CheckpointError(

@@ -33,7 +33,13 @@ class Replaced:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
-    def keep(self, module: nn.Module, parts: dict[str, Any], read: Collection[str]) -> None:
+    def keep(
+        self,
+        module: nn.Module,
+        own: Mapping[str, Any],
+        parts: dict[str, Any],
+        read: Collection[str],
+    ) -> None:
         """Keep them, just before parts of a checkpoint are loaded.
 
         What was read for this load alone changes places with what it replaces: a third of the
@@ -42,11 +48,11 @@ class Replaced:
 
         Args:
             module: The model.
+            own: Its state dict of parameters and buffers themselves.
             parts: What is about to be loaded, by fqn. A part that is loaded by this already is
                 replaced by the parameter, which is loaded into itself then.
             read: The names of parts whose memory nobody else has.
         """
-        own = module.state_dict(keep_vars=True)
         places = Counter(map(id, own.values()))
         kept: dict[int, torch.Tensor] = {}
         for name in () if _loads_in_its_own_way(module) else read:
@@ -174,7 +180,7 @@ def load_model(
     parts = {name: _shard_like(value, own.get(name)) for name, value in state.items()}
     if replaced is not None:
         read = [name for name, value in state.items() if isinstance(value, LazyTensor)]
-        replaced.keep(module, parts, read)
+        replaced.keep(module, own, parts, read)
     module.load_state_dict(parts, strict=strict)
 
 

@@ -31,6 +31,7 @@ from shardeddp.checkpoint.durable import (
     open_source,
     read_into,
     read_text,
+    reading_ahead,
 )
 from shardeddp.checkpoint.find import (
     PLAIN_SUFFIX,
@@ -450,8 +451,7 @@ class _Check:
     def file(self, name: str) -> list[Damage]:
         """Check a file; called by several threads."""
         buffer, expected = self._buffers.pop(), self._manifest.files[name].nbytes
-        path = self._path / name
-        path = path.reading_ahead() if isinstance(path, RemotePath) else path
+        path = reading_ahead(self._path / name)
         try:
             with open_source(path) as (descriptor, nbytes):
                 return list(self._file(name, descriptor, nbytes, buffer))

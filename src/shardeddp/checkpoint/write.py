@@ -22,6 +22,7 @@ from shardeddp.checkpoint.durable import (
     location,
     make_directories,
     preflight,
+    reading_ahead,
 )
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
@@ -324,9 +325,8 @@ class _Writing:
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         if num_pieces <= DCP_PIECES:
             # In a store the placement is read once, and not with a request for each tensor.
-            folder = self._folder
-            source = folder.reading_ahead() if isinstance(folder, RemotePath) else folder
-            content = to_bytes(dcp_metadata(manifest, Pieces(source, manifest)))
+            pieces = Pieces(reading_ahead(self._folder), manifest)
+            content = to_bytes(dcp_metadata(manifest, pieces))
             self._put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
         manifest = replace(manifest, files=files)

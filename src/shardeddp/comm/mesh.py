@@ -456,6 +456,11 @@ class Mesh:
         return 1 if self.experts is None else self.experts.tensor.size
 
     @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent so far: parameters, gradients, activations, tokens."""
+        return self.traffic.total_nbytes + self.activation_traffic.total_nbytes
+
+    @property
     def has_replicas(self) -> bool:
         """Whether gradients of the model wait to be shared across replicas.
 

@@ -97,11 +97,12 @@ class Restore:
             CheckpointError: It is damaged, or ranks do not see the same; with advice.
         """
         checkpoint = self.read(path, weights_only, io)
+        check = partial(check_fields, checkpoint, path, loads=True)
         try:
-            own: Mapping[str, Any] = check_fields(checkpoint, path, loads=True).get(KEY, {})
+            own: Mapping[str, Any] = self._group.run_on_all_ranks("reading the checkpoint", check)
         except CheckpointError as error:
             raise self._with_advice(error) from error
-        self._saved_names = own.get(NAMES, ())
+        self._saved_names = own.get(KEY, {}).get(NAMES, ())
         return checkpoint
 
     def read(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class StepMonitor(Callback):
             undo=undo,
             step=trainer.global_step,
             logged=trainer.global_step,
-            sent=_sent(mesh),
+            sent=mesh.sent_nbytes,
         )
         self.report, self.stragglers, self._expected, self._note = None, [], None, ""
         self._last.clear()
@@ -241,7 +241,7 @@ class StepMonitor(Callback):
 
     def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
         fit.clock.end_step()
-        sent = _sent(fit.mesh)
+        sent = fit.mesh.sent_nbytes
         fit.waiting.append((*fit.counted, max(0, sent - fit.sent)))  # pyright: ignore[reportArgumentType]
         fit.counted, fit.sent = [0, 0], sent
         self._take(fit)
@@ -438,7 +438,3 @@ def _tell(own: tuple[float, float], mesh: Mesh) -> Reduction:
     return reduce_highest(
         numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
     )
-
-
-def _sent(mesh: Mesh) -> int:
-    return mesh.traffic.total_nbytes + mesh.activation_traffic.total_nbytes
