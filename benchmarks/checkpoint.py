@@ -8,6 +8,7 @@ that has no state yet, as a run that resumes does, from the page cache.
     python benchmarks/checkpoint.py                             # 1 GB over 2 ranks
     python benchmarks/checkpoint.py --rounds 5 --folder FOLDER  # on the disk to be measured
     python benchmarks/checkpoint.py --layers 1000 --width 32    # 2,000 small parameters
+    python benchmarks/checkpoint.py --reuse-memory              # without what new memory costs
     python benchmarks/checkpoint.py --profile                   # where the time goes in ours
 """
 
@@ -52,6 +53,7 @@ class Setting:
     repeats: int
     rounds: int
     profile: bool
+    reuse_memory: bool
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +89,14 @@ class Measured:
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """One round on one rank; leaves the figures in ``folder``."""
     stdout = become_rank(rank, setting.ranks, port)
+    release = gc.collect if setting.reuse_memory else _release_memory
+    if setting.reuse_memory:
+        _keep_freed_memory()
     engine = ENGINES[name](setting.ranks, setting.layers, setting.width)
     found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
     for number in range(setting.repeats + 1):
-        _measure_once(
-            engine, Path(folder) / f"checkpoint-{number}", found, rank == 0 and name != "stock"
-        )
+        verifies = rank == 0 and name != "stock"
+        _measure_once(engine, Path(folder) / f"checkpoint-{number}", found, verifies, release)
     if setting.profile and rank == 0 and name != "stock":
         os.dup2(stdout, 1)
     if setting.profile:
@@ -103,16 +107,24 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     dist.barrier()
 
 
-def _measure_once(engine: Engine, path: Path, found: Measured, verifies: bool) -> None:
-    _release_memory()
+def _measure_once(
+    engine: Engine,
+    path: Path,
+    found: Measured,
+    verifies: bool,
+    release: Callable[[], object],
+) -> None:
+    release()
     with _timed(found.copy_s):
         copies = [shard.clone() for shard in engine.shards()]
     del copies
+    release()
     with _peak(found.save_nbytes), _timed(found.done_s):
         with _timed(found.save_s, together=False):
             engine.save(path)
         engine.wait()
     engine.forget()
+    release()
     with _peak(found.load_nbytes), _timed(found.load_s):
         engine.load(path)
     if verifies:
@@ -139,7 +151,6 @@ def _timed(into: list[float], together: bool = True) -> Iterator[None]:
 @contextmanager
 def _peak(into: list[int]) -> Iterator[None]:
     """The most resident memory beyond what there is now."""
-    _release_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     yield
@@ -150,6 +161,13 @@ def _release_memory() -> None:
     """Give freed memory back to the system, so that it is not taken for memory that is in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what is freed, of tensors below 32 MiB (see mallopt(3))."""
+    trim_threshold, mmap_threshold, never = -1, -3, -1
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(trim_threshold, never) and libc.mallopt(mmap_threshold, 2**25)
 
 
 def _profile(engine: Engine, path: Path, shown: bool) -> None:
@@ -204,6 +222,10 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
     ):
         shown.add_column(column, justify="left" if column == "engine" else "right")
     stock = results.get("stock")
+
+    def memory(nbytes: int, shard: int) -> str:
+        return "" if setting.reuse_memory else f"{nbytes / shard:.2f}"
+
     for name, rounds in results.items():
         save, load = _median(rounds, "done_s"), _median(rounds, "load_s")
         against = [
@@ -217,10 +239,10 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
             f"{save:.3g} s",
             against[0],
             f"{_median(rounds, 'save_s') / _median(rounds, 'copy_s'):.2f}",
-            f"{_most(rounds, 'save_nbytes') / shard:.2f}",
+            memory(_most(rounds, "save_nbytes"), shard),
             f"{load:.3g} s",
             against[1],
-            f"{_most(rounds, 'load_nbytes') / shard:.2f}",
+            memory(_most(rounds, "load_nbytes"), shard),
             "" if verify_s is None else f"{rounds[0].stored_nbytes / verify_s / 1e9:.2f} GB/s",
         )
     return shown
@@ -251,6 +273,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--profile", action="store_true", help="print where the time of our save and load goes"
+    )
+    parser.add_argument(
+        "--reuse-memory",
+        action="store_true",
+        help="let processes keep what they free: times without what new memory costs, and no "
+        "figures of memory",
     )
     parser.add_argument("--save", type=Path, help="write all figures to this file")
     options = vars(parser.parse_args())
