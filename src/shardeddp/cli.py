@@ -15,31 +15,29 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
-from shardeddp.checkpoint.contents import (
-    OPTIMIZERS,
-    WEIGHTS,
-    Contents,
-    read_contents,
-    read_file_contents,
-)
+from shardeddp.checkpoint.contents import Contents, read_contents, read_file_contents
 from shardeddp.checkpoint.durable import Location, exists, is_directory, location
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import carries_index, carries_manifest, read_manifest
+from shardeddp.checkpoint.find import (
+    carries_manifest,
+    checkpoints_in,
+    read_manifest,
+    what_lies_beside,
+)
 from shardeddp.checkpoint.interop import write_metadata
-from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
+from shardeddp.checkpoint.schema import KEY, OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.checkpoint.verify import (
     Row,
     Verification,
     as_json,
-    checkpoints_in,
     examine,
     module_rows,
     tensor_rows,
-    what_lies_beside,
 )
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.lightning.probe import probe as measure

@@ -11,22 +11,22 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.full import save_full
-from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.restore import (
     load_module,
     load_optimizer,
     parameter_names,
     read_shards_ahead,
 )
+from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, Stateful, rank_zero_only
+from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, rank_zero_only
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers

@@ -189,7 +189,7 @@ def test_a_relative_target_keeps_its_place_when_the_process_moves(
 )
 def test_only_names_of_a_checkpoint_are_made(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"expected manifest\.json"):
-        directory.create_file(tmp_path, name)
+        directory.write_file(tmp_path, name, b"")
 
 
 def test_a_file_is_written_by_one_rank_only(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_full_disk_is_told_with_the_needed_and_the_free_bytes(
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "writev", full)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(
         CheckpointError,
@@ -222,9 +222,11 @@ def test_a_file_that_cannot_be_flushed_is_an_error_and_closed(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
-    descriptor = directory.create_file(tmp_path, "meta.pt")
-    with pytest.raises(CheckpointError, match=r"flushing .*meta.pt failed"):
-        directory.finish(descriptor, tmp_path / "meta.pt")
+    with (
+        pytest.raises(CheckpointError, match=r"flushing .*meta.pt failed"),
+        directory.new_part(tmp_path, "meta.pt", 0) as descriptor,
+    ):
+        pass
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.close(descriptor)
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,13 @@ def test_a_file_is_never_made_through_a_link(tmp_path: Path) -> None:
 def test_all_is_written_when_the_system_takes_it_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:7])))
+    def write_less(descriptor: int, buffers: Sequence[memoryview]) -> int:
+        return os.write(descriptor, bytes(buffers[0][:7]))
+
+    monkeypatch.setattr(os, "writev", write_less)
     data = bytes(range(256))
     descriptor = durable.create_exclusively(tmp_path / "file", "private")
-    durable.write_all(descriptor, memoryview(data).cast("I"))
+    durable.write_buffers(descriptor, [memoryview(data).cast("I")])
     os.close(descriptor)
     assert (tmp_path / "file").read_bytes() == data
 

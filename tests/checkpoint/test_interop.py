@@ -141,7 +141,7 @@ def write(
         first += count
     stored = {
         name_of(path): StoredTensor(
-            path=path, dtype=tensor.dtype, shape=tuple(tensor.shape), section=number
+            path=path, dtype=tensor.dtype, shape=tuple(tensor.shape), sections=(number,)
         )
         for number, (path, tensor) in enumerate(tensors.items())
     }
@@ -180,7 +180,7 @@ def directory(tmp_path: Path) -> Path:
 def test_the_example_is_cut_into_boxes_over_both_files(directory: Path) -> None:
     manifest = write(directory, *example())
     tensor = manifest.tensors["model.conv.kernel"]
-    pieces = Pieces(directory, manifest).of(tensor.section, Interval(0, tensor.numel))
+    pieces = Pieces(directory, manifest).of(*tensor.sections, Interval(0, tensor.numel))
     assert len(pieces) >= 4
     assert {piece.item.file for piece in pieces} == {"__0_0.distcp", "__1_0.distcp"}
 

@@ -45,7 +45,7 @@ def manifest() -> Manifest:
         ("model", "empty"),
     ]
     tensors = [
-        StoredTensor(path=path, dtype=it.dtype, shape=it.shape, section=number)
+        StoredTensor(path=path, dtype=it.dtype, shape=it.shape, sections=(number,))
         for number, (path, it) in enumerate(zip(paths, sections, strict=True))
     ]
     groups = StoredObject(

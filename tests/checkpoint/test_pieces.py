@@ -91,7 +91,7 @@ def put(path: Path, ranks: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
         first += count
     stored = {
         name: StoredTensor(
-            path=("model", name[6:]), dtype=it.dtype, shape=tuple(it.shape), section=number
+            path=("model", name[6:]), dtype=it.dtype, shape=tuple(it.shape), sections=(number,)
         )
         for number, (name, it) in enumerate(tensors.items())
     }

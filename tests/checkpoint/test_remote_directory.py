@@ -14,11 +14,16 @@ import torch
 
 from shardeddp.checkpoint import clean, remote, remote_directory
 from shardeddp.checkpoint.durable import location
-from shardeddp.checkpoint.find import find_checkpoints, last_checkpoints, read_manifest
+from shardeddp.checkpoint.find import (
+    checkpoints_in,
+    find_checkpoints,
+    last_checkpoints,
+    read_manifest,
+)
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.verify import checkpoints_in, verify
+from shardeddp.checkpoint.verify import verify
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, DamagedCheckpointError

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardeddp.checkpoint.state_codec import decode, encode, opaque_paths, parse_json
+from shardeddp.checkpoint.state_codec import decode, encode, opaque_paths
+from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError
 from support.state_trees import EXAMPLES, MORE, Store
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardeddp
-from shardeddp.checkpoint.state_codec import MAX_DEPTH, MAX_INTEGER, parse_json
+from shardeddp.checkpoint.state_codec import MAX_DEPTH
+from shardeddp.checkpoint.strict_json import MAX_INTEGER, parse_json
 from shardeddp.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(60)
@@ -151,7 +152,7 @@ import json, os, resource, sys, time, types
 package = types.ModuleType("shardeddp")
 package.__path__ = [sys.argv[1]]
 sys.modules["shardeddp"] = package
-from shardeddp.checkpoint.state_codec import (parse_json)
+from shardeddp.checkpoint.strict_json import (parse_json)
 from shardeddp.errors import (CheckpointError)
 heap = [[] for _ in range(400_000)]
 def peak():

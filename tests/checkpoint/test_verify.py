@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.find import checkpoints_in, read_manifest
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DCP_METADATA,
@@ -20,7 +20,8 @@ from shardeddp.checkpoint.manifest import (
     PLACEMENT,
     STATE,
 )
-from shardeddp.checkpoint.verify import Damage, checkpoints_in, examine, newest_verified, verify
+from shardeddp.checkpoint.plain_file import Damage
+from shardeddp.checkpoint.verify import examine, newest_verified, verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from support.exporting import checkpoint, flip, put

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from shardeddp import ShardedDP, ShardTensor
-from shardeddp.checkpoint.kept_shards import KEY
+from shardeddp.checkpoint.schema import KEY
 from support.resuming import same_batches
 from support.tasks import Block, TinyGpt
 from support.trainers import assert_same_weights, full_weights, make_trainer

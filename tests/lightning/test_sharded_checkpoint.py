@@ -101,7 +101,7 @@ def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(
     world(4).run(save_as, "hybrid_shard/2", str(path))
     manifest = read_manifest(path)
     tied = [manifest.tensors[f"model.{name}.weight"] for name in ("embed", "head")]
-    assert tied[0].section == tied[1].section
+    assert tied[0].sections == tied[1].sections
     sharded = [
         it
         for it in manifest.tensors.values()

@@ -219,7 +219,7 @@ def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(
     with open(path, "r+b") as file:
         whole = Item(file=path.name, offset=0, nbytes=path.stat().st_size)
         records = records_of(file.fileno(), whole)
-        record = next(it for it in records if it.name.endswith(f"/data/{tensor.section}"))
+        record = next(it for it in records if it.name.endswith(f"/data/{tensor.sections[0]}"))
         file.seek(record.offset + 3)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)

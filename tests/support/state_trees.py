@@ -13,14 +13,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
-from shardeddp.checkpoint.state_codec import (
-    MAX_INTEGER,
-    Opaque,
-    decode,
-    dict_codec,
-    encode,
-    parse_json,
-)
+from shardeddp.checkpoint.state_codec import Opaque, decode, dict_codec, encode
+from shardeddp.checkpoint.strict_json import MAX_INTEGER, parse_json
 
 MORE = [dict_codec(AttributeDict, "attribute_dict")]
 

@@ -45,7 +45,7 @@ def pieces_of(path: str | os.PathLike[str], name: str) -> list[Piece]:
     """All pieces of a tensor."""
     manifest = read_manifest(path)
     tensor = manifest.tensors[name]
-    return Pieces(path, manifest).of(tensor.section, Interval(0, tensor.numel))
+    return Pieces(path, manifest).of(*tensor.sections, Interval(0, tensor.numel))
 
 
 def table_of(files: Files, name: str) -> tuple[Any, list[bytes]]:

@@ -27,8 +27,9 @@ from shardeddp.checkpoint.durable import (
     resolve,
     sync_directory,
 )
-from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
+from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 
@@ -108,16 +109,8 @@ class CleanReport:
 def sweep(directory: StrPath | RemotePath, durability: Durability = "disk") -> CleanReport:
     """Remove leftovers of killed processes from a directory; what a living one writes stays.
 
-    In a store, those of a day ago and earlier.
-
-    Only one process sweeps a directory at a time, the others return at once.
-
-    Args:
-        directory: Where checkpoints lie; it need not exist.
-        durability: ``process`` flushes nothing.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
+    In a store, those of a day ago and earlier. Only one process sweeps a directory at a time, the
+    others return at once. The directory need not exist.
     """
     place = location(directory)
     if isinstance(place, RemotePath):

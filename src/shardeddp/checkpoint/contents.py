@@ -19,14 +19,20 @@ from typing import Any, cast
 import torch
 
 from shardeddp.checkpoint.durable import Location, disk_errors, preflight
-from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
-from shardeddp.checkpoint.kept_shards import KEY, KeptShards
+from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
-from shardeddp.checkpoint.random_state import STATES
+from shardeddp.checkpoint.plain_file import require_intact
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import (
+    HYPER_PARAMETERS,
+    KEY,
+    OPTIMIZERS,
+    STATES,
+    WEIGHTS,
+    check_fields,
+)
 from shardeddp.checkpoint.state_codec import (
     Codec,
     Opaque,
@@ -43,14 +49,6 @@ from shardeddp.errors import CheckpointError, printable
 #
 # For tools, which have neither a model nor a process group; the directory may be one of another
 # tool.
-
-WEIGHTS = "state_dict"
-OPTIMIZERS = "optimizer_states"
-TRAINED = "current_model_state"
-"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
-
-HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Entries that are needed to construct the module, and for nothing else."""
 
 ATTRIBUTES = "attribute_dict"
 """The tag of Lightning's dict with attributes."""
@@ -92,9 +90,6 @@ def read_contents(
         how_to_trust: What to tell the user to do for that.
         codecs: For values of further types in it.
         part: Which part of its files is looked for here: ``(rank, ranks)``.
-
-    Raises:
-        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
     reader = CheckpointReader(path, part)
     tree = reader.tree()
@@ -119,12 +114,7 @@ def read_contents(
 def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
     """Open a plain ``.ckpt`` file; it is mapped, not read into memory.
 
-    Args:
-        path: The file.
-        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
-
-    Raises:
-        CheckpointError: It is none, or holds objects that are not to be unpickled.
+    ``trust_pickle`` unpickles more than data; that runs the code of whoever wrote it.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
@@ -159,11 +149,7 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
-    """Open a checkpoint directory of another tool.
-
-    Raises:
-        CheckpointError: It is none, is damaged, or needs ``trust_pickle``.
-    """
+    """Open a checkpoint directory of another tool."""
     foreign = ForeignCheckpoint(path, trust_pickle=trust_pickle)
     model: dict[str, Any] = {}
     optimizers: dict[int, dict[Any, Any]] = {}
@@ -209,7 +195,7 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     if not isinstance(tensor, LazyTensor):
         return id(tensor)
     stored = reader.tensors[name_of(tensor.path)]
-    return stored.section if stored.numel else tensor.path
+    return stored.sections if stored.numel else tensor.path
 
 
 def _without_opaque(
@@ -310,9 +296,6 @@ def open_checkpoint(
             warning.
         codecs: For values of further types in it.
         part: Which part of its files is looked for here: ``(rank, ranks)``.
-
-    Raises:
-        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
     trust = "loading it with weights_only=False"
     try:
@@ -348,10 +331,6 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
         path: The file, of this package, of Lightning or of torch.
         weights_only: As ``torch.load`` takes it.
         part: Which part of the file is compared with its checksums here: ``(rank, ranks)``.
-
-    Raises:
-        DamagedCheckpointError: That part is not what was written.
-        CheckpointError: It cannot be loaded.
     """
     require_intact(path, part)
     try:
@@ -367,11 +346,7 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
 def open_remote_file(
     path: RemotePath, weights_only: bool | None, part: tuple[int, int]
 ) -> dict[str, Any]:
-    """Read a plain checkpoint of a store from a copy, which is gone when the process ends.
-
-    Raises:
-        As :func:`open_file`; CheckpointError as well where there is no room for the copy.
-    """
+    """Read a plain checkpoint of a store from a copy, which is gone when the process ends."""
     with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
         copy = os.path.join(folder, path.name)
         with disk_errors("copying", path):

@@ -13,12 +13,14 @@ import re
 import stat
 import uuid
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from shardeddp.checkpoint.durable import (
     OPEN_DIRECTORY,
     Durability,
+    Location,
     Permissions,
     StrPath,
     close_directory,
@@ -37,9 +39,9 @@ from shardeddp.checkpoint.durable import (
     resolve,
     sync_directory,
     sync_file,
-    write_all,
+    write_buffers,
 )
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
@@ -48,6 +50,7 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     is_part,
 )
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
 from shardeddp.checkpoint.remote import RemotePath, Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
@@ -78,38 +81,25 @@ _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 """Files that identify a checkpoint; deleted first, so that a rest of it is not taken for one."""
 
 
+@dataclass
 class Staging:
-    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`.
+    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`."""
 
-    Args:
-        target: What it becomes; absolute, in a directory whose own path has no links.
-        path: Where it is written.
-        descriptor: Of ``path``; holds the lock that says that this process is alive.
-        permissions: Of its directory.
-        durability: What the commit survives.
-    """
+    target: Path
+    """What it becomes; absolute, in a directory whose own path has no links."""
 
-    def __init__(
-        self,
-        target: Path,
-        path: Path,
-        descriptor: int,
-        permissions: Permissions,
-        durability: Durability,
-    ) -> None:
-        self.target = target
-        self.path = path
-        self.permissions: Permissions = permissions
-        self.durability: Durability = durability
-        self._descriptor: int | None = descriptor
+    path: Path
+    """Where it is written."""
+
+    durability: Durability
+    """What the commit survives."""
+
+    _descriptor: int | None
+    """Of ``path``; holds the lock that says that this process is alive. None: it was ended."""
 
     @property
     def descriptor(self) -> int:
-        """Of the directory.
-
-        Raises:
-            RuntimeError: It was committed or discarded.
-        """
+        """Of the directory; a RuntimeError once it was committed or discarded."""
         if self._descriptor is None:
             raise RuntimeError(
                 f"the staging directory of {self.target} was committed or discarded before; stage "
@@ -129,11 +119,7 @@ def stage(
 ) -> Staging:
     """Make the directory in which a checkpoint is written; directories above it are made as needed.
 
-    Args:
-        target: What it becomes; a checkpoint, a plain ``.ckpt`` file or a link that is there will
-            be replaced.
-        permissions: Of all directories that are made.
-        durability: ``process`` flushes nothing.
+    A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced.
 
     Raises:
         CheckpointError: Something else is at the target, or the file system refuses.
@@ -152,38 +138,12 @@ def stage(
             path = _staging(parent, "checkpoint")
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
-                return Staging(parent / name, path, descriptor, permissions, durability)
-
-
-def create_file(folder: StrPath, name: str, permissions: Permissions = "private") -> int:
-    """Make a file of a checkpoint; any rank may.
-
-    Args:
-        folder: The staging directory.
-        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it
-            yet.
-        permissions: Of the file.
-
-    Returns:
-        Its descriptor, for :func:`finish` to close.
-
-    Raises:
-        CheckpointError: There is such a file, or the file system refuses.
-        ValueError: No checkpoint has a file of that name.
-    """
-    if not is_part(name):
-        raise ValueError(
-            f"expected {MANIFEST}, {PLACEMENT}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or "
-            f"__N_M.distcp, got {name!r}"
-        )
-    path = os.path.join(folder, name)
-    with disk_errors("making", path):
-        return create_exclusively(path, permissions)
+                return Staging(parent / name, path, durability, descriptor)
 
 
 @contextlib.contextmanager
 def new_part(
-    folder: Path | RemotePath,
+    folder: Location,
     name: str,
     nbytes: int,
     permissions: Permissions = "private",
@@ -193,59 +153,45 @@ def new_part(
 
     Args:
         folder: The staging directory, or the folder in a store.
-        name: One that a checkpoint has; no file has it yet.
+        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it yet.
         nbytes: About how much is going to be written.
         permissions: Of the file; a store has its own.
         durability: ``process`` flushes nothing; what is in a store is there.
-
-    Raises:
-        CheckpointError: There is such a file, or the file system refuses.
     """
-    if isinstance(folder, RemotePath):
-        with disk_errors("writing", folder / name), (folder / name).upload(nbytes) as upload:
+    if not is_part(name):
+        raise ValueError(
+            f"expected {MANIFEST}, {PLACEMENT}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or "
+            f"__N_M.distcp, got {name!r}"
+        )
+    path = folder / name
+    if isinstance(path, RemotePath):
+        with disk_errors("writing", path), path.upload(nbytes) as upload:
             yield upload
         return
-    path = folder / name
-    descriptor = create_file(folder, name, permissions)
+    with disk_errors("making", path):
+        descriptor = create_exclusively(path, permissions)
     try:
         with disk_errors("writing", path, nbytes):
             yield descriptor
+        with disk_errors("flushing", path):
+            sync_file(descriptor, durability)
     except BaseException:
         os.close(descriptor)
         raise
-    finish(descriptor, path, durability)
-
-
-def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> None:
-    """Flush a file and close it, the latter also if flushing fails.
-
-    Raises:
-        CheckpointError: What was written may not be on the disk.
-    """
     with disk_errors("flushing", path):
-        try:
-            sync_file(descriptor, durability)
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def write_file(
-    folder: StrPath,
+    folder: Path,
     name: str,
     data: bytes | memoryview,
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> None:
-    """Make a file of a checkpoint with this content; as :func:`create_file` and :func:`finish`."""
-    path = os.path.join(folder, name)
-    descriptor = create_file(folder, name, permissions)
-    try:
-        with disk_errors("writing", path, len(data)):
-            write_all(descriptor, data)
-    except CheckpointError:
-        os.close(descriptor)
-        raise
-    finish(descriptor, path, durability)
+    """Make a file of a checkpoint with this content, as :func:`new_part` does."""
+    with new_part(folder, name, len(data), permissions, durability) as file:
+        write_buffers(file, [data])
 
 
 def commit(staging: Staging) -> tuple[str, ...]:
@@ -257,11 +203,6 @@ def commit(staging: Staging) -> tuple[str, ...]:
     Returns:
         What the file system could not do without the checkpoint being in danger, in sentences to be
         logged once.
-
-    Raises:
-        CheckpointError: The target is something that must not be replaced, or the file system
-            refuses.
-        RuntimeError: The manifest is not written yet, or the staging is closed.
     """
     target, path, durability = staging.target, staging.path, staging.durability
     notes: list[str] = []
@@ -296,10 +237,9 @@ def commit(staging: Staging) -> tuple[str, ...]:
 
 
 def discard(staging: Staging) -> tuple[str, ...]:
-    """Delete what was written and never committed; for the handling of an error, so it raises none.
+    """Delete what was written and never committed; what is left, in sentences.
 
-    Returns:
-        What is left, in sentences; the next :func:`sweep` tries again.
+    It is for the handling of an error, so it raises none. The next :func:`sweep` tries again.
     """
     try:
         return delete(staging.path)
@@ -417,14 +357,7 @@ def delete_atomically(
 
 
 def delete(path: Path) -> tuple[str, ...]:
-    """Delete what a save or a deletion that was cut short has left.
-
-    Returns:
-        What else is there, in a sentence.
-
-    Raises:
-        OSError: The system refuses.
-    """
+    """Delete what a save or a deletion that was cut short has left; what else is there, in a sentence."""
     others = _delete_parts(path)
     return (
         (f"{first_three(others)} in {path} is no part of a checkpoint, and is left.",)
@@ -476,9 +409,6 @@ def new_files(
 
     Yields:
         Each open for writing and reading, in the order of ``paths``.
-
-    Raises:
-        CheckpointError: Something is there, or the system refuses.
     """
     _refuse_taken(paths, force)
     hidden: list[Path] = []

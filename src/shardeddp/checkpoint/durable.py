@@ -99,9 +99,6 @@ def disk_errors(
         doing: What was tried, as a noun phrase that the path completes: ``writing``.
         path: What it was tried on.
         nbytes: How many bytes were to be written, where that is known.
-
-    Raises:
-        CheckpointError: In place of an ``OSError``, which is its cause.
     """
     try:
         yield
@@ -125,13 +122,7 @@ def disk_errors(
 def preflight(parent: StrPath, nbytes: int) -> None:
     """Refuse a save for which the file system has no room, before anything is written.
 
-    Args:
-        parent: Where the checkpoint will lie; it need not exist yet.
-        nbytes: What the save will write. What it replaces goes only after that, so it makes no
-            room.
-
-    Raises:
-        CheckpointError: There is less space; names the path, the needed and the free bytes.
+    What it replaces goes only after that, so it makes no room. The directory need not exist yet.
     """
     with disk_errors("asking for the free space of", parent):
         free = free_nbytes(_existing(parent))
@@ -172,11 +163,7 @@ def make_directory(path: StrPath, permissions: Permissions) -> None:
 
 
 def create_exclusively(path: StrPath, permissions: Permissions) -> int:
-    """Make a file that does not exist and open it for writing.
-
-    Returns:
-        Its descriptor, which child processes do not inherit.
-    """
+    """Make a file that does not exist, open for writing; child processes do not inherit it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o600 if permissions == "private" else 0o666)
 
@@ -193,17 +180,11 @@ def read_text(source: Source, interval: Interval, name: str) -> bytearray:
 def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> bytearray:
     """Bytes of a file; memory is taken as content comes.
 
-    A file may have any size and no content: holes, which read as zero bytes.
-
-    Args:
-        source: The file.
-        interval: Bytes of the file.
-        name: Of what is read, for errors.
-        zeros: So many zero bytes in a row are a hole.
+    A file may have any size and no content: holes, which read as zero bytes. So many ``zeros`` in a
+    row are one.
 
     Raises:
         DamagedCheckpointError: The file ends before, or has a hole there.
-        OSError: Reading failed.
     """
     data = bytearray()
     while len(data) < interval.numel:
@@ -222,11 +203,7 @@ def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> byt
 
 
 def read_into(source: Source, view: memoryview, offset: int) -> int:
-    """Fill a buffer from a byte of a file on; how many bytes there were.
-
-    Raises:
-        OSError: Reading failed.
-    """
+    """Fill a buffer from a byte of a file on; how many bytes there were."""
     if isinstance(source, StoreFile):
         return source.read_into(view, offset)
     done = 0
@@ -256,10 +233,6 @@ def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple
 
     Yields:
         Its descriptor, open inside of the context, and its size in bytes.
-
-    Raises:
-        CheckpointError: It is something else.
-        OSError: It cannot be opened.
     """
     # O_NONBLOCK: the opening of a pipe without a writer would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -288,20 +261,9 @@ def is_directory(path: Location) -> bool:
     return bool(path.list()) if isinstance(path, RemotePath) else path.is_dir()
 
 
-def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of the data; the system may take it in parts."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def write_buffers(file: int | Upload, buffers: Sequence[bytes | memoryview]) -> int:
-    """Append buffers to a file, in one call where the system takes them so; how many bytes.
-
-    Raises:
-        OSError: Writing failed.
-    """
-    left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
+    """Append buffers to a file, in one call where the system takes them so; how many bytes."""
+    left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer) > 0]
     nbytes = sum(map(len, left))
     if isinstance(file, Upload):
         for view in left:
@@ -330,11 +292,7 @@ def sync_file(descriptor: int, durability: Durability) -> None:
 
 
 def sync_directory(descriptor: int, durability: Durability) -> bool:
-    """Flush the names of a directory to the storage.
-
-    Returns:
-        False if this file system cannot do that. It was not needed for ``process``.
-    """
+    """Flush the names of a directory to the storage; False if this file system cannot do that."""
     try:
         sync_file(descriptor, durability)
     except OSError as error:
@@ -422,9 +380,7 @@ def held(path: Path) -> Generator[bool, None, None]:
 
 
 def exchange(first: StrPath, second: StrPath) -> bool:
-    """Exchange two names of one file system in one step.
-
-    Both must exist, and may be of different kinds.
+    """Exchange two names of one file system in one step; both exist, and may be of different kinds.
 
     Returns:
         False if this system or file system cannot do that; nothing has changed then.

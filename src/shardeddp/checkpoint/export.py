@@ -14,9 +14,6 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardeddp.checkpoint.contents import (
-    HYPER_PARAMETERS,
-    TRAINED,
-    WEIGHTS,
     Contents,
     read_contents,
     read_file_contents,
@@ -36,6 +33,7 @@ from shardeddp.checkpoint.safetensors import (
     split,
     write_safetensors,
 )
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError
@@ -252,16 +250,11 @@ def _open(source: Location, selection: Selection, keys: Sequence[str] | None) ->
     elif selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
     elif source.is_file():
-        return _open_file(source, selection, keys)
+        contents = read_file_contents(source, selection.trust_pickle)
+        found = contents.checkpoint
+        wanted = {key: it for key, it in found.items() if keys is None or key in keys}
+        return replace(contents, checkpoint=wanted)
     return read_contents(source, keys, trust_pickle=selection.trust_pickle)
-
-
-def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
-    contents = read_file_contents(source, selection.trust_pickle)
-    wanted = {
-        key: value for key, value in contents.checkpoint.items() if keys is None or key in keys
-    }
-    return replace(contents, checkpoint=wanted)
 
 
 def _weights(

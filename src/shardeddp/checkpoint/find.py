@@ -9,8 +9,7 @@ import re
 import stat
 import warnings
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import torch
 
 from shardeddp.checkpoint.durable import (
     Location,
-    Source,
     StrPath,
     disk_errors,
     is_remote,
@@ -30,172 +28,22 @@ from shardeddp.checkpoint.durable import (
     read_into,
     read_text,
 )
-from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
+from shardeddp.checkpoint.items import records_of
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     FORMAT,
-    INDEX,
     MANIFEST,
-    Item,
     Manifest,
-    index_from_bytes,
     manifest_from_bytes,
 )
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX, carries_index, opened_file, read_index
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields
-from shardeddp.errors import CheckpointError, DamagedCheckpointError, printable
+from shardeddp.errors import CheckpointError, printable
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
 
-# -- Plain checkpoints: one file, and the index of its bytes
-
-_ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Damage:
-    """One place where a checkpoint is not what was written."""
-
-    file: str
-    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
-
-    tensor: str = ""
-    """Tensor with bytes there, or record of an archive where it is no tensor's; empty if none."""
-
-    where: Interval | None = None
-    """Bytes of the file; None if it is the file as a whole."""
-
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        """All of it in one line."""
-        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
-        of = f" of {self.tensor}" if self.tensor else ""
-        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
-
-
-def read_index(path: StrPath | RemotePath) -> Manifest:
-    """What this package says of a plain checkpoint that it has written; elements are not read.
-
-    Raises:
-        CheckpointError: It is none, or damaged.
-    """
-    with _opened(path) as (descriptor, item):
-        return _index(descriptor, item, records_of(descriptor, item))[0]
-
-
-def carries_index(path: StrPath | RemotePath) -> bool:
-    """Whether a file is a plain checkpoint that this package has written."""
-    try:
-        with _opened(path) as (descriptor, item):
-            return any(_is_index(record) for record in records_of(descriptor, item))
-    except (CheckpointError, OSError):
-        return False
-
-
-def damaged_records(
-    path: StrPath | RemotePath,
-    part: tuple[int, int] = (0, 1),
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> list[Damage]:
-    """Compare the records of a plain checkpoint with their CRCs.
-
-    ``torch.save`` has written those, or this package. Where CRCs were left out
-    (``torch.serialization.set_crc32_options``), nothing is compared.
-
-    Args:
-        path: The file, or a link to it.
-        part: Which records: ``(1, 3)`` is the second of three parts.
-        progress: Told how many more bytes have been compared.
-
-    Raises:
-        CheckpointError: It is no archive of records as they are (not compressed).
-    """
-    damaged: list[Damage] = []
-    with _opened(path) as (descriptor, item):
-        records = records_of(descriptor, item)
-        if not any(record.crc for record in records):
-            return []
-        names = _names(descriptor, item, records)
-        for record in records[part[0] :: part[1]]:
-            found = crc_of(descriptor, item, record)
-            if found != record.crc:
-                damaged.append(
-                    Damage(
-                        file=location(path).name,
-                        tensor=names.get(record.offset, record.name),
-                        where=Interval(record.offset, record.offset + record.nbytes),
-                        expected=f"{record.crc:08x}",
-                        found=f"{found:08x}",
-                    )
-                )
-            progress(record.nbytes)
-    return damaged
-
-
-def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
-    """Compare the records of a plain checkpoint, or a part of them, with their CRCs.
-
-    Raises:
-        DamagedCheckpointError: They are not those that were written; says which.
-        CheckpointError: It is no archive of records as they are (not compressed).
-    """
-    damaged = damaged_records(path, part)
-    if damaged:
-        raise DamagedCheckpointError(
-            f"{path} is damaged (CRCs of records): {first_three(map(str, damaged))}"
-        )
-
-
-def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, str]:
-    """Names of tensors by where their elements are, if this package has written the file."""
-    try:
-        manifest, elements = _index(descriptor, item, records)
-    except CheckpointError:
-        return {}
-    tensors = manifest.tensors.values()
-    return {elements[it.section].start: it.name for it in tensors if it.numel}
-
-
-def _index(
-    descriptor: Source, item: Item, records: list[Record]
-) -> tuple[Manifest, dict[int, Interval]]:
-    """What the package says of a file, and the bytes of each numbered record."""
-    record = next(filter(_is_index, records), None)
-    if record is None:
-        raise CheckpointError(
-            f"there is no {INDEX} in it: another tool wrote it, or an older release"
-        )
-    found = ((_ELEMENTS.fullmatch(each.name), each) for each in records)
-    elements = {
-        int(match[1]): Interval(each.offset, each.offset + each.nbytes)
-        for match, each in found
-        if match is not None
-    }
-    data = read_record(descriptor, item, record)
-    return index_from_bytes(data, item.file, item.nbytes, elements), elements
-
-
-def _is_index(record: Record) -> bool:
-    return Path(record.name).name == INDEX
-
-
-@contextmanager
-def _opened(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
-    place = location(path)
-    real = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
-    try:
-        with disk_errors("reading", place), open_source(real) as (descriptor, nbytes):
-            yield descriptor, Item(file=real.name, offset=0, nbytes=nbytes)
-    except CheckpointError as error:
-        raise (error if str(path) in str(error) else type(error)(f"{path}: {error}")) from error
-
-
 # -- Whole checkpoints in a directory, ordered by step
-
-PLAIN_SUFFIX = ".ckpt"
-"""How names of checkpoints end, of those that are one file as well."""
 
 WORKING_NAME = re.compile(
     r"\.(?:(?P<kind>tmp|old)-(?P<name>.+)-(?P<uuid>[0-9a-f]{32})|del-[0-9a-f]{32})", flags=re.DOTALL
@@ -251,9 +99,6 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
         path: The checkpoint's directory, a plain file of this package, or a link to either.
         part: Which files are looked for: ``(1, 3)`` is the second of three parts. Thousands of
             ranks that each look for thousands of files would keep a file system busy.
-
-    Raises:
-        CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
     """
     place = location(path)
     if isinstance(place, RemotePath):
@@ -270,16 +115,11 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
     return manifest
 
 
-def read_remote_manifest(path: RemotePath) -> Manifest:
-    """The manifest of a checkpoint in a store; its files are not looked for.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-        OSError: The store does not answer.
-    """
+def read_manifest_alone(path: Location) -> Manifest:
+    """The manifest of a checkpoint; its files are not looked for. An ``OSError`` stays one."""
     try:
-        file = (path / MANIFEST).open()
-        return manifest_from_bytes(read_text(file, Interval(0, file.nbytes), MANIFEST))
+        with open_source(path / MANIFEST) as (source, nbytes):
+            return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))
     except FileNotFoundError:
         raise CheckpointError(_NO_MANIFEST_TEXT) from None
 
@@ -288,7 +128,7 @@ def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
     """The same of a checkpoint in a store."""
     with disk_errors("reading the checkpoint", path):
         try:
-            manifest = read_remote_manifest(path)
+            manifest = read_manifest_alone(path)
             wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
             found = (path / manifest.folder).sizes(wanted)
             for name, file in wanted.items():
@@ -321,6 +161,8 @@ class Candidate:
     version: int
     name: str
     path: Location = field(compare=False)
+    resumable: bool = field(compare=False)
+    """Whether there is more in it than weights: states of optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,9 +181,6 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
 
     In a store, names without a manifest or an index are no checkpoints: what a save that was cut
     short has left is not mentioned.
-
-    Raises:
-        CheckpointError: The directory cannot be read.
     """
     candidates: list[Candidate] = []
     skipped: dict[str, str] = {}
@@ -356,15 +195,57 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
         if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
             continue
         try:
-            run = read_manifest(path).run
+            manifest = read_manifest(path)
         except CheckpointError as error:
             skipped[name] = str(error)
             continue
-        version = max(map(int, _VERSION.findall(name)), default=0)
         candidates.append(
-            Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path)
+            Candidate(
+                step=manifest.run.step,
+                epoch=manifest.run.epoch,
+                version=max(map(int, _VERSION.findall(name)), default=0),
+                name=name,
+                path=path,
+                resumable=_has_optimizers(manifest),
+            )
         )
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
+
+
+def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
+    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
+    found, folder = find_checkpoints(directory), location(directory)
+    whole = [candidate.path for candidate in reversed(found.checkpoints)]
+    if isinstance(folder, RemotePath):
+        return whole + [folder / name for name in found.skipped]
+    with disk_errors("looking for checkpoints in", folder):
+        rest = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+    seen = {path.name for path in whole}
+    return whole + [
+        path
+        for path in rest
+        if path.name not in seen
+        and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
+    ]
+
+
+def what_lies_beside(path: Location) -> str:
+    """End of an error about a path where there is nothing: the checkpoints beside it."""
+    folder = path.parent
+    if isinstance(folder, Path) and not folder.is_dir():
+        return ", nor does the directory that it would lie in"
+    try:
+        names = [each.name for each in checkpoints_in(folder)]
+    except (CheckpointError, NotImplementedError):  # nobody may list it
+        return ""
+    if isinstance(folder, Path):  # those of other strategies, which say no step
+        others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
+        names += [name for name in others if name not in names]
+    return f"; beside it there are {first_three(names) if names else 'none'}"
+
+
+def _has_optimizers(manifest: Manifest) -> bool:
+    return any(str(it.path[0]).startswith("optimizer_") for it in manifest.objects.values())
 
 
 def _looks_like_one(path: Location) -> bool:
@@ -436,9 +317,10 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
     for folder in folders:
         found = find_checkpoints(folder)
         skipped |= {str(location(folder) / name): why for name, why in found.skipped.items()}
-        for checkpoint in found.checkpoints:
-            path = str(checkpoint.path)
-            candidates.setdefault(_identity(path), _candidate(path, called_last=False))
+        for each in found.checkpoints:
+            path = str(each.path)
+            own = _Candidate(each.resumable, each.step, False, path)
+            candidates.setdefault(_identity(path), own)
     if skipped:
         left = printable("; ".join(skipped.values()))
         warnings.warn(f"not whole, left aside: {left}", stacklevel=2)
@@ -454,28 +336,26 @@ def _identity(path: str) -> str:
     return str(location(path)) if is_remote(path) else os.path.realpath(path)
 
 
-def _candidate(path: str, called_last: bool = True) -> _Candidate:
+def _candidate(path: str) -> _Candidate:
+    """Of a checkpoint that is called "last"."""
     place = location(path)
     remote = isinstance(place, RemotePath)
     if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
-        return _Candidate(True, -1, called_last, path)  # of others, so its step is unknown
+        return _Candidate(True, -1, True, path)  # of others, so its step is unknown
     if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
-        trained = any(
-            str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values()
-        )
-        return _Candidate(trained, manifest.run.step, called_last, path)
+        return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
         )
-    with _opened(path) as (descriptor, item):
+    with opened_file(path) as (descriptor, item):
         records_of(descriptor, item)  # what is compressed may take any amount of memory
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         # The file holds objects of others, so its step is unknown.
-        return _Candidate(True, -1, called_last, path)
+        return _Candidate(True, -1, True, path)
     check_fields(content, path)
     step = content.get("global_step", -1)  # files that others have put together may leave it out
-    return _Candidate("optimizer_states" in content, step, called_last, path)
+    return _Candidate("optimizer_states" in content, step, True, path)

@@ -162,9 +162,6 @@ def unpickle(
         where: What the bytes are, for errors.
         known: What a global stands for, by dotted name.
         persistent: Makes a value of a reference to data outside of the pickle; refused without.
-
-    Raises:
-        CheckpointError: A global that is not known, or no pickle of data; says where.
     """
     stream = io.BytesIO(data)
     try:
@@ -319,8 +316,7 @@ def _build(target: Any, state: Any) -> None:
 def check_tree(value: Any, where: str) -> None:
     """Refuse a value too deep or too large to walk, or with anything in it that is no data.
 
-    Raises:
-        CheckpointError: It is; shared parts count at each visit.
+    Shared parts count at each visit.
     """
     open_values, visits = [(value, 0)], 0
     while open_values:
@@ -382,15 +378,7 @@ class _Storage:
 
 
 class Archive:
-    """What ``torch.save`` wrote.
-
-    Args:
-        fd: The file that holds it, open for reading.
-        item: All bytes of it.
-
-    Raises:
-        CheckpointError: It is none that ``torch.save`` has written, or it is damaged.
-    """
+    """What ``torch.save`` wrote: all bytes of an item of a file that is open for reading."""
 
     def __init__(self, fd: int, item: Item) -> None:
         self._fd, self._item = fd, item
@@ -404,22 +392,14 @@ class Archive:
             raise CheckpointError("it was written on a big-endian machine, which is not supported")
 
     def load_view(self) -> tuple[TensorView, Record]:
-        """The description of the one tensor that the archive is, and where its elements are.
-
-        Raises:
-            CheckpointError: It is something else, or damaged.
-        """
+        """The description of the one tensor that the archive is, and where its elements are."""
         view = self._unpickle(lambda view: view)
         if not isinstance(view, TensorView):
             raise CheckpointError(f"expected a tensor, found {type(view).__name__}")
         return view, self._record(view.record, view.record_nbytes)
 
     def load(self) -> Any:
-        """The value that was saved: plain containers of plain values and CPU tensors.
-
-        Raises:
-            CheckpointError: It holds anything else, or is damaged.
-        """
+        """The value that was saved: plain containers of plain values and CPU tensors."""
         storages: dict[str, torch.Tensor] = {}
 
         def tensor(view: TensorView) -> torch.Tensor:

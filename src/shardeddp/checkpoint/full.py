@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import math
 import os
-import pickle
 import struct
 import sys
 import tempfile
 import zipfile
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 from shardeddp.checkpoint import remote_directory
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import Location, disk_errors, make_directories, preflight
+from shardeddp.checkpoint.items import TensorPickler
 from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
 from shardeddp.checkpoint.remote import RemotePath
@@ -36,7 +34,6 @@ from shardeddp.checkpoint.snapshot import (
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
-from shardeddp.torch_private import rebuild_tensor
 
 # -- Full state, gathered to the host one tensor at a time
 
@@ -52,15 +49,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def gather_full(state: Any, keep: bool) -> Any:
     """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
 
-    One tensor is whole on the device at a time.
-
-    Args:
-        state: Mappings, lists and tuples of anything; all ranks pass the same structure.
-        keep: Whether this rank wants the result. The others take part and get an empty tensor in
-            each place.
-
-    Returns:
-        The state in plain containers, sharded tensors as CPU tensors.
+    One tensor is whole on the device at a time. All ranks pass the same structure of mappings, lists
+    and tuples. The result is in plain containers, and on the CPU; ranks that do not ``keep`` it have
+    an empty tensor in each place.
     """
     if isinstance(state, ShardTensor):
         full = state.full_tensor().detach()
@@ -70,7 +61,7 @@ def gather_full(state: Any, keep: bool) -> Any:
         return _same_mapping(state, gathered)
     if isinstance(state, tuple):
         items = [gather_full(item, keep) for item in state]
-        return type(state)(*items) if _is_namedtuple(state) else tuple(items)
+        return type(state)(*items) if "_fields" in vars(type(state)) else tuple(items)
     if isinstance(state, list):
         return [gather_full(item, keep) for item in state]
     return state
@@ -107,7 +98,7 @@ def stream_full(
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
 
     One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under
-    its name when all of it is on the disk.
+    its name when all of it is on the disk; until then what was there is still there.
 
     For a store rank 0 writes it to its temporary directory first, and sends it from there.
 
@@ -119,10 +110,6 @@ def stream_full(
         names: Of the parameters of each optimizer in the checkpoint.
         run: The training.
         options: Permissions and durability.
-
-    Raises:
-        CheckpointError: It cannot be written, or replicas differ. What was there is still there.
-        RankError: Something in the checkpoint cannot be pickled.
     """
 
     def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
@@ -190,10 +177,6 @@ def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
     return original if unchanged else items
 
 
-def _is_namedtuple(value: tuple[Any, ...]) -> bool:
-    return "_fields" in vars(type(value))
-
-
 # -- Streaming writer of the ``torch.save`` format
 #
 # ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are;
@@ -222,14 +205,14 @@ class TorchFile:
     """
 
     def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
-        self._pickler = _Pickler(memory)
+        self._pickler = TensorPickler(memory)
         self._content = self._pickler.pickled(tree)
         self.tensors = self._pickler.storages
         """Those whose elements are stored, in the order in which they are written."""
 
     def record_of(self, tensor: torch.Tensor) -> int:
         """The number of the record that has the elements of a tensor of the tree."""
-        return self._pickler.keys[self._pickler.identity(tensor)]
+        return self._pickler.key_of(tensor)
 
     def write(
         self,
@@ -283,55 +266,3 @@ def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
     padding = -(file.tell() + header) % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     return info
-
-
-class _Storage:
-    """Stands for the elements of a tensor in the pickle."""
-
-    def __init__(self, key: int, nbytes: int) -> None:
-        self.key = key
-        self.nbytes = nbytes
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as references to records.
-
-    Args:
-        memory: Equal for tensors that share their elements.
-    """
-
-    def __init__(self, memory: Callable[[torch.Tensor], Hashable]) -> None:
-        self._buffer = io.BytesIO()
-        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
-        self._memory = memory
-        self.keys: dict[Hashable, int] = {}
-        self.storages: list[torch.Tensor] = []
-        """Tensors whose elements are the records, in order; kept so that no identity is reused."""
-
-    def pickled(self, tree: Any) -> bytes:
-        """The pickle of a tree."""
-        self.dump(tree)
-        return self._buffer.getvalue()
-
-    def identity(self, tensor: torch.Tensor) -> Hashable:
-        """Equal for tensors that are stored once."""
-        return self._memory(tensor), tensor.dtype, tuple(tensor.shape)
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Storage):
-            return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
-            return NotImplemented  # a sparse tensor is taken apart into strided ones
-        shape, key = tuple(obj.shape), self.keys.setdefault(self.identity(obj), len(self.storages))
-        if key == len(self.storages):
-            self.storages.append(obj)
-        strides = tuple(
-            math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))
-        )
-        storage = _Storage(key, obj.numel() * obj.element_size())
-        hooks: OrderedDict[int, Any] = OrderedDict()
-        # torch.save takes this function for its newer dtypes; it serves all of them.
-        return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)

@@ -95,9 +95,6 @@ def read_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False
         data: Its bytes.
         files: Size of every data file of the directory.
         trust_pickle: Run the pickle, as ``torch.distributed.checkpoint`` would.
-
-    Raises:
-        CheckpointError: It asks for more than data, contradicts itself, or contradicts the files.
     """
     try:
         root = pickle.loads(data) if trust_pickle else unpickle(data, DCP_METADATA, _KNOWN)
@@ -351,10 +348,6 @@ class ForeignCheckpoint:
         path: The directory; it may be a link to one.
         trust_pickle: Run the pickles of the directory, which may then hold more than data. Only for
             what you would run as a program, too.
-
-    Raises:
-        CheckpointError: It is no such directory, or contradicts itself, or needs ``trust_pickle``:
-            says where.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, trust_pickle: bool = False) -> None:
@@ -393,9 +386,6 @@ class ForeignCheckpoint:
         """What Lightning keeps beside the tensors (``meta.pt``); empty without it.
 
         It has loops, callbacks and hyperparameters.
-
-        Raises:
-            CheckpointError: It is damaged, or holds more than data.
         """
         if not os.path.lexists(os.path.join(self.path, LIGHTNING_META)):
             return {}
@@ -406,18 +396,9 @@ class ForeignCheckpoint:
         return value
 
     def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """Elements of a tensor, in row-major order, from the pieces that hold some of them.
-
-        Args:
-            name: One of :attr:`tensors`.
-            interval: Of the flattened tensor, or of a box of it, flattened.
-            box: That box; None: the whole tensor.
-
-        Returns:
-            1D, ``interval.numel`` elements on the host, in the dtype of the checkpoint.
+        """Elements of a tensor; see :meth:`CheckpointReader.read`.
 
         Raises:
-            CheckpointError: A piece is damaged, or is not what the index says.
             ValueError: The interval does not lie in the tensor.
         """
         tensor = self.tensors[name]
@@ -425,11 +406,7 @@ class ForeignCheckpoint:
         return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)
 
     def read_object(self, name: str) -> Any:
-        """One of :attr:`objects`: plain containers of plain values and CPU tensors.
-
-        Raises:
-            CheckpointError: It is damaged, or holds more than data.
-        """
+        """One of :attr:`objects`: plain containers of plain values and CPU tensors."""
         item = self.objects[name].item
         with self._open(item.file, _where(f"object {name!r}", item)) as (fd, _):
             return self._load(fd, item)

@@ -35,11 +35,7 @@ DCP_VERSION = "1.0.0"
 
 
 def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
-    """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects.
-
-    Raises:
-        CheckpointError: The pieces cannot be found, or one is no box.
-    """
+    """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects."""
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
@@ -83,9 +79,6 @@ def write_metadata(path: Path, force: bool = False) -> int:
 
     Returns:
         How many pieces it names. Each takes some kilobytes of memory meanwhile.
-
-    Raises:
-        CheckpointError: It is not a whole checkpoint, has one already, or cannot be written to.
     """
     manifest = read_manifest(path)
     if DCP_METADATA in manifest.files:

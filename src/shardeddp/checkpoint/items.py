@@ -9,7 +9,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -103,17 +103,11 @@ class DataFile:
         self._writable = True
 
     def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, list[bytes]]:
-        """Append a tensor; nothing is copied but to the disk.
-
-        Args:
-            tensor: Contiguous, on the CPU, of any dtype and shape.
+        """Append a tensor, which is contiguous and on the CPU; nothing is copied but to the disk.
 
         Returns:
             The item; where in the file its payload starts; the checksum of each ``BLOCK_NBYTES`` of
             the payload.
-
-        Raises:
-            OSError: Writing failed.
         """
         payload = _payload(tensor)
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
@@ -139,15 +133,7 @@ class DataFile:
         return item, offset + len(frame.head), digests
 
     def put_object(self, value: object) -> Item:
-        """Append a value as ``torch.save`` pickles it.
-
-        Args:
-            value: Anything that can be pickled; meant for small things, it is held in memory once
-                more.
-
-        Raises:
-            OSError: Writing failed.
-        """
+        """Append a value as ``torch.save`` pickles it; a small one, for it is in memory once more."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
         (gap,) = self._start()
@@ -169,9 +155,6 @@ class DataFile:
         Returns:
             The size of the file, the checksum of everything in it that is neither the payload of a
             tensor nor the table, and what there is to know of the table.
-
-        Raises:
-            OSError: Writing failed.
         """
         self._require_writable()
         self._writable = False
@@ -227,11 +210,10 @@ class Frame:
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
     """The frame around a tensor, without its CRC."""
-    strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
     nbytes = math.prod(shape) * dtype.itemsize
     head, entries = bytearray(), list[bytes]()
     small = {
-        "data.pkl": _pickled(dtype, shape, strides, nbytes),
+        "data.pkl": TensorPickler().pickled(torch.empty(shape, dtype=dtype, device="meta")),
         "byteorder": sys.byteorder.encode(),
         "version": b"3\n",
     }
@@ -318,42 +300,60 @@ def _end(count: int, nbytes: int, offset: int) -> bytes:
     return end_64 + struct.pack("<4sIQI", _END_64_LOCATOR, 0, offset + nbytes, 1) + end
 
 
+@dataclass(frozen=True, slots=True)
 class _Storage:
-    """Stands for the tensor's memory in the pickle."""
+    """Stands for the elements of a tensor in the pickle."""
+
+    key: int
+    nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rebuilt:
-    """Stands for the tensor in the pickle: how to call the function that rebuilds it."""
+class TensorPickler(pickle.Pickler):
+    """Pickles tensors as references to records of their elements, as ``torch.save`` does.
 
-    arguments: tuple[Any, ...]
+    Args:
+        memory: Equal for tensors that share their elements, which are one record.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch.save takes this function for its newer dtypes; it serves all of them.
-        return rebuild_tensor, self.arguments
+    def __init__(self, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
+        self._memory = memory
+        self._keys: dict[Hashable, int] = {}
+        self.storages: list[torch.Tensor] = []
+        """Tensors whose elements are the records, in order; kept so that no identity is reused."""
 
+    def pickled(self, tree: Any) -> bytes:
+        """The pickle of a tree."""
+        self.dump(tree)
+        return self._buffer.getvalue()
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, nbytes: int) -> None:
-        super().__init__(file, protocol=2)
-        self._nbytes = nbytes
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """Number of the record of a tensor; a new one for elements that were not met before."""
+        identity = self._memory(tensor), tensor.dtype, tuple(tensor.shape)
+        key = self._keys.setdefault(identity, len(self.storages))
+        if key == len(self.storages):
+            self.storages.append(tensor)
+        return key
 
     def persistent_id(self, obj: Any) -> Any:
-        return (
-            ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes)
-            if isinstance(obj, _Storage)
-            else None
+        """Reference to a record."""
+        if isinstance(obj, _Storage):
+            return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to rebuild a tensor."""
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse tensor is taken apart into strided ones
+        shape = tuple(obj.shape)
+        strides = tuple(
+            math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))
         )
-
-
-def _pickled(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int
-) -> bytes:
-    buffer = io.BytesIO()
-    hooks: OrderedDict[int, Any] = OrderedDict()
-    arguments = (_Storage(), 0, shape, strides, False, hooks, dtype)
-    _Pickler(buffer, nbytes).dump(_Rebuilt(arguments=arguments))
-    return buffer.getvalue()
+        storage = _Storage(self.key_of(obj), obj.numel() * obj.element_size())
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        # torch.save takes this function for its newer dtypes; it serves all of them.
+        return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
 
 
 def _payload(tensor: torch.Tensor) -> memoryview:
@@ -371,7 +371,8 @@ def _payload(tensor: torch.Tensor) -> memoryview:
 
 # -- CRCs inside items and plain files, checked without torch
 #
-# They find damage where no manifest has checksums.
+# They find damage where no manifest has checksums. ``fd`` is the file that an item is in, open for
+# reading; bytes of records are counted from the start of their item.
 
 CHUNK_NBYTES = 2**20
 """Read and checked at a time; it stays in the processor's cache in between."""
@@ -397,23 +398,17 @@ class Record:
 
 
 def check_item_crc(fd: Source, item: Item) -> bool:
-    """Check the bytes of an item against the CRCs that ``torch.save`` has put there.
+    """Compare the bytes of an item with the CRCs that ``torch.save`` has put there, if there are any.
 
     They cover the records of the zip archive and not what lies around these. Nothing is unpickled
     or unpacked, and no more is read than the item has bytes (and its directory once more).
 
-    Args:
-        fd: The data file, open for reading; its position is left alone.
-        item: In that file.
-
     Returns:
-        Whether there are CRCs. False for an item that was written without: nothing in it was
-        checked.
+        False for an item that was written without: nothing in it was checked.
 
     Raises:
         CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside
             of it.
-        OSError: Reading failed.
     """
     records = records_of(fd, item)
     if not any(record.crc for record in records):
@@ -424,12 +419,7 @@ def check_item_crc(fd: Source, item: Item) -> bool:
 
 
 def check_record(fd: Source, item: Item, record: Record) -> None:
-    """Compare the bytes of a record with its CRC.
-
-    Raises:
-        CheckpointError: They are not those that were written.
-        OSError: Reading failed.
-    """
+    """Compare the bytes of a record with its CRC."""
     found = crc_of(fd, item, record)
     if found != record.crc:
         raise _damaged(
@@ -442,13 +432,8 @@ def check_record(fd: Source, item: Item, record: Record) -> None:
 def records_of(fd: Source, item: Item) -> list[Record]:
     """The stored records of an item, in order, from its directory alone.
 
-    Args:
-        fd: The data file, open for reading; its position is left alone.
-        item: In that file.
-
     Raises:
         CheckpointError: The item is no archive of stored records that lie inside of it.
-        OSError: Reading failed.
     """
     window = _Window(fd, item)
     try:
@@ -479,11 +464,7 @@ def crc_of(fd: Source, item: Item, record: Record) -> int:
 
 
 def read_record(fd: Source, item: Item, record: Record) -> bytearray:
-    """The text of a record, held against its CRC.
-
-    Raises:
-        CheckpointError: They are not those that were written.
-    """
+    """The text of a record, held against its CRC."""
     start = item.offset + record.offset
     data = read_text(fd, Interval(start, start + record.nbytes), record.name)
     if zlib.crc32(data) != record.crc:
@@ -495,17 +476,7 @@ def read_record(fd: Source, item: Item, record: Record) -> bytearray:
 
 
 def read_bytes(fd: Source, item: Item, interval: Interval) -> bytearray:
-    """Bytes of an item, all of which lie inside of it.
-
-    Args:
-        fd: The data file, open for reading; its position is left alone.
-        item: In that file.
-        interval: Counted from the start of the item.
-
-    Raises:
-        CheckpointError: The file ends before.
-        OSError: Reading failed.
-    """
+    """Bytes of an item, counted from its start; all of them lie inside of it."""
     data = bytearray(interval.numel)
     _Window(fd, item).read_into(memoryview(data), interval.start)
     return data

@@ -20,19 +20,12 @@ import torch
 from torch import nn
 
 from shardeddp.checkpoint.read import LazyTensor, Read
+from shardeddp.checkpoint.schema import KEPT, KEY, OPTIMIZERS, TRAINED, WEIGHTS
 from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
-KEY = "shardeddp"
-"""Entry of a checkpoint for everything that Lightning does not know of."""
-
-NAMES = "optimizer_parameters"
-"""Under that key, for each optimizer the names of its parameters in the order of its groups."""
-
-KEPT = "kept_shards"
-
-_LOADED_BY_NAME = frozenset({"state_dict", "optimizer_states", "current_model_state", KEY})
+_LOADED_BY_NAME = frozenset({WEIGHTS, OPTIMIZERS, TRAINED, KEY})
 """Entries whose tensors are copied into those of the model, of its average and of optimizers."""
 
 Places: TypeAlias = list[list[Any]]

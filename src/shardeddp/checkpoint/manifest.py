@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from shardeddp.checkpoint.state_codec import parse_json
+from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole_of
 
@@ -163,16 +163,11 @@ class StoredTensor:
     path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
-    section: int
-    """Number of the section, or of the record of a plain file; tied parameters have the same."""
+    sections: tuple[int, ...]
+    """Number of its section, or of the record of a plain file; tied parameters have the same.
 
-    more: tuple[int, ...] = ()
-    """Numbers of further sections: each of all of them is a box, and together they are whole."""
-
-    @property
-    def sections(self) -> tuple[int, ...]:
-        """Numbers of all sections."""
-        return (self.section, *self.more)
+    Several if ranks have cut it into boxes, which together are whole.
+    """
 
     @property
     def name(self) -> str:
@@ -335,11 +330,7 @@ def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
 
 
 def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
-    """Read what :func:`manifest_to_bytes` has made.
-
-    Raises:
-        CheckpointError: It is damaged, of another format, or contradicts itself: says where.
-    """
+    """Read what :func:`manifest_to_bytes` has made."""
     digest = _DIGEST.match(data)
     if digest is None or not data.endswith(b"}"):
         raise CheckpointError(
@@ -354,7 +345,7 @@ def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
         )
     document = parse_json(body, MANIFEST)
     try:
-        return _Reader(document).manifest()
+        return _manifest_of(document)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}"
@@ -389,19 +380,16 @@ def index_to_bytes(
 def index_from_bytes(
     data: bytes | bytearray, file: str, nbytes: int, records: Mapping[int, Interval]
 ) -> Manifest:
-    """Read what :func:`index_to_bytes` has made.
+    """Read what :func:`index_to_bytes` has made of a plain file.
 
     Args:
         data: The record.
-        file: The name of the plain file.
-        nbytes: Of the plain file.
+        file: The name of the file.
+        nbytes: Of the file.
         records: The bytes of the file that each numbered record has.
 
     Returns:
         One file, a record for each tensor, and no checksums: the archive has CRCs.
-
-    Raises:
-        CheckpointError: It is of another format, or contradicts the records.
     """
     whole = Item(file=file, offset=0, nbytes=nbytes)
     try:
@@ -427,7 +415,7 @@ def _indexed(
     records: Mapping[int, Interval], path: Any, dtype: Any, shape: Any, record: Any
 ) -> StoredTensor:
     number, sizes = _count(record), tuple(map(_count, shape))
-    tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, section=number)
+    tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, sections=(number,))
     if tensor.nbytes != records[number].numel:
         raise ValueError(
             f"{tensor.name} has {tensor.nbytes} bytes, its record {records[number].numel}"
@@ -452,91 +440,84 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Reader:
-    """Turns the parsed document into a manifest.
+def _manifest_of(document: dict[str, Any]) -> Manifest:
+    """A manifest of the parsed document; everything is checked that can be without other files.
 
-    Everything is checked that can be without the other files. Raises KeyError, TypeError or
-    ValueError where the document is wrong.
+    Raises KeyError, TypeError or ValueError where the document is wrong.
     """
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        _check_format(document, 1, VERSION)
-        if document["block_nbytes"] != BLOCK_NBYTES:
-            raise ValueError(
-                f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}"
-            )
-        self._document = document
-        self._files = {
-            _file_name(name): _file(name, *fields) for name, fields in document["files"].items()
-        }
-        nbytes = sum(file.nbytes for file in self._files.values())
-        if nbytes > MAX_NBYTES:
-            raise ValueError(f"all files have {nbytes} bytes, more than files can have")
-
-    def manifest(self) -> Manifest:
-        document = self._document
-        manifest = Manifest(
-            run=_run(**document["run"]),
-            algorithm=_text(document["algorithm"]),
-            files=self._files,
-            tensors={},
-            objects={},
-            folder=_folder_name(document.get("folder", "")),
+    _check_format(document, 1, VERSION)
+    if document["block_nbytes"] != BLOCK_NBYTES:
+        raise ValueError(
+            f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}"
         )
-        if document["version"] == 1:
-            manifest, tensors = _converted(manifest, document["tensors"])
-        else:
-            sections, tensors = self._sections(document["sections"])
-            manifest = replace(manifest, sections=sections)
-        objects = [
-            StoredObject(path=_path(path), item=self._item(*item))
-            for path, *item in document["objects"]
-        ]
-        names = [name_of(entry.path) for entry in (*tensors, *objects)]
-        if len(set(names)) != len(names):
-            twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise ValueError(f"expected different names, found {twice!r} twice")
-        return replace(
-            manifest,
-            tensors={tensor.name: tensor for tensor in tensors},
-            objects={name_of(it.path): it for it in objects},
+    files = {_file_name(name): _file(name, *fields) for name, fields in document["files"].items()}
+    nbytes = sum(file.nbytes for file in files.values())
+    if nbytes > MAX_NBYTES:
+        raise ValueError(f"all files have {nbytes} bytes, more than files can have")
+    manifest = Manifest(
+        run=_run(**document["run"]),
+        algorithm=_text(document["algorithm"]),
+        files=files,
+        tensors={},
+        objects={},
+        folder=_folder_name(document.get("folder", "")),
+    )
+    if document["version"] == 1:
+        manifest, tensors = _converted(manifest, document["tensors"])
+    else:
+        sections, tensors = _sections(document["sections"], files)
+        manifest = replace(manifest, sections=sections)
+    objects = [
+        StoredObject(path=_path(path), item=_item(files, *item))
+        for path, *item in document["objects"]
+    ]
+    names = [name_of(entry.path) for entry in (*tensors, *objects)]
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"expected different names, found {twice!r} twice")
+    return replace(
+        manifest,
+        tensors={tensor.name: tensor for tensor in tensors},
+        objects={name_of(it.path): it for it in objects},
+    )
+
+
+def _sections(
+    entries: Iterable[Any], files: Mapping[str, StoredFile]
+) -> tuple[tuple[Section, ...], list[StoredTensor]]:
+    sections, first = list[Section](), 0
+    places = list[tuple[ItemPath, int]]()
+    data_nbytes = _data_nbytes(files)
+    for paths, dtype, shape, parts, checksum, *place in entries:
+        offsets, whole = place or ((), ())
+        section = Section(
+            _dtype(dtype),
+            tuple(map(_count, shape)),
+            first,
+            _count(parts),
+            _text(checksum),
+            tuple(map(_count, offsets)),
+            tuple(map(_count, whole)),
         )
+        _check_section(section, data_nbytes)
+        places += [(_path(path), len(sections)) for path in paths]
+        sections.append(section)
+        first += section.parts
+    placement = files[PLACEMENT].nbytes if sections else 0
+    # Whose rows overlap could be read in any amount of time.
+    if first * EXTENT.itemsize != placement:
+        raise ValueError(
+            f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
+            f"{PLACEMENT}, which has {placement} bytes"
+        )
+    return tuple(sections), stored_tensors(places, sections)
 
-    def _sections(self, entries: Iterable[Any]) -> tuple[tuple[Section, ...], list[StoredTensor]]:
-        sections, first = list[Section](), 0
-        places = list[tuple[ItemPath, int]]()
-        data_nbytes = _data_nbytes(self._files)
-        for paths, dtype, shape, parts, checksum, *place in entries:
-            offsets, whole = place or ((), ())
-            section = Section(
-                _dtype(dtype),
-                tuple(map(_count, shape)),
-                first,
-                _count(parts),
-                _text(checksum),
-                tuple(map(_count, offsets)),
-                tuple(map(_count, whole)),
-            )
-            _check_section(section, data_nbytes)
-            places += [(_path(path), len(sections)) for path in paths]
-            sections.append(section)
-            first += section.parts
-        placement = self._files[PLACEMENT].nbytes if sections else 0
-        # Whose rows overlap could be read in any amount of time.
-        if first * EXTENT.itemsize != placement:
-            raise ValueError(
-                f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
-                f"{PLACEMENT}, which has {placement} bytes"
-            )
-        return tuple(sections), stored_tensors(places, sections)
 
-    def _item(self, file: Any, offset: Any, nbytes: Any) -> Item:
-        item = Item(file=_text(file), offset=_count(offset), nbytes=_count(nbytes))
-        if item.offset + item.nbytes > self._files[item.file].nbytes:
-            raise ValueError(
-                f"{item} ends behind the {self._files[item.file].nbytes} bytes of its file"
-            )
-        return item
+def _item(files: Mapping[str, StoredFile], file: Any, offset: Any, nbytes: Any) -> Item:
+    item = Item(file=_text(file), offset=_count(offset), nbytes=_count(nbytes))
+    if item.offset + item.nbytes > files[item.file].nbytes:
+        raise ValueError(f"{item} ends behind the {files[item.file].nbytes} bytes of its file")
+    return item
 
 
 def stored_tensors(
@@ -567,9 +548,7 @@ def _stored_tensor(
         raise ValueError(f"expected different names, found {name_of(path)!r} twice")
     if first.whole:
         check_cover(name_of(path), shape, [it.box for it in own if it.numel])
-    return StoredTensor(
-        path=path, dtype=first.dtype, shape=shape, section=numbers[0], more=tuple(numbers[1:])
-    )
+    return StoredTensor(path=path, dtype=first.dtype, shape=shape, sections=tuple(numbers))
 
 
 def _data_nbytes(files: Mapping[str, StoredFile]) -> int:
@@ -637,7 +616,7 @@ def _converted(manifest: Manifest, entries: Sequence[Any]) -> tuple[Manifest, li
         sums = {(_text(piece[2]), piece[5]): piece[6] for piece in pieces}
         place = dtype, sizes, tuple(found)
         number = by_place.setdefault(place, len(sections))
-        tensors.append(StoredTensor(path=_path(path), dtype=dtype, shape=sizes, section=number))
+        tensors.append(StoredTensor(path=_path(path), dtype=dtype, shape=sizes, sections=(number,)))
         if number < len(sections):
             continue
         first = len(extents)

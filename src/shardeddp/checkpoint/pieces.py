@@ -62,16 +62,13 @@ class Piece(NamedTuple):
 
 
 class PieceTable:
-    """The pieces in one data file.
+    """The pieces in one data file; a table that contradicts itself or the manifest is refused.
 
     Args:
         name: Of the file.
         data: The table, which has the checksum that the manifest gives.
         manifest: Of the checkpoint.
         place: Of the file, for errors.
-
-    Raises:
-        CheckpointError: It contradicts itself, the manifest, or the size of the file.
     """
 
     def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, place: str) -> None:
@@ -168,12 +165,7 @@ class PieceTable:
 
 
 class Pieces:
-    """Finds pieces; reads no more of the placement and no more tables than are asked for.
-
-    Args:
-        path: Directory of the files.
-        manifest: Of the checkpoint.
-    """
+    """Finds pieces in a directory; reads no more of placement and tables than are asked for."""
 
     def __init__(self, path: StrPath | RemotePath, manifest: Manifest) -> None:
         self._path: Location = location(path)
@@ -182,11 +174,7 @@ class Pieces:
         self._extents: dict[int, tuple[Integers, Integers]] = {}
 
     def of(self, section: int, interval: Interval) -> list[Piece]:
-        """The pieces that have these elements of a section, in their order.
-
-        Raises:
-            CheckpointError: Some are nowhere, or what says so is not what was written.
-        """
+        """The pieces that have these elements of a section, in their order."""
         numel, found = self._manifest.sections[section].numel, list[Piece]()
         if interval.stop > numel:
             raise ValueError(f"expected elements below {numel}, found {interval}")
@@ -221,11 +209,7 @@ class Pieces:
         return self._tables[name]
 
     def read_table(self, name: str) -> PieceTable:
-        """The table of a data file.
-
-        Raises:
-            CheckpointError: It is not what was written, or contradicts itself.
-        """
+        """The table of a data file."""
         where, expected = self._manifest.table_of(name), self._manifest.files[name].table
         data = self._manifest.inline.get(name)
         if data is None:
@@ -233,24 +217,16 @@ class Pieces:
         return PieceTable(name, data, self._manifest, str(self._path / name))
 
     def extents(self, section: int) -> tuple[Integers, Integers]:
-        """The placement of a section: where parts of it start, and the numbers of their files.
-
-        Raises:
-            CheckpointError: It is not what was written, or contradicts itself.
-        """
+        """The placement of a section: where parts of it start, and the numbers of their files."""
         if section not in self._extents:
             self._extents[section] = self._read_extents(section)
         return self._extents[section]
 
     def check(self, runs: Sequence[Rows]) -> None:
-        """Compare the placement with the tables of all data files.
+        """Refuse a placement that is not the one of the tables of all data files.
 
         Args:
             runs: Those of each table, in the order of files.
-
-        Raises:
-            CheckpointError: The tables have elements twice or not at all, or the placement is not
-                what was written, or another one.
         """
         names = [_name(self._manifest, each) for each in range(len(self._manifest.sections))]
         numels = [section.numel for section in self._manifest.sections]
@@ -313,16 +289,13 @@ ReadBox = Callable[[Box], torch.Tensor]
 def assemble(
     interval: Interval, box: Box, dtype: torch.dtype, stored: Sequence[tuple[Box, ReadBox]]
 ) -> torch.Tensor:
-    """Elements of a tensor that is stored in boxes.
+    """Elements of a tensor that is stored in boxes: 1D, on the host.
 
     Args:
         interval: Of the flattened box.
         box: Of the tensor.
         dtype: Of the tensor.
         stored: Boxes that cover the tensor and do not overlap, and what reads parts of them.
-
-    Returns:
-        1D, on the host, ``interval.numel`` elements.
     """
     wanted = [each.outside(box) for each in boxes(interval, box.sizes)]
     flat = torch.empty(interval.numel, dtype=dtype, device="cpu")
@@ -340,11 +313,7 @@ def assemble(
 
 
 def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
-    """Pieces, sorted, with those that follow each other as one.
-
-    Returns:
-        Rows ``RUN``.
-    """
+    """Pieces, sorted, with those that follow each other as one: rows ``RUN``."""
     begins = np.ones(len(starts), dtype=bool)
     begins[1:] = (sections[1:] != sections[:-1]) | (starts[1:] != stops[:-1])
     ends = np.append(begins[1:], True)[: len(starts)]

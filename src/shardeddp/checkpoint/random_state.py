@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
+import pickle
 import random
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.read import elements_of
@@ -19,9 +20,6 @@ from shardeddp.comm.agreement import gather_to_first
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
-
-STATES = "random_states"
-"""Under which name a checkpoint has them, among what Lightning does not know of."""
 
 RandomState = dict[str, torch.Tensor]
 """Name of a generator -> its state, 1D uint8."""
@@ -44,13 +42,10 @@ _BEFORE_FETCH = "before_fetch."
 
 
 def capture_random_state(device: torch.device) -> RandomState:
-    """The state of this process's generators.
+    """The state of this process's generators, in fresh tensors on the host.
 
-    Keys are ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
-
-    Returns:
-        Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left
-        out.
+    Keys are ``python``, ``numpy`` if its generator is the usual Mersenne twister, ``torch``, and
+    ``accelerator`` if there is one.
     """
     version, words, left_over = random.getstate()
     state = {
@@ -85,37 +80,17 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 def gather_random_states(state: RandomState, group: HostGroup) -> RandomStates:
     """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB."""
-
-    def pack() -> bytes:
-        sizes = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
-        return _COUNT.pack(len(sizes)) + sizes + b"".join(map(_bytes, state.values()))
-
-    states = [_unpack(each) for each in gather_to_first("saving random states", pack, group)]
+    own = {name: _bytes(tensor) for name, tensor in state.items()}
+    sent = gather_to_first("saving random states", lambda: pickle.dumps(own), group)
+    states: list[dict[str, bytes]] = list(map(pickle.loads, sent))
     names = dict.fromkeys(name for each in states for name in each)
-    return {name: _stacked([each.get(name, _NONE) for each in states]) for name in names}
+    return {name: _stacked([each.get(name, b"") for each in states]) for name in names}
 
 
-_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _stacked(states: Sequence[torch.Tensor]) -> torch.Tensor:
-    rows = torch.zeros(
-        len(states), _COUNT.size + max(map(len, states)), dtype=torch.uint8, device="cpu"
-    )
-    for row, state in zip(rows, states, strict=True):
-        count = _tensor(_COUNT.pack(len(state)))
-        row[: _COUNT.size + len(state)] = torch.cat([count, state])
-    return rows
-
-
-def _unpack(payload: bytes) -> RandomState:
-    (length,) = _COUNT.unpack_from(payload)
-    sizes: dict[str, int] = json.loads(payload[4 : 4 + length])
-    state, at = RandomState(), 4 + length
-    for name, size in sizes.items():
-        state[name] = _tensor(payload[at : at + size])
-        at += size
-    return state
+def _stacked(states: Sequence[bytes]) -> torch.Tensor:
+    width = max(map(len, states))
+    rows = (_COUNT.pack(len(state)) + state.ljust(width, b"\0") for state in states)
+    return _tensor(b"".join(rows)).view(len(states), _COUNT.size + width)
 
 
 def _tensor(raw: bytes) -> torch.Tensor:
@@ -124,19 +99,6 @@ def _tensor(raw: bytes) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader that knows where it is; Lightning saves and loads that."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Be there again."""
-        ...
 
 
 class ResumeRandomness:
@@ -187,9 +149,6 @@ class ResumeRandomness:
             rank: This rank.
             world_size: Number of ranks now. If there were more or fewer, their states mean nothing
                 now: rank 0 warns.
-
-        Raises:
-            CheckpointError: These are no random states.
         """
         self._held = None
         if states is None:
@@ -210,17 +169,14 @@ class ResumeRandomness:
     def watch(
         self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]
     ) -> object:
-        """Prepare a training loader before it is iterated.
+        """The loader to iterate instead of one of the training's; only a stateful one matters.
 
         Args:
-            loader: As the Trainer has it; only one that is stateful matters.
+            loader: As the Trainer has it.
             device: Where this rank computes.
             mid_epoch: Whether the held states are those of the middle of an epoch.
             in_hand: Says whether the training loop has fetched a batch that it has not trained on
                 yet.
-
-        Returns:
-            The loader to use instead.
         """
         if not isinstance(loader, Stateful):
             return loader
@@ -261,7 +217,22 @@ class ResumeRandomness:
         self._held, self._watched = None, []
 
 
-class PrefetchedLoader:
+class LoaderProxy:
+    """A loader but for what subclasses change; what they know is in ``vars(self)``."""
+
+    def __init__(self, loader: Any, **own: Any) -> None:
+        vars(self).update(loader=loader, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the loader's."""
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
+        setattr(vars(self)["loader"], name, value)
+
+
+class PrefetchedLoader(LoaderProxy):
     """A stateful loader without a length; a batch is fetched before the previous one is trained on.
 
     While a batch is in hand, the state of the loader is the one before that batch: a run that
@@ -277,31 +248,21 @@ class PrefetchedLoader:
     def __init__(
         self, loader: Any, device: torch.device, before: RandomState, in_hand: Callable[[], bool]
     ) -> None:
-        vars(self).update(
-            _loader=loader, _device=device, _before=before, _in_hand=in_hand, _previous=None
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's."""
-        return getattr(vars(self)["_loader"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
-        setattr(vars(self)["_loader"], name, value)
+        super().__init__(loader, device=device, before=before, in_hand=in_hand, previous=None)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, noting where it was before each."""
         own = vars(self)
-        batches = iter(own["_loader"])
+        batches = iter(own["loader"])
         while True:
-            own["_previous"] = (
-                copy.deepcopy(own["_loader"].state_dict()),
-                capture_random_state(own["_device"]),
+            own["previous"] = (
+                copy.deepcopy(own["loader"].state_dict()),
+                capture_random_state(own["device"]),
             )
-            before, own["_before"] = own["_before"], {}
-            restore_random_state(before, own["_device"])
+            before, own["before"] = own["before"], {}
+            restore_random_state(before, own["device"])
             if before:
-                own["_previous"] = (own["_previous"][0], before)
+                own["previous"] = (own["previous"][0], before)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -311,18 +272,18 @@ class PrefetchedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the loader."""
         own = vars(self)
-        if own["_previous"] is not None and own["_in_hand"]():
-            return own["_previous"][0]
-        return own["_loader"].state_dict()
+        if own["previous"] is not None and own["in_hand"]():
+            return own["previous"][0]
+        return own["loader"].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader be there again."""
-        vars(self)["_loader"].load_state_dict(state_dict)
+        vars(self)["loader"].load_state_dict(state_dict)
 
     def random_state_in_hand(self) -> RandomState:
         """Where generators were before the batch in hand was fetched; nothing if there is none."""
         own = vars(self)
-        return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
+        return own["previous"][1] if own["in_hand"]() and own["previous"] is not None else {}
 
 
 def _num_ranks(states: object) -> int:

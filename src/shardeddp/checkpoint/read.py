@@ -37,7 +37,7 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.pieces import Piece, Pieces, assemble
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.state_codec import parse_json
+from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, whole_of
 from shardeddp.tensor.operations import asks_only_about
@@ -56,9 +56,6 @@ class CheckpointReader:
     Args:
         path: Its directory, or its address in a store.
         part: Which part of its files is looked for here, see :func:`read_manifest`.
-
-    Raises:
-        CheckpointError: It is not a whole checkpoint.
     """
 
     def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:
@@ -108,22 +105,18 @@ class CheckpointReader:
         return self.manifest.files[name]
 
     def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """Elements of a flattened tensor, or of a box of it, flattened.
+        """Elements of a flattened tensor, or of a box of it, flattened: 1D, on the host.
+
+        Each block of them is compared with its checksum.
 
         Args:
             name: One of :attr:`tensors`.
             interval: The elements.
             box: That box; None: the whole tensor.
-
-        Returns:
-            1D, on the host, ``interval.numel`` elements.
-
-        Raises:
-            CheckpointError: Some block of them is not what was written, or they are nowhere.
         """
         tensor = self.tensors[name]
-        if box is None and not tensor.more:
-            return self._read_section(name, tensor.section, interval)
+        if box is None and len(tensor.sections) == 1:
+            return self._read_section(name, tensor.sections[0], interval)
         sections = {number: self.manifest.sections[number].box for number in tensor.sections}
         stored = [
             (place, partial(self._read_box, name, number, place))
@@ -241,6 +234,12 @@ class LazyTensor(torch.Tensor):
     operation on it works on a plain tensor that is read for it. Once an operation has written to
     that, or given out its memory (a view, a numpy array), it is kept: from then on it is what this
     tensor holds.
+
+    Args:
+        path: Where it is in the checkpoint.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        read: Reads an interval of the flattened elements, or of those of a box, 1D.
     """
 
     path: ItemPath
@@ -264,30 +263,13 @@ class LazyTensor(torch.Tensor):
         made._kept = None
         return made
 
-    def __init__(
-        self, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read
-    ) -> None:
-        """Stand for a tensor.
-
-        Args:
-            path: Where it is in the checkpoint.
-            shape: Of the tensor.
-            dtype: Of the tensor.
-            read: Reads an interval of the flattened elements, or of those of a box, 1D.
-        """
-
     def read_ahead(self, interval: Interval, box: Box | None = None) -> None:
         """Read an interval now, for the next :meth:`elements` of it."""
         if self._kept is None:
             self._read_before[interval, box] = self._from_disk(interval, box)
 
     def elements(self, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """An interval of the flattened elements, 1D; for the caller to keep.
-
-        Args:
-            interval: Of the tensor, or of a box of it.
-            box: That box; None: the whole tensor.
-        """
+        """An interval of the flattened tensor, or of a box of it, 1D; for the caller to keep."""
         if self._kept is not None:
             kept = self._kept if box is None else self._kept[box.slices]
             return kept.flatten()[interval.start : interval.stop].clone()

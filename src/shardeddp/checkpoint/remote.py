@@ -63,7 +63,9 @@ ResultT = TypeVar("ResultT")
 class RemotePath:
     """An address in a store, such as ``s3://bucket/run/last.ckpt``; joined like a ``Path``.
 
-    It is no ``os.PathLike``: the system would take it for a file of its own.
+    It is no ``os.PathLike``: the system would take it for a file of its own. Whatever asks the
+    store raises an ``OSError`` where that does not answer or refuses, and a ``FileNotFoundError``
+    where there is no object of this name.
 
     Args:
         url: Protocol and name.
@@ -120,12 +122,7 @@ class RemotePath:
     # -- Objects
 
     def nbytes(self) -> int:
-        """Size of the object.
-
-        Raises:
-            FileNotFoundError: There is none of this name.
-            OSError: The store does not answer.
-        """
+        """Size of the object."""
         # A client that has listed the names before may answer from that list.
         try:
             info = self._try(lambda fs, path: _fresh(fs).info(path))
@@ -144,20 +141,11 @@ class RemotePath:
         return True
 
     def open(self) -> StoreFile:
-        """The object, for reading at any place; nothing has to be closed.
-
-        Raises:
-            FileNotFoundError: There is none of this name.
-            OSError: The store does not answer.
-        """
+        """The object, for reading at any place; nothing has to be closed."""
         return StoreFile(self, self._windows)
 
     def get(self, start: int, stop: int) -> bytes:
-        """Some bytes of the object, all of which it has.
-
-        Raises:
-            OSError: The store does not answer.
-        """
+        """Some bytes of the object, all of which it has."""
         if start >= stop:
             return b""
         data = self._try(lambda fs, path: fs.cat_file(path, start=start, end=stop))
@@ -168,15 +156,9 @@ class RemotePath:
     def put(self, data: bytes) -> None:
         """Make the object with this content, or put it in the place of the one that is there.
 
-        Raises:
-            OSError: The store does not answer, or refuses. It may have the object nevertheless.
+        After an error the store may have it nevertheless.
         """
-
-        def put(fs: Any, path: str) -> None:
-            _make_folder(fs, path)
-            fs.pipe_file(path, data)
-
-        self._try(put)
+        self._try_writing(lambda fs, path: fs.pipe_file(path, data))
 
     @contextlib.contextmanager
     def upload(self, nbytes: int) -> Generator[Upload]:
@@ -187,17 +169,10 @@ class RemotePath:
 
         Args:
             nbytes: About how much is going to be written.
-
-        Raises:
-            OSError: The store does not answer, or refuses.
         """
         size = max(PART_NBYTES, -(-nbytes // _MOST_PARTS))
-
-        def opened(fs: Any, path: str) -> Any:
-            _make_folder(fs, path)
-            return fs.open(path, "wb", block_size=size)
-
-        upload = Upload(self, self._try(opened))
+        file = self._try_writing(lambda fs, path: fs.open(path, "wb", block_size=size))
+        upload = Upload(self, file)
         try:
             yield upload
             upload.close()
@@ -206,41 +181,20 @@ class RemotePath:
             raise
 
     def put_file(self, file: str) -> None:
-        """Make the object from a file of this machine; it appears when all of it is there.
-
-        Raises:
-            OSError: The store does not answer, or refuses.
-        """
-
-        def put(fs: Any, path: str) -> None:
-            _make_folder(fs, path)
-            fs.put_file(file, path)
-
-        self._try(put)
+        """Make the object from a file of this machine; it appears when all of it is there."""
+        self._try_writing(lambda fs, path: fs.put_file(file, path))
 
     def get_file(self, file: str) -> None:
-        """Copy the object to a file of this machine.
-
-        Raises:
-            OSError: The store does not answer, or the file cannot be written.
-        """
+        """Copy the object to a file of this machine."""
         self._try(lambda fs, path: fs.get_file(path, file))
 
     def delete(self) -> None:
-        """Delete the object, if there is one.
-
-        Raises:
-            OSError: The store does not answer, or refuses.
-        """
+        """Delete the object, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             self._try(lambda fs, path: fs.rm_file(path))
 
     def modified(self) -> float:
-        """When the object was put there, in seconds since 1970 by the clock of the store.
-
-        Raises:
-            OSError: The store does not answer, or does not say.
-        """
+        """When the object was put there, in seconds since 1970 by the clock of the store."""
         return self._try(lambda fs, path: _fresh(fs).modified(path)).timestamp()
 
     # -- Names
@@ -248,8 +202,7 @@ class RemotePath:
     def list(self) -> dict[str, int | None]:
         """Names directly under this one, sorted: the size of an object, None for further names.
 
-        Raises:
-            OSError: The store does not answer, or lists nothing (http).
+        http lists nothing: an ``OSError``.
         """
         try:
             entries = self._try(lambda fs, path: _fresh(fs).ls(path, detail=True))
@@ -265,11 +218,7 @@ class RemotePath:
         return dict(sorted(found.items()))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Sizes of objects directly under this name; None for those that are not there.
-
-        Raises:
-            OSError: The store does not answer.
-        """
+        """Sizes of objects directly under this name; None for those that are not there."""
         if self.protocol not in READ_ONLY:
             found = self.list()
             return {name: found.get(name) for name in names}
@@ -297,6 +246,20 @@ class RemotePath:
         except Exception as error:
             raise _as_os_error(error, self) from error
 
+    def _try_writing(self, action: Callable[[Any, str], ResultT]) -> ResultT:
+        """The same of what makes an object.
+
+        The folder that it is in is made where the file system has such. Stores (asynchronous) do
+        not: with them that could make a bucket.
+        """
+
+        def write(fs: Any, path: str) -> ResultT:
+            if not getattr(fs, "async_impl", False):
+                fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            return action(fs, path)
+
+        return self._try(write)
+
     def _client(self) -> tuple[Any, str]:
         """The client of fsspec, which keeps one for each process, and the name as that has it."""
         fsspec: Any = importlib.import_module("fsspec.core")  # takes a while, and few need it
@@ -315,9 +278,6 @@ def repeated(
     Args:
         action: What is done.
         errors: Those after which it is done again, unless they or their causes come every time.
-
-    Raises:
-        Exception: That of the last try.
     """
     for delay in _DELAYS_S:
         try:
@@ -338,11 +298,7 @@ class StoreFile:
         self.nbytes = path.nbytes() if windows is None else windows.nbytes(path)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a buffer from a byte of the object on; how many bytes there were.
-
-        Raises:
-            OSError: Reading failed.
-        """
+        """Fill a buffer from a byte of the object on; how many bytes there were."""
         stop, done = min(offset + len(view), self.nbytes), 0
         while offset + done < stop:
             part = self._part(offset + done, stop)
@@ -381,11 +337,7 @@ class Windows:
         return found
 
     def get(self, path: RemotePath, number: int) -> bytes:
-        """One window; those behind it are read along if the one before it was.
-
-        Raises:
-            OSError: Reading failed.
-        """
+        """One window; those behind it are read along if the one before it was."""
         with self._lock:
             onward = (str(path), number - 1) in self._found
             wanted = self._window(path, number)
@@ -428,21 +380,13 @@ class Upload:
         self._sent: Future[Any] = _nothing()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append some bytes.
-
-        Raises:
-            OSError: The store does not answer, or refuses.
-        """
+        """Append some bytes."""
         self._collected.write(data)
         if self._collected.tell() >= _SENT_NBYTES:
             self._send()
 
     def close(self) -> None:
-        """End it: the object appears.
-
-        Raises:
-            OSError: The store does not answer, or refuses.
-        """
+        """End it: the object appears."""
         self._send()
         with self._errors():
             self._sent.result()
@@ -483,15 +427,6 @@ def _fresh(fs: Any) -> Any:
     return fs
 
 
-def _make_folder(fs: Any, path: str) -> None:
-    """Make the folder of an object, where the file system has such; stores (asynchronous) do not.
-
-    With them it could make a bucket.
-    """
-    if not getattr(fs, "async_impl", False):
-        fs.makedirs(posixpath.dirname(path), exist_ok=True)
-
-
 _NUMBERS = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -518,10 +453,6 @@ def require_writable(folder: RemotePath, processes: int) -> None:
     Args:
         folder: Where checkpoints are going to lie.
         processes: How many write to it.
-
-    Raises:
-        ConfigurationError: The protocol or its package is missing, it is for reading, or the store
-            refuses.
     """
     advice = "Save to s3://, gs:// or another object store, or to a local path"
     if folder.protocol in READ_ONLY:

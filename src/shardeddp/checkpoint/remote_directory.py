@@ -8,10 +8,12 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from shardeddp.checkpoint.durable import disk_errors
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, read_remote_manifest
+from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
@@ -34,35 +36,25 @@ ABANDONED_S = 24 * 3600.0
 """After so long without a new object, a folder that no manifest speaks of is deleted."""
 
 
+@dataclass
 class RemoteStaging:
-    """Checkpoint being written to a store; made by :func:`stage`.
+    """Checkpoint that is written to a store; made by :func:`stage`."""
 
-    Args:
-        target: What it becomes.
-    """
+    target: RemotePath
+    """What it becomes."""
 
-    def __init__(self, target: RemotePath) -> None:
-        self.target = target
-        self.path = target / uuid.uuid4().hex
-        """Where its files are written, and stay."""
+    path: RemotePath
+    """Where its files are written, and stay."""
 
-        self.attempted = False
-        """Whether the manifest may be there: nothing that it speaks of is deleted from then on."""
+    attempted: bool = False
+    """Whether the manifest may be there: nothing that it speaks of is deleted from then on."""
 
 
 def stage(target: RemotePath) -> RemoteStaging:
-    """Begin a checkpoint.
-
-    Args:
-        target: What it becomes; a checkpoint or a plain ``.ckpt`` object that is there will be
-            replaced.
-
-    Raises:
-        CheckpointError: Something else is at the target, or the store does not answer.
-    """
+    """Begin a checkpoint; one that is there, or a plain ``.ckpt`` object, will be replaced."""
     with disk_errors("looking for a checkpoint at", target):
         require_replaceable(target)
-    return RemoteStaging(target)
+    return RemoteStaging(target, target / uuid.uuid4().hex)
 
 
 def require_replaceable(target: RemotePath) -> None:
@@ -88,9 +80,6 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
 
     Returns:
         What could not be deleted, in sentences to be logged once.
-
-    Raises:
-        CheckpointError: A file is not there as it was written, or the store does not answer.
     """
     target, replaced = staging.target, list[RemotePath]()
     with disk_errors("committing", target):
@@ -101,7 +90,7 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
                 f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
             )
         with contextlib.suppress(CheckpointError):  # there is none, or one that nobody reads
-            former = read_remote_manifest(target)
+            former = read_manifest_alone(target)
             replaced = [target / former.folder / name for name in former.files]
         staging.attempted = True
         _put_manifest(target / MANIFEST, manifest)
@@ -143,9 +132,6 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
         target: A sharded checkpoint or a plain object.
         roots: It has to lie in one of them.
         written: This run has written it: it may lie anywhere.
-
-    Raises:
-        CheckpointError: The store does not answer.
     """
     if not written and not any(target.parent.is_relative_to(root) for root in roots):
         return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
@@ -162,16 +148,12 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
 
 
 def remove_directory(target: RemotePath) -> tuple[str, ...]:
-    """Delete a sharded checkpoint, the manifest first; what is left, in sentences.
-
-    Raises:
-        OSError: The store does not answer.
-    """
+    """Delete a sharded checkpoint, the manifest first; what is left, in sentences."""
     if not carries_manifest(target):
         return ()
     parts = list[RemotePath]()
     with contextlib.suppress(CheckpointError):  # its files are left for a sweep
-        stored = read_remote_manifest(target)
+        stored = read_manifest_alone(target)
         parts = [target / stored.folder / name for name in stored.files]
     (target / MANIFEST).delete()
     return _delete(parts)
@@ -182,9 +164,6 @@ def sweep(folder: RemotePath) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     Returns:
         The addresses of what is gone, and sentences about what could not be done.
-
-    Raises:
-        CheckpointError: The store does not answer.
     """
     removed, left = list[str](), list[str]()
     if folder.protocol in READ_ONLY:
@@ -206,7 +185,7 @@ def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:
     found = [name for name, nbytes in names.items() if nbytes is None and FOLDER.fullmatch(name)]
     if found and MANIFEST in names:
         try:
-            held = read_remote_manifest(checkpoint).folder
+            held = read_manifest_alone(checkpoint).folder
         except CheckpointError:
             return []
         found = [name for name in found if name != held]

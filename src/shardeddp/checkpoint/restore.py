@@ -109,13 +109,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 def read_shards_ahead(state: Any, module: nn.Module) -> None:
     """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
 
-    Args:
-        state: Mappings and sequences of anything.
-        module: The sharded model. What is stored for one of its parameters is read for this rank's
-            shard.
-
-    Raises:
-        CheckpointError: Something cannot be read as it was written.
+    What is stored for a parameter of the sharded model is read for this rank's shard.
     """
     named = module.named_parameters(remove_duplicate=False)
     specs = {
@@ -187,13 +181,8 @@ def load_model(
 def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The weights of a file under the names that a model has for them.
 
-    The file may be of a submodule, and tensors that the model has twice are once in it.
-
-    Returns:
-        By fqn; those that have no place in the model keep their names.
-
-    Raises:
-        CheckpointError: None of them has a place, or it is not clear which.
+    The file may be of a submodule, and tensors that the model has twice are once in it. Those that
+    have no place in the model keep their names.
     """
     own = module.state_dict(keep_vars=True)
     places = names_in_model(weights, own)
@@ -228,9 +217,6 @@ def load_optimizer(
         saved: The names of the parameters when it was saved, in the order of its groups; None:
             those that lazy tensors know.
         names: The same of the optimizer's parameters now.
-
-    Raises:
-        CheckpointError: It is of other parameter groups, or of parameters of other shapes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if missing := {"state", "param_groups"} - state.keys():
@@ -259,11 +245,7 @@ def load_optimizer(
 
 
 def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose parameters are numbered by their places in the groups, as torch numbers them.
-
-    Raises:
-        CheckpointError: A parameter is in two places, or a state is of one that is in none.
-    """
+    """A state whose parameters are numbered by their places in the groups, as torch numbers them."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     places = {number: place for place, number in enumerate(numbers)}
     unknown = [
@@ -425,14 +407,15 @@ def _check_fit(
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         for which, names in (("Missing", missing), ("Unexpected", unexpected)):
-            problems += [f"{which} key(s) in the checkpoint: {_quoted(names)}"] * bool(names)
+            quoted = ", ".join(f'"{name}"' for name in names)
+            problems += [f"{which} key(s) in the checkpoint: {quoted}"] * bool(names)
     for name, value in state.items():
         target = own.get(name)
         if not isinstance(target, torch.Tensor):
             continue
         if not isinstance(value, torch.Tensor):
             problems.append(f"{name} is of type {type(value).__name__}, expected a tensor")
-        elif value.shape != target.shape and not _is_uninitialized(target):
+        elif value.shape != target.shape and not nn.parameter.is_lazy(target):
             problems.append(
                 f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}"
             )
@@ -467,14 +450,6 @@ def _listed(problems: Sequence[str]) -> str:
     return "\n".join(
         f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else []))
     )
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
-
-
-def _is_uninitialized(tensor: torch.Tensor) -> bool:
-    return torch.nn.parameter.is_lazy(tensor)
 
 
 def _shard_like(value: Any, target: Any) -> Any:

@@ -79,9 +79,6 @@ def write_safetensors(
         entries: The tensors, in the order of the file.
         metadata: About them.
         progress: Told of each chunk.
-
-    Raises:
-        NotImplementedError: The format has no such dtype.
     """
     if sys.byteorder != "little":
         raise NotImplementedError("safetensors files are written on little-endian machines only")
@@ -168,11 +165,7 @@ def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file, or of all files of an index, by name; mapped, not read into memory.
-
-    Raises:
-        CheckpointError: It is none, was cut off, or lacks a tensor that the index names.
-    """
+    """Tensors of a file, or of all files of an index, by name; mapped, not read into memory."""
     try:
         if path.suffix != ".json":
             return _read_file(path)
@@ -226,10 +219,7 @@ def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, s
     A file has the names of the model that was saved, as ``layers.0.weight``. In a LightningModule
     they have the place of that model in front, as ``model.layers.0.weight``; and where the file is
     of a model with a head and the module holds the body alone, the file's names have a part in
-    front that those of the module lack.
-
-    Returns:
-        By stored name; tensors that the model has no place for are left out.
+    front that those of the module lack. Tensors that the model has no place for are left out.
 
     Raises:
         CheckpointError: None has a place, or two submodules have places for the same ones.

@@ -1,4 +1,4 @@
-"""Schema of a Lightning checkpoint: every field that a run uses is checked before it is used."""
+"""Schema of a Lightning checkpoint: names of its entries, and checks of every field that a run uses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,33 @@ import torch
 
 from shardeddp.errors import CheckpointError
 
+# -- Names of entries
+
+WEIGHTS = "state_dict"
+OPTIMIZERS = "optimizer_states"
+TRAINED = "current_model_state"
+"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
+
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Entries that are needed to construct the module, and for nothing else."""
+
+KEY = "shardeddp"
+"""Everything that Lightning does not know of, under the names that follow."""
+
+NAMES = "optimizer_parameters"
+"""For each optimizer the names of its parameters in the order of its groups."""
+
+KEPT = "kept_shards"
+"""Where there are shards outside of model and optimizers, see ``kept_shards.py``."""
+
+STATES = "random_states"
+"""Those of all ranks, see ``random_state.py``."""
+
+LOADERS = "loader_states"
+"""Those of all ranks, where they are not the same."""
+
+# -- Checks
+
 
 def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
     """Check the fields of a checkpoint that Lightning or this package uses; others may be anything.
@@ -18,15 +45,9 @@ def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dic
     A field may be missing: files that other tools have put together leave some out.
 
     Args:
-        checkpoint: As it was read.
+        checkpoint: As it was read; it is returned.
         source: Its path, for errors.
         loads: Whether Lightning is going to load it, which takes weights and a version.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: A field is not what it has to be: says which, and what was found.
     """
     try:
         _check(checkpoint, _CHECKPOINT, "")
@@ -44,9 +65,6 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         saved: As it was read.
         own: The state of the object that is going to load it, of the same class.
         path: Where it is in the checkpoint, for errors.
-
-    Raises:
-        CheckpointError: A value is of another kind, as text instead of a number: says which.
     """
     if saved is None:
         return
@@ -218,11 +236,11 @@ _CALLBACKS: dict[str, Any] = {
 
 _OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
 _CHECKPOINT = {
-    "state_dict": _names,
+    WEIGHTS: _names,
     "epoch": "a count",
     "global_step": "a count",
     "pytorch-lightning_version": _version,
-    "optimizer_states": [_OPTIMIZER, {}],
+    OPTIMIZERS: [_OPTIMIZER, {}],
     "lr_schedulers": ["a mapping", {}],
     "loops": {
         "fit_loop!": _LOOP,
@@ -232,10 +250,6 @@ _CHECKPOINT = {
     },
     "callbacks": _callbacks,
     "hparams_name": "text?",
-    "shardeddp": {
-        "loader_states": "a list",
-        "kept_shards": ["a list"],
-        "optimizer_parameters": [["text"]],
-    },
+    KEY: {LOADERS: "a list", KEPT: ["a list"], NAMES: [["text"]]},
 }
-_LOADED = {"state_dict!": None, "pytorch-lightning_version!": None}
+_LOADED = {f"{WEIGHTS}!": None, "pytorch-lightning_version!": None}

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapreplace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
-from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import block_digests, digest, memory_of
-from shardeddp.checkpoint.manifest import (
-    DIGEST_NBYTES,
-    PLAIN_EXTRA,
-    SHARDED_EXTRA,
-    ItemPath,
-    name_of,
-)
+from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.state_codec import (
     Codec,
     are_leaves,
@@ -36,7 +30,6 @@ from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
-from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 # -- HostMemory: memory for the copies of all saves
@@ -104,16 +97,8 @@ class HostMemory:
 
 # -- Replica check: equal elements have equal bits
 
-_HELD = np.dtype(
-    [
-        ("section", "<u4"),
-        ("start", "<u8"),
-        ("stop", "<u8"),
-        ("written", "?"),
-        ("digest", f"V{DIGEST_NBYTES}"),
-    ]
-)
-"""Row that a rank sends for each of its shards where replicas differ."""
+_Held: TypeAlias = tuple[int, Interval, bool, bytes]
+"""A share by its section and interval, whether its rank writes it, and its checksum."""
 
 
 def compare_replicas(
@@ -123,7 +108,7 @@ def compare_replicas(
     names: Sequence[str],
     group: HostGroup,
 ) -> None:
-    """Compare what ranks that hold the same elements hold; a collective of all ranks.
+    """Refuse what ranks that hold the same elements hold otherwise; a collective of all ranks.
 
     A rank tells one checksum. Only where they differ each tells that of every share.
 
@@ -133,9 +118,6 @@ def compare_replicas(
         part: Number of the elements: ranks with the same one hold the same.
         names: Of sections, for the error.
         group: Host group of all ranks.
-
-    Raises:
-        CheckpointError: Two of them differ: names the tensor and the ranks.
     """
     step, own = "comparing replicas", list[bytes]()
 
@@ -148,22 +130,15 @@ def compare_replicas(
         return
 
     def all_of_them() -> bytes:
-        fields = (
-            (share.section, share.interval.start, share.interval.stop, share.written, found)
-            for share, found in zip(shares, own, strict=True)
-        )
-        return np.array(list(fields), dtype=_HELD).tobytes()
+        rows = zip(shares, own, strict=True)
+        return pickle.dumps([(it.section, it.interval, it.written, found) for it, found in rows])
 
-    held = [np.frombuffer(each, _HELD) for each in gather_to_first(step, all_of_them, group)]
+    held = [pickle.loads(each) for each in gather_to_first(step, all_of_them, group)]
     run_on_all_ranks(step, lambda: _refuse(held, names) if held else None, group)
 
 
 def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) -> None:
-    """The same of the shares that ranks have of a checkpoint; a collective of all ranks.
-
-    Raises:
-        CheckpointError: Two replicas differ.
-    """
+    """The same of the shares that ranks have of a checkpoint; a collective of all ranks."""
     part = part_of(mesh)
     if part is not None:
 
@@ -173,7 +148,7 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
         compare_replicas(shares, digests, part, names, mesh.saving)
 
 
-def part_of(mesh: Ranks) -> int | None:
+def part_of(mesh: Mesh) -> int | None:
     """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
     axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
     if all(it.num_slices == it.data_size for it in axes):
@@ -195,19 +170,23 @@ def plain_elements(elements: torch.Tensor) -> torch.Tensor:
     return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _refuse(held: Sequence[Any], names: Sequence[str]) -> None:
+def _refuse(held: Sequence[Sequence[_Held]], names: Sequence[str]) -> None:
     writers = {
-        row[:3]: (rank, row[4]) for rank, rows in enumerate(held) for row in rows.tolist() if row[3]
+        (section, interval): (rank, found)
+        for rank, rows in enumerate(held)
+        for section, interval, written, found in rows
+        if written
     }
     for rank, rows in enumerate(held):
-        for section, start, stop, _, found in rows.tolist():
-            writer, expected = writers[section, start, stop]
+        for section, interval, _, found in rows:
+            writer, expected = writers[section, interval]
             if found != expected:
                 raise CheckpointError(
-                    f"replicas differ: {names[section]}, elements from {start} to {stop}, is not "
-                    f"the same on rank {rank} as on rank {writer}. They have to be equal to the "
-                    f"last bit: one of these ranks has computed or kept something wrong. Nothing "
-                    f"was saved: go on from the last checkpoint, on other machines"
+                    f"replicas differ: {names[section]}, elements from {interval.start} to "
+                    f"{interval.stop}, is not the same on rank {rank} as on rank {writer}. They "
+                    f"have to be equal to the last bit: one of these ranks has computed or kept "
+                    f"something wrong. Nothing was saved: go on from the last checkpoint, on other "
+                    f"machines"
                 )
 
 
@@ -225,25 +204,6 @@ class SectionSpec(NamedTuple):
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
-
-
-class Ranks(Protocol):
-    """Those who save a checkpoint together: a ``Mesh``."""
-
-    @property
-    def rank(self) -> int:
-        """This one's."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """All of them."""
-        ...
-
-    @property
-    def experts(self) -> Ranks | None:
-        """The same as parameters of experts see them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +232,13 @@ class Snapshot:
     the first numbers, the same on every rank. The others are rank 0's, and so are names and tree.
     """
 
-    tree: Any
+    tree: Any = None
     """The checkpoint as JSON, with names in place of tensors."""
 
-    objects: list[tuple[ItemPath, Any]]
+    objects: list[tuple[ItemPath, Any]] = field(default_factory=list[tuple[ItemPath, Any]])
     """Non-tensors of model and optimizers, for other readers; this package does not use them."""
 
-    rest: bytes
+    rest: bytes = b""
     """The checkpoint without model, optimizers and sharded tensors, as Lightning reads it.
 
     Only rank 0 has it.
@@ -327,7 +287,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks, codecs: Sequence[Codec] = ()
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh, codecs: Sequence[Codec] = ()
 ) -> Snapshot:
     """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
 
@@ -349,27 +309,13 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[str]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
-    stored = collector.stored()
-    rest = {
-        key: value
-        for key, value in checkpoint.items()
-        if key not in ("state_dict", "optimizer_states")
-    }
-    return Snapshot(
-        tree=tree,
-        objects=objects,
-        rest=_pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b"",
-        sections=[spec for _, spec in stored.sections],
-        tensors=stored.tensors,
-        shares=stored.shares,
-        num_sharded=stored.num_sharded,
-        layout=stored.layout,
-        part=part_of(mesh),
-    )
+    rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
+    pickled = _pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b""
+    return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
 
 
 def describe(
-    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
     """Content of a plain file, and the shards that replicas have in common; no communication.
 
@@ -377,17 +323,15 @@ def describe(
         Each tensor with its path; the paths of what is no tensor and belongs to the model or an
         optimizer; and what this rank has of the sharded tensors, with the names of these.
     """
-    collector, tensors = (
-        _Collector(_paths(checkpoint, names), mesh),
-        list[tuple[torch.Tensor, ItemPath]](),
-    )
+    collector = _Collector(_paths(checkpoint, names), mesh)
+    tensors = list[tuple[torch.Tensor, ItemPath]]()
     for tensor in tensors_of(checkpoint):
         path = collector.path_of(tensor)
         tensors.append((tensor, path))
         if isinstance(tensor, ShardTensor):
             collector.add(path, tensor)
-    stored, objects = collector.stored(), [path for path, _ in _objects(checkpoint, names)]
-    return tensors, objects, stored.shares, [name_of(path) for path, _ in stored.sections]
+    stored, objects = collector.snapshot(), [path for path, _ in _objects(checkpoint, names)]
+    return tensors, objects, stored.shares, stored.names
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -465,20 +409,10 @@ def nbytes_of(tree: Any) -> int:
     return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
 
 
-class _Stored(NamedTuple):
-    """What a collector has found."""
-
-    sections: list[tuple[ItemPath, SectionSpec]]
-    tensors: list[tuple[ItemPath, int]]
-    shares: list[Share]
-    num_sharded: int
-    layout: bytes
-
-
 class _Collector:
-    def __init__(self, paths: Mapping[int, ItemPath], mesh: Ranks) -> None:
+    def __init__(self, paths: Mapping[int, ItemPath], mesh: Mesh) -> None:
         self._paths = paths
-        self._rank = mesh.rank
+        self._rank, self._part = mesh.rank, part_of(mesh)
         self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
         # By kind, sharded or not, because the numbers of the others begin behind all of these.
         self._sections: dict[bool, list[tuple[ItemPath, SectionSpec]]]
@@ -524,23 +458,24 @@ class _Collector:
             self._stored[key] = sharded, range(before, len(sections))
         self._tensors.append((path, self._stored[key]))
 
-    def stored(self) -> _Stored:
-        """All that was met."""
+    def snapshot(self) -> Snapshot:
+        """All tensors that were met."""
         sharded, plain = self._sections[True], self._sections[False]
         first = {True: 0, False: len(sharded)}
-        return _Stored(
-            [*sharded, *plain],
-            [
+        return Snapshot(
+            sections=[spec for _, spec in (*sharded, *plain)],
+            tensors=[
                 (path, first[kind] + number)
                 for path, (kind, numbers) in self._tensors
                 for number in numbers
             ],
-            [
+            shares=[
                 *self._shares[True],
                 *(replace(it, section=first[False] + it.section) for it in self._shares[False]),
             ],
-            len(sharded),
-            digest(repr(sharded).encode()),
+            num_sharded=len(sharded),
+            layout=digest(repr(sharded).encode()),
+            part=self._part,
         )
 
     def _extra(self, tensor: torch.Tensor) -> ItemPath:
@@ -578,12 +513,12 @@ class _Collector:
 _Turns = list[tuple[int, int]]
 
 
-def _turns(mesh: Ranks) -> _Turns:
+def _turns(mesh: Mesh) -> _Turns:
     topology, own = mesh.topology, mesh.topology.slice_rank(mesh.rank)
     return [(0, rank) for rank in range(topology.world_size) if topology.slice_rank(rank) == own]
 
 
-def _turns_by_box(mesh: Ranks) -> list[_Turns]:
+def _turns_by_box(mesh: Mesh) -> list[_Turns]:
     topology = mesh.topology
     return [
         [(load, rank) for load, rank in _turns(mesh) if topology.tensor_rank(rank) == place]
@@ -603,54 +538,33 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:
     """Names of model and optimizer tensors by identity, as in Lightning's FSDPStrategy."""
-    model = checkpoint.get("state_dict", {})
-    paths: dict[int, ItemPath] = {
-        id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
-    }
-    for number, (optimizer, fqns) in enumerate(
-        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
-    ):
-        for path, value in _states(number, optimizer, fqns):
-            if isinstance(value, torch.Tensor):
-                paths[id(value)] = path
-    return paths
+    values = _values(checkpoint, names)
+    return {id(value): path for path, value in values if isinstance(value, torch.Tensor)}
 
 
 def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[ItemPath, Any]]:
-    model = checkpoint.get("state_dict", {})
-    found: list[tuple[ItemPath, Any]] = [
-        (("model", key), value)
-        for key, value in model.items()
+    return [
+        (path, value if path[0] == "model" else _without_shards(value))
+        for path, value in _values(checkpoint, names)
         if not isinstance(value, torch.Tensor)
     ]
-    for number, (optimizer, fqns) in enumerate(
-        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
-    ):
-        values = _states(number, optimizer, fqns)
-        found += [
-            (path, _without_shards(value))
-            for path, value in values
-            if not isinstance(value, torch.Tensor)
-        ]
-        groups = [
-            {**group, "params": [fqns[index] for index in group["params"]]}
-            # A placeholder of Lightning, for a module without optimizers, has no groups.
-            for group in optimizer.get("param_groups", ())
-        ]
-        found.append(((f"optimizer_{number}", "param_groups"), groups))
-    return found
 
 
-def _states(
-    number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]
-) -> Iterator[tuple[ItemPath, Any]]:
-    """Every value that an optimizer keeps of a parameter, under the parameter's name."""
-    states: Mapping[Any, Any] = optimizer.get("state", {})
-    for index, state in states.items():
-        if not isinstance(index, int):
-            continue  # what an optimizer keeps of no parameter
-        for key, value in state.items():
-            yield (f"optimizer_{number}", "state", fqns[index], key), value
+def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[ItemPath, Any]]:
+    """Every value of the model, and those of optimizers under the names of parameters."""
+    for key, value in checkpoint.get(WEIGHTS, {}).items():
+        yield ("model", key), value
+    optimizers = zip(checkpoint.get(OPTIMIZERS, ()), names, strict=False)
+    for number, (optimizer, fqns) in enumerate(optimizers):
+        root = f"optimizer_{number}"
+        for index, state in optimizer.get("state", {}).items():
+            if isinstance(index, int):  # else it is kept of no parameter
+                for key, value in state.items():
+                    yield (root, "state", fqns[index], key), value
+        # A placeholder of Lightning, for a module without optimizers, has no groups.
+        groups = optimizer.get("param_groups", ())
+        named = [{**it, "params": [fqns[index] for index in it["params"]]} for it in groups]
+        yield (root, "param_groups"), named
 
 
 def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:

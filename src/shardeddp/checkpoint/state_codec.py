@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import json
 import math
 import pathlib
 import re
@@ -15,116 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from shardeddp.checkpoint.strict_json import MAX_INTEGER
 from shardeddp.errors import CheckpointError
-from shardeddp.garbage import collector_paused
 
-# -- Strict JSON: parsed exactly, or refused with one kind of error
-#
-# The parser is :mod:`json`, with hooks for what is stricter here. What a document can cost is bounded
-# by its own size: a value takes at most some 60 bytes for each byte of its text (``[],``), and text
-# without end, wide characters and long numbers take time in proportion to their length. Nesting is
-# bounded by the interpreter.
-
-MAX_INTEGER = 2**53 - 1
-"""Of either sign: what every JSON reader keeps exactly."""
-
-_MAX_NUMBER_LENGTH = 32
-"""Characters; ``repr`` of a float has 24 at most.
-
-Longer digits take more than linear time on old interpreters.
-"""
-
-_HALF = re.compile("[\ud800-\udfff]")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def parse_json(data: bytes | bytearray, name: str) -> Any:
-    """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
-
-    Args:
-        data: The whole document.
-        name: Of the file, for errors.
-
-    Raises:
-        CheckpointError: It is not such a document; nothing else is raised.
-    """
-    try:
-        # What it makes is bounded by the document's size.
-        with collector_paused():
-            value = json.loads(
-                data.decode("ascii"),
-                parse_int=_integer,
-                parse_float=_real,
-                parse_constant=_no_constant,
-                object_pairs_hook=_object,
-            )
-            if _SURROGATE.search(data):
-                for text in _strings(value):
-                    text.encode()
-        return value
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at byte {error.pos:,}"
-    except UnicodeDecodeError as error:
-        reason = f"byte {error.start:,} is {data[error.start]:#04x}, expected ASCII"
-    except UnicodeEncodeError:
-        reason = "a string has half a surrogate pair"
-    except RecursionError:
-        reason = "it is nested deeper than any value that this package saves"
-    except ValueError as error:
-        reason = str(error)
-    # Not chained: a JSONDecodeError holds the whole text.
-    raise CheckpointError(
-        f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written"
-    )
-
-
-def _integer(text: str) -> int:
-    if len(text) > _MAX_NUMBER_LENGTH or not -MAX_INTEGER <= (value := int(text)) <= MAX_INTEGER:
-        raise ValueError(f"the integer {_shorten(text)} is not below 2**53")
-    return value
-
-
-def _real(text: str) -> float:
-    if len(text) > _MAX_NUMBER_LENGTH or not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {_shorten(text)} is not a finite 64-bit float")
-    return value
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {_shorten(ascii(key))} stands {count} times in one object")
-    return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-# -- State trees as tagged JSON
-#
 # A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the
 # *parts* of the value, a simpler value that is encoded in turn, so the codec of a type says only
 # how to take it apart and put it together. Nothing in the data names what is imported or called:
@@ -144,6 +41,9 @@ _DATA_NBYTES = 2**12
 
 _MANY = _DATA_NBYTES // 8
 """From here on, values are many: numbers of 8 bytes, texts, and pairs of a dict."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which is no text."""
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -218,11 +118,7 @@ def encode(
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
-    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`.
-
-    Raises:
-        CheckpointError: A tag is unknown, or holds what it cannot hold.
-    """
+    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`."""
     codecs = {codec.tag: codec for codec in (*CODECS, *more)}
     try:
         return _Decoder(get=get, codecs=codecs).decode(value)
@@ -264,12 +160,7 @@ def tensors_in(
 
 
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A tree in containers that ``weights_only=True`` reads.
-
-    Args:
-        tree: Nested dicts, lists and tuples, also of derived types.
-        leaf: Called with everything else, for what is to be there.
-    """
+    """A tree in containers that ``weights_only=True`` reads; ``leaf`` makes what else is to be there."""
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
         mapping = cast("dict[Any, Any]", tree)
@@ -547,30 +438,16 @@ def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
 
 def sparse_parts(value: torch.Tensor) -> Any:
     """The plain tensors that a sparse one consists of."""
-    layout = str(value.layout).removeprefix("torch.")
-    value = value.detach()
+    value, coalesced = value.detach(), True
     if value.layout is torch.sparse_coo:
-        return [
-            layout,
-            list(value.shape),
-            [value._indices(), value._values()],
-            value.is_coalesced(),
-        ]
-    if value.layout in _COMPRESSED_ROWS:
-        return [
-            layout,
-            list(value.shape),
-            [value.crow_indices(), value.col_indices(), value.values()],
-            True,
-        ]
-    if value.layout in _COMPRESSED_COLUMNS:
-        return [
-            layout,
-            list(value.shape),
-            [value.ccol_indices(), value.row_indices(), value.values()],
-            True,
-        ]
-    return NotImplemented
+        parts, coalesced = [value._indices(), value._values()], value.is_coalesced()
+    elif value.layout in _COMPRESSED_ROWS:
+        parts = [value.crow_indices(), value.col_indices(), value.values()]
+    elif value.layout in _COMPRESSED_COLUMNS:
+        parts = [value.ccol_indices(), value.row_indices(), value.values()]
+    else:
+        return NotImplemented
+    return [str(value.layout).removeprefix("torch."), list(value.shape), parts, coalesced]
 
 
 def _build_sparse(parts: Any) -> torch.Tensor:
@@ -601,9 +478,8 @@ def _build_size(parts: Any) -> torch.Size:
 
 
 def _bytes_parts(value: bytes) -> Any:
-    if len(value) < _DATA_NBYTES:
-        return base64.b64encode(value).decode()
-    return _bytes_as_tensor(value)
+    small = len(value) < _DATA_NBYTES
+    return base64.b64encode(value).decode() if small else _bytes_as_tensor(value)
 
 
 def _bytes_as_tensor(value: bytes) -> torch.Tensor:
@@ -679,7 +555,7 @@ _DTYPES = {
 }
 _NUMPY: dict[str, type[np.generic]] = {
     np.dtype(name).name: np.dtype(name).type
-    for name in (
+    for name in [
         "bool",
         "i1",
         "i2",
@@ -694,7 +570,7 @@ _NUMPY: dict[str, type[np.generic]] = {
         "f8",
         "c8",
         "c16",
-    )
+    ]
 }
 
 
@@ -732,15 +608,10 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         datetime.timedelta,
         "timedelta",
         lambda it: [it.days, it.seconds, it.microseconds],
-        lambda it: datetime.timedelta(*_list(it)),
+        lambda parts: datetime.timedelta(*_list(parts)),
     ),
     (datetime.date, "date", str, lambda parts: datetime.date.fromisoformat(_text(parts))),
-    (
-        datetime.datetime,
-        "datetime",
-        _datetime_parts,
-        _build_datetime,
-    ),
+    (datetime.datetime, "datetime", _datetime_parts, _build_datetime),
     (
         torch.dtype,
         "dtype",

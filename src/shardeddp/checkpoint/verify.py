@@ -30,19 +30,11 @@ from shardeddp.checkpoint.durable import (
     open_regular,
     open_source,
     read_into,
-    read_text,
     reading_ahead,
 )
-from shardeddp.checkpoint.find import (
-    PLAIN_SUFFIX,
-    Damage,
-    carries_index,
-    damaged_records,
-    find_checkpoints,
-    read_index,
-)
+from shardeddp.checkpoint.find import find_checkpoints, read_manifest_alone
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
-from shardeddp.checkpoint.items import ALGORITHM, check_item_crc
+from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DCP_METADATA,
@@ -53,10 +45,16 @@ from shardeddp.checkpoint.manifest import (
     Item,
     Manifest,
     StoredTensor,
-    manifest_from_bytes,
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
+from shardeddp.checkpoint.plain_file import (
+    PLAIN_SUFFIX,
+    Damage,
+    carries_index,
+    damaged_records,
+    read_index,
+)
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
@@ -102,7 +100,7 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
     # In the manifest what is not sharded comes behind everything that is.
     roots = {root: at for at, root in enumerate(_roots(manifest))}
     for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
-        owner = manifest.owners[tensor.section] if tensor.numel else tensor.name
+        owner = manifest.owners[tensor.sections[0]] if tensor.numel else tensor.name
         names = tensor.name, name_of(tensor.path[1:])
         if any(fnmatch.fnmatchcase(name, wanted) for name in names):
             # In a plain file there are no sections: a tensor is one record of it.
@@ -239,18 +237,10 @@ class Verification:
 
 
 def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Damage]:
-    """Compare all bytes of a checkpoint with their checksums.
-
-    Args:
-        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain
-            file.
-        progress: Called as it goes on.
+    """Compare all bytes of a checkpoint, of another tool as well, with their checksums.
 
     Returns:
         What is damaged, in the order of files and bytes; nothing if all of it is as it was written.
-
-    Raises:
-        CheckpointError: There is no sharded checkpoint.
     """
     return examine(path, progress).damages
 
@@ -290,15 +280,8 @@ def newest_verified(
 ) -> Location | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
-    Args:
-        directory: It need not exist.
-        within_s: Give up after so many seconds.
-
-    Returns:
-        None if there is none.
-
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: It takes longer than ``within_s``.
     """
     deadline = None if within_s is None else time.monotonic() + within_s
 
@@ -313,38 +296,6 @@ def newest_verified(
             if not verify(candidate.path, progress):
                 return candidate.path
     return None
-
-
-def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
-    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
-    found, folder = find_checkpoints(directory), location(directory)
-    whole = [candidate.path for candidate in reversed(found.checkpoints)]
-    if isinstance(folder, RemotePath):
-        return whole + [folder / name for name in found.skipped]
-    with disk_errors("looking for checkpoints in", folder):
-        rest = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    seen = {path.name for path in whole}
-    return whole + [
-        path
-        for path in rest
-        if path.name not in seen
-        and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
-    ]
-
-
-def what_lies_beside(path: Location) -> str:
-    """End of an error about a path where there is nothing: the checkpoints beside it."""
-    folder = path.parent
-    if isinstance(folder, Path) and not folder.is_dir():
-        return ", nor does the directory that it would lie in"
-    try:
-        names = [each.name for each in checkpoints_in(folder)]
-    except (CheckpointError, NotImplementedError):  # nobody may list it
-        return ""
-    if isinstance(folder, Path):  # those of other strategies, which say no step
-        others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
-        names += [name for name in others if name not in names]
-    return f"; beside it there are {first_three(names) if names else 'none'}"
 
 
 def _examine_remote(path: RemotePath, progress: Progress, started: Progress) -> Verification:
@@ -382,8 +333,7 @@ def _examine_file(path: Location, progress: Progress, started: Progress) -> Veri
 
 def _examine_own(path: Location, progress: Progress, started: Progress) -> Verification:
     try:
-        with open_source(path / MANIFEST) as (descriptor, nbytes):
-            manifest = manifest_from_bytes(read_text(descriptor, Interval(0, nbytes), MANIFEST))
+        manifest = read_manifest_alone(path)
         if manifest.algorithm != ALGORITHM:
             raise CheckpointError(
                 f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}"
@@ -494,9 +444,51 @@ class _Check:
                 self._advance(expected)
                 return
             self._runs[name] = table.runs()
-        yield from _FileCheck(
-            name, self._manifest, table, descriptor, buffer, self._advance
-        ).damages(nbytes)
+        yield from self._contents(name, table, descriptor, nbytes, buffer)
+
+    def _contents(
+        self,
+        name: str,
+        table: PieceTable | None,
+        descriptor: Source,
+        nbytes: int,
+        buffer: memoryview,
+    ) -> Iterator[Damage]:
+        """Check the blocks of all pieces, and together all bytes that are in none of them."""
+        expected, end = self._manifest.files[name], 0
+        frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
+
+        def read_frames(start: int, stop: int) -> None:
+            while start < stop:
+                view = buffer[: min(stop - start, len(buffer))]
+                count = read_into(descriptor, view, start)
+                if not count:
+                    return
+                frames.update(view[:count])
+                start += count
+                self._advance(count)
+
+        for section, piece in () if table is None else table.by_payload():
+            read_frames(end, piece.payload)
+            itemsize = self._manifest.sections[section].dtype.itemsize
+            end = piece.payload + piece.interval.numel * itemsize
+            for index, wanted in enumerate(piece.checksums):
+                start = piece.payload + index * BLOCK_NBYTES
+                block = Interval(start, min(end, start + BLOCK_NBYTES))
+                found = _checksum_of(descriptor, block, buffer)
+                if found != wanted:
+                    owner = self._manifest.owners.get(section, f"section {section}")
+                    yield Damage(file=name, tensor=owner, where=block, expected=wanted, found=found)
+                self._advance(block.numel)
+        where = self._manifest.table_of(name)  # was compared when it was read
+        where = where.intersect(Interval(0, expected.nbytes))
+        read_frames(end, where.start)
+        self._advance(where.numel)
+        if frames.hexdigest() != expected.checksum and nbytes >= expected.nbytes:
+            of_what = " over the bytes around its tensors" * bool(expected.pieces)
+            yield Damage(
+                file=name, expected=f"{expected.checksum}{of_what}", found=frames.hexdigest()
+            )
 
     def _tensors_in(self, name: str) -> list[str]:
         """Names of tensors that have elements in a file, as far as the placement can be read."""
@@ -526,95 +518,24 @@ class _StoppedError(Exception):
     """Ends a thread; no damage of a file, which errors of the system are."""
 
 
-class _FileCheck:
-    """One file, read from its start to its end.
-
-    Args:
-        name: Of the file.
-        manifest: What it should be.
-        table: Of its pieces; None for one that has none.
-        descriptor: The file, open.
-        buffer: Of ``BLOCK_NBYTES``.
-        progress: Told how many more bytes have been checked.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        manifest: Manifest,
-        table: PieceTable | None,
-        descriptor: Source,
-        buffer: memoryview,
-        progress: Progress,
-    ) -> None:
-        self._name = name
-        self._manifest = manifest
-        self._table = table
-        self._descriptor = descriptor
-        self._buffer = buffer
-        self._progress = progress
-        self._frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
-
-    def damages(self, nbytes: int) -> Iterator[Damage]:
-        """What is not as it was written."""
-        expected, end = self._manifest.files[self._name], 0
-        pieces = () if self._table is None else self._table.by_payload()
-        for section, piece in pieces:
-            self._read_frames(end, piece.payload)
-            itemsize = self._manifest.sections[section].dtype.itemsize
-            end = piece.payload + piece.interval.numel * itemsize
-            for index, checksum in enumerate(piece.checksums):
-                start = piece.payload + index * BLOCK_NBYTES
-                block = Interval(start, min(end, start + BLOCK_NBYTES))
-                found = self._digest(block)
-                if found != checksum:
-                    yield Damage(
-                        file=self._name,
-                        tensor=self._manifest.owners.get(section, f"section {section}"),
-                        where=block,
-                        expected=checksum,
-                        found=found,
-                    )
-                self._progress(block.numel)
-        table = self._manifest.table_of(self._name)  # was compared when it was read
-        table = table.intersect(Interval(0, expected.nbytes))
-        self._read_frames(end, table.start)
-        self._progress(table.numel)
-        frames = self._frames.hexdigest()
-        if frames != expected.checksum and nbytes >= expected.nbytes:
-            of_what = " over the bytes around its tensors" * bool(expected.pieces)
-            yield Damage(file=self._name, expected=f"{expected.checksum}{of_what}", found=frames)
-
-    def _read_frames(self, start: int, stop: int) -> None:
-        while start < stop:
-            view = self._buffer[: min(stop - start, len(self._buffer))]
-            count = read_into(self._descriptor, view, start)
-            if not count:
-                return
-            self._frames.update(view[:count])
-            start += count
-            self._progress(count)
-
-    def _digest(self, block: Interval) -> str:
-        view = self._buffer[: block.numel]
-        done = read_into(self._descriptor, view, block.start)
-        if done < len(view):
-            return f"the end of the file at byte {block.start + done:,}"
-        return xxhash.xxh3_128_hexdigest(view)
+def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str:
+    view = buffer[: block.numel]
+    done = read_into(descriptor, view, block.start)
+    if done < len(view):
+        return f"the end of the file at byte {block.start + done:,}"
+    return checksum(view)
 
 
 def _extra(path: Location, known: set[str]) -> list[Damage]:
     """What lies in a checkpoint but is not part of it: hidden damage, or something put there."""
     if isinstance(path, RemotePath):
         names = [] if path.protocol in READ_ONLY else list(path.list())
-        return [
-            Damage(file=name, expected="no such file", found=kind_of(stat.S_IFREG))
-            for name in names
-            if name not in known
-        ]
+        found = {name: stat.S_IFREG for name in names}
+    else:
+        found = {name: os.lstat(path / name).st_mode for name in sorted(os.listdir(path))}
     return [
-        Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
-        for name in sorted(os.listdir(path))
+        Damage(file=name, expected="no such file", found=kind_of(mode))
+        for name, mode in found.items()
         if name not in known
     ]
 

@@ -6,10 +6,11 @@ import json
 import logging
 import math
 import os
-import struct
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
     stored_tensors,
 )
-from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
+from shardeddp.checkpoint.pieces import Pieces, Rows, placement_of, runs_of
 from shardeddp.checkpoint.remote import RemotePath, repeated
 from shardeddp.checkpoint.remote_directory import RemoteStaging
 from shardeddp.checkpoint.snapshot import (
@@ -73,8 +74,6 @@ DCP_PIECES = 2**16
 It has an entry for each, which takes rank 0 some 40 us and 3 KB of memory while all ranks wait.
 """
 
-_LENGTH = struct.Struct("<I")
-
 
 @dataclass(frozen=True)
 class Report:
@@ -86,18 +85,6 @@ class Report:
 
     runs: Rows
     """What it has written of each section."""
-
-    def to_bytes(self) -> bytes:
-        """For the first rank."""
-        header = json.dumps([vars(self.file), self.layout]).encode()
-        return _LENGTH.pack(len(header)) + header + self.runs.tobytes()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
-        """What :meth:`to_bytes` has made of one."""
-        start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-        file, layout = json.loads(data[_LENGTH.size : start])
-        return cls(StoredFile(**file), layout, np.frombuffer(data, RUN, offset=start))
 
 
 @dataclass(frozen=True)
@@ -114,12 +101,8 @@ class Written:
 def write_data_file(
     snapshot: Snapshot, folder: Location, rank: int, options: CheckpointOptions
 ) -> Written:
-    """Write what a rank has of a checkpoint.
-
-    Raises:
-        CheckpointError: The file system refuses.
-    """
-    name, permissions = f"__{rank}_0.distcp", options.permissions or "private"
+    """Write what a rank has of a checkpoint."""
+    name, permissions = f"__{rank}_0.distcp", _permissions(options)
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
     made = directory.new_part(folder, name, snapshot.nbytes, permissions, options.durability)
     with made as opened:
@@ -144,6 +127,10 @@ def write_data_file(
     table = np.array(rows, dtype=PIECE)
     runs = runs_of(*(table[column] for column in ("section", "start", "stop")))
     return Written(Report(stored, snapshot.layout.hex(), runs), held, objects)
+
+
+def _permissions(options: CheckpointOptions) -> Permissions:
+    return options.permissions or "private"
 
 
 def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Interval]]:
@@ -221,103 +208,96 @@ def write_checkpoint(
         CheckpointError: Some rank could not write, or replicas differ. What was at ``target`` is
             still there.
     """
-    _Writing(snapshot, target, run, group, options).run()
+    _Writing(snapshot, target, run, group, options).save()
 
 
+@dataclass
 class _Writing:
-    """One save, from the side of one rank."""
+    """One save, from the side of one rank; arguments of :func:`write_checkpoint`."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        target: Location,
-        run: TrainingRun,
-        group: HostGroup | None,
-        options: CheckpointOptions,
-    ) -> None:
-        self._snapshot = snapshot
-        self._target = target
-        self._run = run
-        self._group = group
-        self._options = options
-        self._permissions: Permissions = options.permissions or "private"
-        self._rank = 0 if group is None else group.rank
-        self._staging: Staging | RemoteStaging | None = None  # rank 0's
-        self._folder: Location = target  # of the staging, when rank 0 has said where that is
-        self._own: Written | None = None  # when it is
+    snapshot: Snapshot
+    target: Location
+    run: TrainingRun
+    group: HostGroup | None
+    options: CheckpointOptions
+    staging: Staging | RemoteStaging | None = None  # rank 0's
+    folder: Location = field(init=False)  # of the staging, when rank 0 has said where that is
+    own: Written | None = None  # when it is
 
-    def run(self) -> None:
-        """Do it all; see :func:`write_checkpoint`."""
+    def save(self) -> None:
+        """Do it all."""
         sizes = self._gather_to_first(
-            "planning the checkpoint", lambda: str(self._snapshot.nbytes).encode()
+            "planning the checkpoint", lambda: str(self.snapshot.nbytes).encode()
         )
         try:
             needed = sum(map(int, sizes))
             folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
-            self._folder = location(os.fsdecode(folders[0]))
-            reports = self._gather_to_first(f"writing {self._target}", self._write)
+            self.folder = location(os.fsdecode(folders[0]))
+            reports = self._gather_to_first(f"writing {self.target}", self._write)
             self._compare_replicas()
-            self._gather(f"committing {self._target}", lambda: self._commit(reports))
+            self._gather(f"committing {self.target}", lambda: self._commit(reports))
         except Exception:
-            if isinstance(self._staging, RemoteStaging):
-                remote_directory.discard(self._staging)
-            elif self._staging is not None:
-                directory.discard(self._staging)
+            if isinstance(self.staging, RemoteStaging):
+                remote_directory.discard(self.staging)
+            elif self.staging is not None:
+                directory.discard(self.staging)
             raise
 
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return 0 if self.group is None else self.group.rank
+
     def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
-        return [action()] if self._group is None else gather_results(step, action, self._group)
+        return [action()] if self.group is None else gather_results(step, action, self.group)
 
     def _gather_to_first(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
-        return [action()] if self._group is None else gather_to_first(step, action, self._group)
+        return [action()] if self.group is None else gather_to_first(step, action, self.group)
 
     def _compare_replicas(self) -> None:
-        part, own = self._snapshot.part, self._own
-        if self._group is not None and part is not None and own is not None:
+        part, own = self.snapshot.part, self.own
+        if self.group is not None and part is not None and own is not None:
             shares = [share for share, _ in own.held]
             digests = [found for _, found in own.held]
-            compare_replicas(shares, lambda: digests, part, self._snapshot.names, self._group)
+            compare_replicas(shares, lambda: digests, part, self.snapshot.names, self.group)
 
     def _prepare(self, needed: int) -> bytes:
         """Rank 0 alone: the directory to write in."""
-        if self._rank:
+        if self.rank:
             return b""
-        options, target = self._options, self._target
+        options, target = self.options, self.target
         if isinstance(target, RemotePath):
-            self._staging = remote_directory.stage(target)
+            self.staging = remote_directory.stage(target)
         else:
             preflight(target.parent, needed)
-            self._staging = directory.stage(target, self._permissions, options.durability)
-        return os.fsencode(str(self._staging.path))
+            self.staging = directory.stage(target, _permissions(self.options), options.durability)
+        return os.fsencode(str(self.staging.path))
 
     def _write(self) -> bytes:
         """This rank's data file."""
-
-        def write() -> Written:
-            return write_data_file(self._snapshot, self._folder, self._rank, self._options)
-
+        write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
         # An upload that has failed begins again.
-        remote = isinstance(self._folder, RemotePath)
-        self._own = repeated(write, (CheckpointError,)) if remote else write()
-        return self._own.report.to_bytes()
+        remote = isinstance(self.folder, RemotePath)
+        self.own = repeated(write, (CheckpointError,)) if remote else write()
+        return pickle.dumps(self.own.report)  # for a rank of the same job
 
     def _commit(self, reports: Sequence[bytes]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
-        if self._staging is None or self._own is None:
+        if self.staging is None or self.own is None:
             return b""
-        told = [Report.from_bytes(report) for report in reports]
-        manifest, placement = index(self._snapshot, self._run, told, self._own.objects)
+        told: list[Report] = list(map(pickle.loads, reports))
+        manifest, placement = index(self.snapshot, self.run, told, self.own.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
-            STATE: json.dumps(self._snapshot.tree, separators=(",", ":")).encode(),
-            LIGHTNING_META: self._snapshot.rest,
+            STATE: json.dumps(self.snapshot.tree, separators=(",", ":")).encode(),
+            LIGHTNING_META: self.snapshot.rest,
         }
         num_pieces = sum(file.pieces for file in manifest.files.values())
         if num_pieces > DCP_PIECES:
             log.warning(
-                f"{self._target} has {num_pieces:,} pieces, too many to write {DCP_METADATA} while "
+                f"{self.target} has {num_pieces:,} pieces, too many to write {DCP_METADATA} while "
                 f"all ranks wait. torch.distributed.checkpoint reads the checkpoint after: "
-                f"shardeddp metadata {self._target}"
+                f"shardeddp metadata {self.target}"
             )
         files = dict(manifest.files)
         for name, content in contents.items():
@@ -325,29 +305,29 @@ class _Writing:
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         if num_pieces <= DCP_PIECES:
             # In a store the placement is read once, and not with a request for each tensor.
-            pieces = Pieces(reading_ahead(self._folder), manifest)
+            pieces = Pieces(reading_ahead(self.folder), manifest)
             content = to_bytes(dcp_metadata(manifest, pieces))
             self._put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
         manifest = replace(manifest, files=files)
-        if isinstance(self._staging, RemoteStaging):
+        if isinstance(self.staging, RemoteStaging):
             sizes = {name: file.nbytes for name, file in files.items()}
-            placed = manifest_to_bytes(replace(manifest, folder=self._folder.name))
-            notes = remote_directory.commit(self._staging, sizes, placed)
+            placed = manifest_to_bytes(replace(manifest, folder=self.folder.name))
+            notes = remote_directory.commit(self.staging, sizes, placed)
         else:
             self._put(MANIFEST, manifest_to_bytes(manifest))
-            notes = directory.commit(self._staging)
+            notes = directory.commit(self.staging)
         for note in notes:
             log.warning(note)  # no warning that a filter makes an error of: it is committed
         return b""
 
     def _put(self, name: str, content: bytes | memoryview) -> None:
-        if isinstance(self._folder, RemotePath):
-            with disk_errors("writing", self._folder / name):
-                (self._folder / name).put(bytes(content))
+        if isinstance(self.folder, RemotePath):
+            with disk_errors("writing", self.folder / name):
+                (self.folder / name).put(bytes(content))
         else:
             directory.write_file(
-                self._folder, name, content, self._permissions, self._options.durability
+                self.folder, name, content, _permissions(self.options), self.options.durability
             )
 
 
@@ -359,7 +339,6 @@ class Saver:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self._options = options
-        self._permissions: Permissions = options.permissions or "private"
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread; the same on all ranks
@@ -378,11 +357,7 @@ class Saver:
     def save(
         self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
     ) -> None:
-        """Save, or begin to; a collective of all ranks.
-
-        Raises:
-            CheckpointError: The save failed, or the one before did in its thread.
-        """
+        """Save, or begin to, after an error of the save before; a collective of all ranks."""
         self.wait()
         if not self._options.asynchronous:
             write_checkpoint(snapshot, target, run, group, self._options)
@@ -392,7 +367,9 @@ class Saver:
             if group.rank == 0 and not isinstance(target, RemotePath):
                 # Callbacks may look there, or link to what is going to be there, before the thread
                 # comes to it.
-                make_directories(target.parent, self._permissions, self._options.durability)
+                make_directories(
+                    target.parent, _permissions(self._options), self._options.durability
+                )
             return snapshot.copied(self._memory)
 
         own = run_on_all_ranks("copying the checkpoint", copied, group)

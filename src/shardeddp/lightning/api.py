@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -198,22 +198,6 @@ else:
     for _module, _names in PUBLIC.items():
         globals().update((_name, named(f"{_module}:{_name}")) for _name in _names.split())
     LIGHTNING_VERSION = named("pytorch:__version__")
-
-
-# -- Objects with a state
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Object that a checkpoint of Fabric holds by its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state over."""
-        ...
 
 
 # -- Reading of ``load_from_checkpoint``

@@ -14,11 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.durable import is_remote, local_path, location
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint

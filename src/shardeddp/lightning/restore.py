@@ -17,16 +17,18 @@ from torch.optim import Optimizer
 from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.contents import (
     ATTRIBUTES,
-    OPTIMIZERS,
-    WEIGHTS,
     open_checkpoint,
     open_file,
     open_remote_file,
     read_foreign_contents,
 )
 from shardeddp.checkpoint.durable import Location, disk_errors, location
-from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
-from shardeddp.checkpoint.kept_shards import KEY, NAMES
+from shardeddp.checkpoint.find import (
+    carries_manifest,
+    checkpoints_in,
+    is_checkpoint,
+    what_lies_beside,
+)
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
@@ -39,9 +41,9 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
 )
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
-from shardeddp.checkpoint.schema import check_fields, check_like
+from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS, check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
-from shardeddp.checkpoint.verify import checkpoints_in, newest_verified, what_lies_beside
+from shardeddp.checkpoint.verify import newest_verified
 from shardeddp.comm import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of

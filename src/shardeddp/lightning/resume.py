@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
-from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
+from shardeddp.checkpoint.kept_shards import KeptShards, places_of_shards
 from shardeddp.checkpoint.random_state import (
-    STATES,
+    LoaderProxy,
     ResumeRandomness,
-    Stateful,
     gather_random_states,
     has_length,
 )
+from shardeddp.checkpoint.schema import KEPT, KEY, LOADERS, NAMES, STATES
 from shardeddp.checkpoint.snapshot import ParameterNames
 from shardeddp.comm.agreement import gather_to_first
 from shardeddp.comm.host_group import HostGroup
@@ -125,7 +126,7 @@ class Resume:
         )
         loader_states = gather_loader_states(checkpoint, mesh.world_control)
         if loader_states:  # ranks are in different places of their data
-            own["loader_states"] = loader_states
+            own[LOADERS] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):
             own[KEPT] = places
         if checkpoint.get("optimizer_states"):
@@ -148,8 +149,8 @@ class Resume:
         self._randomness.hold(own.get(STATES), rank, size)
         if self._randomness.holds:
             self._streams.load(checkpoint)
-        if "loader_states" in own:
-            take_loader_state(checkpoint, own["loader_states"], rank, size)
+        if LOADERS in own:
+            take_loader_state(checkpoint, own[LOADERS], rank, size)
 
     def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
         """Action that shards loads of callbacks as the module is sharded.
@@ -229,19 +230,8 @@ class Resume:
         self._streams.wait = False
 
 
-class _NotStarted:
+class _NotStarted(LoaderProxy):
     """A loader during setup: its first batch is nothing and is thrown away; else the loader itself."""
-
-    def __init__(self, loader: Any) -> None:
-        vars(self).update(loader=loader)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's."""
-        return getattr(vars(self)["loader"], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
-        setattr(vars(self)["loader"], name, value)
 
     def __iter__(self) -> Iterator[None]:
         """Yield what is asked for ahead."""

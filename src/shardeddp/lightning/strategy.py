@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full
-from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
+from shardeddp.checkpoint.schema import KEY
 from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (

@@ -1,0 +1,152 @@
+"""Plain checkpoints: one file, what this package says of it in its index, and the CRCs of its records."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardeddp.checkpoint.durable import Source, StrPath, disk_errors, location, open_source
+from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
+from shardeddp.checkpoint.manifest import INDEX, Item, Manifest, index_from_bytes
+from shardeddp.checkpoint.remote import RemotePath
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.plan.layout import Interval
+from shardeddp.wrap.tree import first_three
+
+PLAIN_SUFFIX = ".ckpt"
+"""How names of checkpoints end, of those that are one file as well."""
+
+_ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One place where a checkpoint is not what was written."""
+
+    file: str
+    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
+
+    tensor: str = ""
+    """Tensor with bytes there, or record of an archive where it is no tensor's; empty if none."""
+
+    where: Interval | None = None
+    """Bytes of the file; None if it is the file as a whole."""
+
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
+        of = f" of {self.tensor}" if self.tensor else ""
+        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
+
+
+def read_index(path: StrPath | RemotePath) -> Manifest:
+    """What this package says of a plain checkpoint that it has written; elements are not read."""
+    with opened_file(path) as (descriptor, item):
+        return _index(descriptor, item, records_of(descriptor, item))[0]
+
+
+def carries_index(path: StrPath | RemotePath) -> bool:
+    """Whether a file is a plain checkpoint that this package has written."""
+    try:
+        with opened_file(path) as (descriptor, item):
+            return any(_is_index(record) for record in records_of(descriptor, item))
+    except (CheckpointError, OSError):
+        return False
+
+
+def damaged_records(
+    path: StrPath | RemotePath,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Damage]:
+    """Compare the records of a plain checkpoint with their CRCs.
+
+    ``torch.save`` has written those, or this package. Where CRCs were left out
+    (``torch.serialization.set_crc32_options``), nothing is compared.
+
+    Args:
+        path: The file, or a link to it.
+        part: Which records: ``(1, 3)`` is the second of three parts.
+        progress: Told how many more bytes have been compared.
+    """
+    damaged: list[Damage] = []
+    with opened_file(path) as (descriptor, item):
+        records = records_of(descriptor, item)
+        if not any(record.crc for record in records):
+            return []
+        names = _names(descriptor, item, records)
+        for record in records[part[0] :: part[1]]:
+            found = crc_of(descriptor, item, record)
+            if found != record.crc:
+                damaged.append(
+                    Damage(
+                        file=location(path).name,
+                        tensor=names.get(record.offset, record.name),
+                        where=Interval(record.offset, record.offset + record.nbytes),
+                        expected=f"{record.crc:08x}",
+                        found=f"{found:08x}",
+                    )
+                )
+            progress(record.nbytes)
+    return damaged
+
+
+def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
+    """Refuse a plain checkpoint of which a record, among a part of them, is not what its CRC says."""
+    damaged = damaged_records(path, part)
+    if damaged:
+        raise DamagedCheckpointError(
+            f"{path} is damaged (CRCs of records): {first_three(map(str, damaged))}"
+        )
+
+
+def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, str]:
+    """Names of tensors by where their elements are, if this package has written the file."""
+    try:
+        manifest, elements = _index(descriptor, item, records)
+    except CheckpointError:
+        return {}
+    tensors = manifest.tensors.values()
+    return {elements[it.sections[0]].start: it.name for it in tensors if it.numel}
+
+
+def _index(
+    descriptor: Source, item: Item, records: list[Record]
+) -> tuple[Manifest, dict[int, Interval]]:
+    """What the package says of a file, and the bytes of each numbered record."""
+    record = next(filter(_is_index, records), None)
+    if record is None:
+        raise CheckpointError(
+            f"there is no {INDEX} in it: another tool wrote it, or an older release"
+        )
+    found = ((_ELEMENTS.fullmatch(each.name), each) for each in records)
+    elements = {
+        int(match[1]): Interval(each.offset, each.offset + each.nbytes)
+        for match, each in found
+        if match is not None
+    }
+    data = read_record(descriptor, item, record)
+    return index_from_bytes(data, item.file, item.nbytes, elements), elements
+
+
+def _is_index(record: Record) -> bool:
+    return Path(record.name).name == INDEX
+
+
+@contextmanager
+def opened_file(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
+    """A plain file, or the one that a link leads to, and all of its bytes as an item."""
+    place = location(path)
+    real = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
+    try:
+        with disk_errors("reading", place), open_source(real) as (descriptor, nbytes):
+            yield descriptor, Item(file=real.name, offset=0, nbytes=nbytes)
+    except CheckpointError as error:
+        raise (error if str(path) in str(error) else type(error)(f"{path}: {error}")) from error
