@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case
@@ -149,6 +150,45 @@ class DetachedBeforeAnAssignment(SmallGpt):
             self.kept[0].mul_(0.5)
 
 
+class WrittenInTheStepAndBetween(SmallGpt):
+    """Views of an earlier step, read as soon as something has written to the parameter, wherever that was."""
+
+    rows: tuple[Tensor, ...] = ()
+
+    def written(self) -> Iterator[Tensor]:
+        yield self.embed.weight
+        yield self.head.weight
+        yield self.blocks[0].up.weight
+        yield self.blocks[1].down.bias
+
+    def look(self) -> None:
+        self.losses += [float(row.norm()) for row in self.rows]
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        with torch.no_grad():
+            for parameter in self.written():
+                parameter.mul_(0.98)
+        self.look()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.look()
+        with torch.no_grad():
+            for parameter in self.written():
+                parameter.mul_(0.98)
+        self.look()
+        if not self.rows:
+            self.rows = tuple(parameter.detach()[:2] for parameter in self.written())
+        loss = super().loss(batch)
+        self.look()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+        for parameter in self.written():
+            parameter.data.mul_(0.98)
+        self.look()
+
+
 class RemembersAllOfItself(Block):
     """Keeps its own weight, detached, in every other forward."""
 
@@ -182,6 +222,7 @@ CASES = [
     case(DetachedByTheUnit, units={RemembersItself}, refused=r"blocks\.[01]\.up\.weight"),
     case(KeptToTheNextStep, refused=r"embed\.weight"),
     case(WrittenBetweenSteps, refused=r"embed\.weight|blocks\.0\.up\.weight"),
+    case(WrittenInTheStepAndBetween, steps=6),
     case(DetachedBeforeTraining, refused=r"embed\.weight"),
 ]
 
