@@ -189,6 +189,52 @@ class WrittenInTheStepAndBetween(SmallGpt):
         self.look()
 
 
+class WritesThroughViewsOfEarlierSteps(SmallGpt):
+    """In hooks between steps, in the step, and in another unit's forward, where its unit may be on its way."""
+
+    rows: tuple[Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(4, 3))
+        for block in self.blocks:
+            block.register_forward_hook(self.write)
+
+    def write(self, *_: Any) -> None:
+        with torch.no_grad():
+            for row in self.rows[:2]:  # not of a block: its backward needs former values
+                row.mul_(0.99)
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        with torch.no_grad():
+            for row in self.rows:
+                row.mul_(0.98)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.losses += [float(row.norm()) for row in self.rows]
+        with torch.no_grad():
+            for row in self.rows:
+                row.add_(0.01)
+        if not self.rows:
+            parameters = self.spare, self.spare, self.blocks[0].up.weight, self.blocks[1].down.bias
+            self.rows = tuple(parameter.detach()[:2] for parameter in parameters)
+        loss = super().loss(batch) + self.spare.sum()
+        self.losses += [float(row.norm()) for row in self.rows]
+        return loss
+
+
+class ViewedWithSharedMemory(WrittenInTheStepAndBetween):
+    """Two parameters have the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight.data = self.blocks[0].up.weight.data
+
+    def written(self) -> Iterator[Tensor]:
+        yield self.blocks[0].up.weight
+        yield self.blocks[1].up.weight
+
+
 class RemembersAllOfItself(Block):
     """Keeps its own weight, detached, in every other forward."""
 
@@ -223,6 +269,8 @@ CASES = [
     case(KeptToTheNextStep, refused=r"embed\.weight"),
     case(WrittenBetweenSteps, refused=r"embed\.weight|blocks\.0\.up\.weight"),
     case(WrittenInTheStepAndBetween, steps=6),
+    case(WritesThroughViewsOfEarlierSteps, steps=6),
+    case(ViewedWithSharedMemory, steps=6),
     case(DetachedBeforeTraining, refused=r"embed\.weight"),
 ]
 
