@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case
@@ -149,6 +150,91 @@ class DetachedBeforeAnAssignment(SmallGpt):
             self.kept[0].mul_(0.5)
 
 
+class WrittenInTheStepAndBetween(SmallGpt):
+    """Views of an earlier step, read as soon as something has written to the parameter, wherever that was."""
+
+    rows: tuple[Tensor, ...] = ()
+
+    def written(self) -> Iterator[Tensor]:
+        yield self.embed.weight
+        yield self.head.weight
+        yield self.blocks[0].up.weight
+        yield self.blocks[1].down.bias
+
+    def look(self) -> None:
+        self.losses += [float(row.norm()) for row in self.rows]
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        with torch.no_grad():
+            for parameter in self.written():
+                parameter.mul_(0.98)
+        self.look()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.look()
+        with torch.no_grad():
+            for parameter in self.written():
+                parameter.mul_(0.98)
+        self.look()
+        if not self.rows:
+            self.rows = tuple(parameter.detach()[:2] for parameter in self.written())
+        loss = super().loss(batch)
+        self.look()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+        for parameter in self.written():
+            parameter.data.mul_(0.98)
+        self.look()
+
+
+class WritesThroughViewsOfEarlierSteps(SmallGpt):
+    """In hooks between steps, in the step, and in another unit's forward, where its unit may be on its way."""
+
+    rows: tuple[Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(4, 3))
+        for block in self.blocks:
+            block.register_forward_hook(self.write)
+
+    def write(self, *_: Any) -> None:
+        with torch.no_grad():
+            for row in self.rows[:2]:  # not of a block: its backward needs former values
+                row.mul_(0.99)
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        with torch.no_grad():
+            for row in self.rows:
+                row.mul_(0.98)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.losses += [float(row.norm()) for row in self.rows]
+        with torch.no_grad():
+            for row in self.rows:
+                row.add_(0.01)
+        if not self.rows:
+            parameters = self.spare, self.spare, self.blocks[0].up.weight, self.blocks[1].down.bias
+            self.rows = tuple(parameter.detach()[:2] for parameter in parameters)
+        loss = super().loss(batch) + self.spare.sum()
+        self.losses += [float(row.norm()) for row in self.rows]
+        return loss
+
+
+class ViewedWithSharedMemory(WrittenInTheStepAndBetween):
+    """Two parameters have the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight.data = self.blocks[0].up.weight.data
+
+    def written(self) -> Iterator[Tensor]:
+        yield self.blocks[0].up.weight
+        yield self.blocks[1].up.weight
+
+
 class RemembersAllOfItself(Block):
     """Keeps its own weight, detached, in every other forward."""
 
@@ -182,6 +268,9 @@ CASES = [
     case(DetachedByTheUnit, units={RemembersItself}, refused=r"blocks\.[01]\.up\.weight"),
     case(KeptToTheNextStep, refused=r"embed\.weight"),
     case(WrittenBetweenSteps, refused=r"embed\.weight|blocks\.0\.up\.weight"),
+    case(WrittenInTheStepAndBetween, steps=6),
+    case(WritesThroughViewsOfEarlierSteps, steps=6),
+    case(ViewedWithSharedMemory, steps=6),
     case(DetachedBeforeTraining, refused=r"embed\.weight"),
 ]
 

@@ -63,11 +63,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-WRITES_ONE = ("mul", "lerp", "copy", "data", "data_mul", "rows", "normalize", "renorm")
-WRITES_ALL = ("vector", "state_dict", "summon_write", "reset")
-"""Actions that write to a parameter, or to those of a block."""
-
-
 class DrawnTraining(DrawnModel):
     """The LightningModule of a program."""
 
@@ -77,7 +72,6 @@ class DrawnTraining(DrawnModel):
         self.pieces: list[Tensor] = []
         self.batch_index = 0
         self.kept: dict[Any, Tensor] = {}
-        self.written: set[str] = set()  # parameters, since the batch began
         self.after_backward: Callable[[], None] = int  # does nothing
 
     # -- the steps
@@ -85,7 +79,6 @@ class DrawnTraining(DrawnModel):
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor | None:
         torch.manual_seed(1000 * self.global_rank + batch_index)
         self.batch_index = batch_index
-        self.written.clear()
         self.act("step")
         backward = self.program.backward
         if backward == "toggled":
@@ -155,13 +148,6 @@ class DrawnTraining(DrawnModel):
             if when == hook:
                 with torch.no_grad():
                     self._act(kind, number, (index, hook))
-                    self._note_writes(kind, number)
-
-    def _note_writes(self, kind: str, number: int) -> None:
-        if kind in WRITES_ONE:
-            self.written.add(self.name(number))
-        elif kind in WRITES_ALL:
-            self.written.update(self.parameter_names)
 
     def _act(self, kind: str, number: int, key: tuple[int, str]) -> None:
         name, p, block = self.name(number), self.parameter(number), self.block(number)
@@ -212,8 +198,7 @@ class DrawnTraining(DrawnModel):
                 average.lerp_(p.detach(), 0.1)
                 self.note(label, average.norm())
             case "keep_view" | "keep_rows" | "keep_data":
-                # A view of an earlier step shows what the last optimizer step has left.
-                if last is not None and not (key[1] == "step" and name in self.written):
+                if last is not None:
                     self.note(label, last.norm())
                 view = p.data.view(-1) if kind == "keep_data" else p.detach()
                 self.kept[key] = (

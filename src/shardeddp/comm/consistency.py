@@ -45,15 +45,14 @@ class WriteDigest:
         if values is not None and values.layout is torch.strided:
             self._values.append((fqn, checksum(values)))
 
-    def note_state(self, fqn: str, memory: Sequence[torch.Tensor]) -> None:
+    def note_state(self, fqn: str, values: torch.Tensor) -> None:
         """Note what a parameter has become inside of its unit; only the last such note counts.
 
         Args:
             fqn: The parameter's name.
-            memory: Its elements, whole, wherever it may have been written to.
+            values: Its elements, whole.
         """
-        totals = [checksum(values) for values in memory]
-        self._states[fqn] = torch.stack(totals).sum()
+        self._states[fqn] = checksum(values)
 
     def note_options(self, optimizer: str, groups: Sequence[Mapping[str, object]]) -> None:
         """Note with which options an optimizer has stepped.

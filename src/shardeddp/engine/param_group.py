@@ -71,7 +71,8 @@ class FlatGroup:
         )
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
-        self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
+        lender = None if memory_owner is None else memory_owner.buffer
+        self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory, lender)
         """Whole parameters; with memory while the unit is unsharded, or always."""
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.whole:
@@ -108,10 +109,11 @@ class FlatGroup:
             own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
+        self.has_views = False
+        """Whether something outside of the engine, on any rank, referred to gathered memory when the
+        last backward ended."""
         # Versions of local parameters at the last gather; empty: gather again.
         self._gathered_versions: list[int] = []
-        # Versions of local parameters when views of former gathers were last updated.
-        self._versions_of_views: list[int] = []
         # Versions of local parameters that the unsharded ones already account for.
         self._known_versions = self._versions()
         self._seen_writes = self._writes()
@@ -180,6 +182,8 @@ class FlatGroup:
                 # Memory of that stream, so that it waits for none of the gathers before.
                 self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
             handle = self._mesh.gather_stream.issue(self._gather_shards)
+        if self.buffer.fills_kept_memory:
+            handle.wait()  # who holds a view may read it, or write to it, at any time
         self._note_gather()
         return handle
 
@@ -194,6 +198,26 @@ class FlatGroup:
         self.keep_writes()
         self._gathered_versions = []
         self._kept_part = None
+
+    def renew_views(self) -> None:
+        """Gather into the memory that views of released parameters hold; a collective.
+
+        Nothing happens if there are none, or if they show the main shard as it is.
+        """
+        owner = self._memory_owner or self
+        if not any(group.has_views for group in self._sharing or [self]):
+            return
+        if owner.buffer.is_usable or not owner.stale:
+            return
+        self._mesh.fingerprints.call(
+            f"a write to a parameter of which something holds a view, {self.layout.slots[0].fqn} or "
+            f"one beside it"
+        )
+        is_released = owner.buffer.flat is None
+        owner.unshard().wait()
+        owner.finish_copies()
+        if is_released:
+            owner.release(before_backward=owner._kept_part is not None)
 
     def _gather_shards(self) -> CollectiveHandle:
         # Memory and copy belong to the stream: its allocator stream, and behind compute's last use
@@ -272,18 +296,6 @@ class FlatGroup:
             self._mesh.gather_stream.follow_compute()
         self.buffer.release()
 
-    def renew_views(self) -> None:
-        """Update views that have outlived their gather; the buffer has just been gathered."""
-        self._versions_of_views = self._versions()
-        if self.buffer.flat is not None:
-            for index, former in self.buffer.outlived():
-                former.copy_(self._values(self.buffer.flat, index))
-
-    @property
-    def has_stale_views(self) -> bool:
-        """Whether the main shard has changed since views of former gathers were updated."""
-        return self._versions() != self._versions_of_views
-
     # -- Versions and writes
 
     def _versions(self) -> list[int]:
@@ -329,16 +341,14 @@ class FlatGroup:
             )
         flat, outlived = self.buffer.flat, self.buffer.outlived()
         for index in written:
-            former = [values for place, values in outlived if place == index]
-            if flat is not None:
-                self._refuse_write_elsewhere(index, self._values(flat, index), former)
-            elif not former:
+            found = outlived.get(index) if flat is None else self._values(flat, index)
+            if found is None:
                 raise RuntimeError(
                     f"{self.layout.slots[index].fqn}: written to through a view that was made "
                     f"inside of its unit's forward, after the unit was resharded, and the view is "
                     f"gone, with what was written. Write to the parameter itself"
                 )
-            self._keep_write(index, former if flat is None else [self._values(flat, index)])
+            self._keep_write(index, found)
             # Graphs see the write by the version of the written parameter.
             for group in self._sharing or [self]:
                 group._known_versions[index] = self.local[index]._version
@@ -360,28 +370,9 @@ class FlatGroup:
         interval = self.layout.parameter_interval(self.layout.slots[index], self._mesh.slice_rank)
         return slice(interval.start, interval.stop)
 
-    def _refuse_write_elsewhere(
-        self, index: int, values: torch.Tensor, outlived: Sequence[torch.Tensor]
-    ) -> None:
-        """Raise where a write is not in the memory of this gather but of an earlier one."""
-        known = self.local[index].to(values.device, values.dtype)
-        if (
-            not outlived
-            or not known.numel()
-            or not torch.equal(values[self._own_elements(index)], known)
-        ):
-            return
-        # Of all elements, so that all ranks that have some see it
-        if any(not torch.equal(former, values) for former in outlived):
-            raise RuntimeError(
-                f"{self.layout.slots[index].fqn}: written to through a view that was made in an "
-                f"earlier step or forward, whose memory is not the parameter's any more; it is "
-                f"unchanged. Write to the parameter itself, or to a new view of it"
-            )
-
-    def _keep_write(self, index: int, written: Sequence[torch.Tensor]) -> None:
+    def _keep_write(self, index: int, written: torch.Tensor) -> None:
         """Copy to the main shard what differs from it in a parameter's values, 1D, that were written."""
-        fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written[0].dtype
+        fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written.dtype
         known = local.to(self._mesh.device)
         warned = self.sharded[index].spec.warned
         if dtype is not local.dtype and "rounded" not in warned:
@@ -395,12 +386,9 @@ class FlatGroup:
                 stacklevel=2,
             )
         self._mesh.written.note_state(fqn, written)
-        for values in written:
-            found = values[self._own_elements(index)]
-            # Where nothing was written, what is gathered is the main shard rounded to the gathered
-            # dtype.
-            known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)
-        local.copy_(known)
+        found = written[self._own_elements(index)]
+        # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
+        local.copy_(torch.where(found != known.to(dtype), found.to(known.dtype), known))
 
     def _keep_requires_grad(self) -> None:
         """Freeze or unfreeze sharded parameters as their unsharded ones were inside a step."""

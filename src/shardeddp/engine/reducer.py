@@ -475,7 +475,7 @@ class Reducer:
         end = 0
         for progress, by_any, is_viewed in zip(self._progresses, entered, viewed, strict=True):
             begin, end = end, end + len(progress.unit.sharded_parameters())
-            progress.is_viewed = bool(is_viewed)
+            progress.unit.note_views(bool(is_viewed))
             if not self._keeps_partial():
                 progress.unit.install_gradients(installed[begin:end])
             progress.learn(bool(by_any), has_any[begin:end])

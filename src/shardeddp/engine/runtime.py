@@ -741,7 +741,7 @@ class Runtime:
                     progress.unit.refresh()
                 else:
                     progress.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
-            if progress.is_viewed:
+            if progress.unit.has_views:
                 progress.unit.renew_views()
 
     def sync_buffers(self) -> None:
@@ -902,7 +902,7 @@ class Runtime:
         for progress in self.progresses:
             progress.was_retained = False
         for progress in self.progresses:
-            if progress.is_viewed and progress.unit.has_stale_views:
+            if progress.unit.has_views and progress.unit.stale:
                 progress.unit.renew_views()  # after writes between steps
         self.agreement.begin(self._step_name)
         for hook in self._hooks:

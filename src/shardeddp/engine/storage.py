@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -77,12 +77,13 @@ class SavedView(NamedTuple):
 class GatheredBuffer:
     """One flat buffer of whole parameters.
 
-    [Note: the memory of a gather] Every gather fills memory of its own, and to release it is to
-    drop the engine's reference to it. It is never emptied in place. A view of a parameter that has
-    left its unit (a prompt, a detached weight), a graph that was recorded where no saved-tensor
-    hooks could be set: each holds the memory that it refers to for as long as it needs it. What a
-    unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all
-    parameters in memory.
+    [Note: the memory of a gather] To release a buffer is to drop the engine's reference to its
+    memory, which is never emptied in place. A view of a parameter that has left its unit (a prompt,
+    a detached weight), a graph that was recorded where no saved-tensor hooks could be set: each
+    holds the memory that it refers to for as long as it needs it. While something does, later
+    gathers fill that same memory: a view goes on to be one of the parameter, and what is written
+    to either is read from both. Otherwise a gather has memory of its own. What a unit's forward
+    saves for backward is not held (see ``saved_tensors.py``): it would keep all parameters in memory.
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
     accumulators and compiled code find the same object; binding it to the memory of a gather is an
@@ -99,6 +100,7 @@ class GatheredBuffer:
         dtype: Of the buffer.
         device: Of the buffer.
         memory: 1D, padded_numel; what the buffer is for ever. None: each gather brings its own.
+        lender: Buffer whose memory this one has while both are in use.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class GatheredBuffer:
         dtype: torch.dtype,
         device: torch.device,
         memory: torch.Tensor | None,
+        lender: GatheredBuffer | None = None,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -155,8 +158,13 @@ class GatheredBuffer:
         self._rests = False
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
-        # Parameters' memory of former gathers that outlives them, by address: number and storage.
+        # Parameters' memory of the last gather that outlives it, by address: number and storage;
+        # and all of that gather's memory, of which each is a part. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._kept: StorageWeakRef | None = None
+        self._lender = lender
+        self.fills_kept_memory = False
+        """Whether the gather at hand fills memory that views hold already."""
         if memory is not None:
             self.bind()
 
@@ -166,15 +174,17 @@ class GatheredBuffer:
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
-        """The buffer with memory; its content is undefined if it had none.
+        """The buffer with memory: what views still hold of the last gather's, or some of undefined content.
 
         Called on the stream that fills it.
         """
         if self.flat is None:
+            kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
+            self._kept, self.fills_kept_memory = None, kept is not None
+            numel = 0 if kept is not None else self.layout.padded_numel
             with _outside_inference():
-                self.flat = torch.empty(
-                    self.layout.padded_numel, dtype=self.dtype, device=self._device
-                )
+                flat = torch.empty(numel, dtype=self.dtype, device=self._device)
+                self.flat = flat if kept is None else flat.set_(kept)
         return self.flat
 
     def slice_of(self, rank: int, size: int) -> torch.Tensor:
@@ -196,16 +206,21 @@ class GatheredBuffer:
                     _set_attribute(parameter, "__class__", usable)
             return
         storages: list[int] = []
+        # Views that hold memory of the last gather, which is this one's too, are views of these.
+        former = dict(self._outlived_parts())
         with _outside_inference():
             carrier, whole = self._carrier, self.flat.untyped_storage()
-            for parameter, usable, part, geometry in self._bindings:
+            for place, (parameter, usable, part, geometry) in enumerate(self._bindings):
                 _set_attribute(parameter, "__class__", usable)
-                storage: Any = slice_storage(whole, part)
+                storage: Any = former.get(place)
+                if storage is None:
+                    storage = slice_storage(whole, part)
                 set_data(parameter, carrier.set_(storage, *geometry))
                 storages.append(storage._cdata)
             carrier.set_()  # pyright: ignore[reportCallIssue]
         self._storages = {storage: place for place, storage in enumerate(storages)}
         self._bound = self.flat
+        self._outlived = {}
         if self.watched is not None:
             self.watched.update(dict.fromkeys(storages, self))
 
@@ -232,7 +247,6 @@ class GatheredBuffer:
         self.wrapped = {}
         if self.flat is None:
             return
-        self._forget_expired()
         with without_torch_function():
             for parameter, storage, placeholder, references, (_, released) in zip(
                 self.parameters,
@@ -253,7 +267,14 @@ class GatheredBuffer:
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
+        if self._outlived or self.fills_kept_memory:
+            (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
         self.flat, self._storages, self._bound, self._rests = None, {}, None, False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the parameters can be used."""
+        return self._bound is not None and not self._rests
 
     # -- Views that outlive their gather
 
@@ -261,27 +282,27 @@ class GatheredBuffer:
         """Whether anything outside of the engine may later read stale values from this memory."""
         if self._resident:
             return False
-        self._forget_expired()
-        return bool(self._outlived) or any(
+        return any(self._outlived_parts()) or any(
             storage_use_count(storage) > _BOUND + (i in self.wrapped)
             for storage, i in self._storages.items()
         )
 
-    def outlived(self) -> list[tuple[int, torch.Tensor]]:
-        """Memory of former gathers that something still refers to, 1D, with its parameter's number."""
-        found: list[tuple[int, torch.Tensor]] = []
-        for place, reference in self._outlived.values():
-            storage: Any = storage_of_weak_reference(reference.cdata)  # None when it is gone
-            if storage is not None:
-                values = torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
-                found.append((place, values))
-        return found
+    def outlived(self) -> dict[int, torch.Tensor]:
+        """While released, memory of the last gather that something still refers to, by parameter; 1D."""
+        return {
+            place: torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
+            for place, storage in self._outlived_parts()
+        }
 
-    def _forget_expired(self) -> None:
-        for storage in [it for it, (_, reference) in self._outlived.items() if reference.expired()]:
-            del self._outlived[storage]
+    def _outlived_parts(self) -> Iterator[tuple[int, Any]]:
+        for address, (place, reference) in [*self._outlived.items()]:
+            storage = storage_of_weak_reference(reference.cdata)
+            if storage is not None:
+                yield place, storage
+                continue
+            del self._outlived[address]
             if self.watched is not None:
-                del self.watched[storage]
+                del self.watched[address]
 
     # -- Tensors saved by graphs
 

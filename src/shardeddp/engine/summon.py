@@ -13,7 +13,7 @@ from shardeddp.comm import agree_on_any
 from shardeddp.comm.consistency import checksum
 from shardeddp.engine.runtime import Runtime, units_of_all
 from shardeddp.engine.unit import Unit, register
-from shardeddp.tensor.shard_tensor import ShardTensor, gather, mark_written
+from shardeddp.tensor.shard_tensor import ShardTensor, end_writes, gather
 from shardeddp.tensor.unsharded import MEMORY_OF, OURS, WholeParameter
 from shardeddp.wrap.tree import module_behind, registry_of
 
@@ -166,7 +166,7 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
         mesh.data.broadcast_(values, 0).wait()
         mesh.tensor.broadcast_(values, 0).wait()
         local.copy_(spec.localize(values))
-        mark_written(local)
+        end_writes(each.sharded)
 
 
 def _chosen(summoned: list[_Summoned], flags: list[bool]) -> Iterator[_Summoned]:

@@ -151,8 +151,18 @@ class Unit:
 
     @property
     def is_viewed(self) -> bool:
-        """Whether something outside of the engine refers to memory of a gather."""
+        """Whether something outside of the engine refers to memory of a gather on this rank."""
         return any(group.buffer.is_viewed() for group in self.groups)
+
+    @property
+    def has_views(self) -> bool:
+        """Whether this was so on any rank when the last backward ended."""
+        return any(group.has_views for group in self.groups)
+
+    def note_views(self, has_views: bool) -> None:
+        """Note what the ranks have found."""
+        for group in self.groups:
+            group.has_views = has_views
 
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
@@ -218,13 +228,8 @@ class Unit:
         for _, copies in self._copies.values():
             copies.note_gather()
 
-    @property
-    def has_stale_views(self) -> bool:
-        """Whether parameters have changed since views of former gathers were brought up to date."""
-        return any(group.has_stale_views for group in self.groups)
-
     def renew_views(self) -> None:
-        """Update views that outlived their gather; a collective that keeps the unit's state."""
+        """Gather into the memory that views hold; a collective that keeps the unit's state."""
         rested = self.state is UnitState.SHARDED
         if rested:
             self.unshard()
@@ -232,8 +237,6 @@ class Unit:
             self.wait()
         if self.stale:
             self.refresh()
-        for group in self.groups:
-            group.renew_views()
         if rested:
             self.reshard()
 
@@ -593,12 +596,6 @@ class UnitProgress:
 
     was_retained: bool = False
     """A backward since the pass began has reached a forward and left its graph for another one."""
-
-    is_viewed: bool = False
-    """Whether something outside the engine referred to gathered memory when a backward ended.
-
-    True if this was so on any rank.
-    """
 
     expected: set[int] = field(default_factory=set[int])
     """Parameters that some rank used in the unit's last backward; all, before the first."""

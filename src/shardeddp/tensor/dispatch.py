@@ -21,7 +21,14 @@ from shardeddp.comm.collectives import ReduceKind
 from shardeddp.tensor.backward import running_backward
 from shardeddp.tensor.collectives import refuse_unmet
 from shardeddp.tensor.operations import reshapes, written
-from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
+from shardeddp.tensor.shard_tensor import (
+    ShardSpec,
+    ShardTensor,
+    end_writes,
+    gather,
+    handlers,
+    mark_written,
+)
 from shardeddp.tensor.views import (
     Gathered,
     refuse_overlapping,
@@ -204,8 +211,7 @@ def _run_local(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[s
     )
     local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
     result = func(*local_args, **local_kwargs)
-    for target in targets:
-        mark_written(target.to_local())  # type: ignore[attr-defined]  # _spec_of saw that it is a ShardTensor
+    end_writes(*targets)
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
     return pytree.tree_map_only(torch.Tensor, lambda local: ShardTensor(local, spec), result)
@@ -284,9 +290,8 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         if isinstance(target, ShardTensor):
             _note_write(func, target, operands)
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
-    for target in targets:
-        # Below autograd nothing counts versions, of plain targets in the same list neither.
-        mark_written(target.to_local() if isinstance(target, ShardTensor) else target)
+    # Below autograd nothing counts versions, of plain targets in the same list neither.
+    end_writes(*targets)
     if targets:
         return None
     return [

@@ -248,6 +248,10 @@ class KeepsWrites(Protocol):
         """The same, asked because of one of them."""
         ...
 
+    def renew_views(self) -> None:
+        """Bring writes to the shards to views that something holds."""
+        ...
+
 
 class NoRawMemory:
     """Refuses raw memory access: writes through a pointer would not reach the shard."""
@@ -929,6 +933,20 @@ def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         for box, elements in zip(shared, piece.split([it.numel for it in shared]), strict=True):
             full[box.slices].copy_(elements.view(box.sizes))
     return full
+
+
+def end_writes(*targets: torch.Tensor) -> None:
+    """Count writes to sharded or plain tensors, and bring them to views that something holds of parameters."""
+    homes: dict[KeepsWrites, None] = {}
+    for target in targets:
+        if not isinstance(target, ShardTensor):
+            mark_written(target)
+            continue
+        mark_written(target.to_local())
+        if target.home is not None:
+            homes[target.home] = None
+    for home in homes:
+        home.renew_views()
 
 
 def mark_written(local: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from shardeddp.tensor.shard_tensor import (
     NoRawMemory,
     ShardSpec,
     ShardTensor,
+    end_writes,
     gather,
     mark_written,
     outside_of_graphs,
@@ -65,7 +66,7 @@ class Gathered:
             )
         self.sharded.note_write("whole", self.full)
         local.copy_(spec.localize(self.full))
-        mark_written(local)
+        end_writes(self.sharded)
         self._note_shard()
 
     def follow_rank_zero(self, func: Any) -> None:
