@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import shardeddp
+from shardeddp.checkpoint.safetensors import Entry, write_safetensors
 from shardeddp.fabric import ShardedDP
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -28,6 +29,7 @@ from support.fabric_runs import (
     together,
     train_with_the_trainer,
 )
+from support.object_stores import use_shelf
 from world import Worlds, on_ranks
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.slow]
@@ -156,6 +158,7 @@ def test_mixed_precision_is_that_of_ddp(world: Worlds) -> None:
 
 
 def save(kind: str, name: str, path: str) -> dict[str, torch.Tensor]:
+    use_shelf()
     strategy = DDPStrategy() if name == "ddp" else ShardedDP(name, state_dict_type=kind)
     with launched(strategy) as fabric:
         torch.manual_seed(3)
@@ -172,6 +175,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(name: str, path: str) -> tuple[dict[str, torch.Tensor], int, list[float]]:
+    use_shelf()
     with launched(DDPStrategy() if name == "ddp" else ShardedDP(name)) as fabric:
         model = GPT()
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -204,6 +208,17 @@ def test_a_checkpoint_is_loaded_by_another_strategy(
         assert set(steps) == {1.0}
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_in_an_object_store_is_loaded(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
+    path = f"shelf://{tmp_path}/step.ckpt"
+    [saved, _] = world(2).run(save, kind, "full_shard", path)
+    for loaded, step, steps in world(2).run(load, "full_shard", path):
+        torch.testing.assert_close(loaded, saved)
+        assert (step, set(steps)) == (7, {1.0})
+
+
 def load_what_is_not_there(folder: str) -> str:
     with launched(ShardedDP()) as fabric, pytest.raises(FileNotFoundError) as caught:
         fabric.load(f"{folder}/step=8.ckpt", {"model": fabric.setup(GPT())})
@@ -219,19 +234,30 @@ def test_a_checkpoint_that_is_not_there_is_an_error_with_those_beside_it(
     assert found == [text, text]
 
 
-def load_raw(path: str) -> dict[str, torch.Tensor]:
+def load_weights(path: str, raw: bool) -> dict[str, torch.Tensor]:
     with launched(ShardedDP()) as fabric:
         model = fabric.setup(GPT())
-        fabric.load_raw(path, model)
+        if raw:
+            fabric.load_raw(path, model)
+        else:
+            fabric.load(path, {"model": model})
         return {key: whole(it).clone() for key, it in model.state_dict().items()}
 
 
-def test_weights_alone_are_loaded_raw(world: Worlds, tmp_path: Path) -> None:
-    weights = GPT().state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    torch.testing.assert_close(
-        world(2).run(load_raw, str(tmp_path / "weights.pth"))[1], dict(weights)
-    )
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [("weights.pth", True), ("weights.safetensors", True), ("weights.safetensors", False)],
+)
+def test_weights_alone_are_loaded(world: Worlds, tmp_path: Path, name: str, raw: bool) -> None:
+    weights = dict(GPT().state_dict())
+    path = tmp_path / name
+    if path.suffix == ".pth":
+        torch.save(weights, path)
+    else:
+        entries = [Entry(name=key, tensor=it, dtype=it.dtype) for key, it in weights.items()]
+        with path.open("wb") as file:
+            write_safetensors(file, entries, {})
+    torch.testing.assert_close(world(2).run(load_weights, str(path), raw)[1], weights)
 
 
 def test_a_module_class_reads_what_fabric_saved(world: Worlds, tmp_path: Path) -> None:
