@@ -147,6 +147,7 @@ def snapshot_of(model: Model, rank: int) -> Snapshot:
         rank=rank,
         topology=Topology(world_size=model.ranks, shard_size=model.ranks),
         owners=SimpleNamespace(rank=0),
+        experts=None,
         device=torch.device("cpu"),
     )
     weights, states = dict[str, torch.Tensor](), dict[int, dict[str, torch.Tensor]]()
@@ -201,8 +202,8 @@ class Simulated:
             yield section, start, torch.float32, sizes
         if rank == 0:
             for section in range(self._snapshot.num_sharded, len(self._snapshot.sections)):
-                dtype, shape = self._snapshot.sections[section]
-                yield section, 0, dtype, shape
+                spec = self._snapshot.sections[section]
+                yield section, 0, spec.dtype, spec.shape
 
     def write(self, rank: int, folder: Path) -> Report:
         """A sparse data file with its table, and what the rank tells rank 0."""

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +164,15 @@ def test_a_changed_byte_is_refused_before_anything_is_parsed() -> None:
         damaged[position] ^= 1
         with pytest.raises(CheckpointError, match=r"expected sha256|does not start as one"):
             manifest_from_bytes(bytes(damaged))
+
+
+@pytest.mark.slow
+def test_the_simulation_of_thousands_of_ranks_writes_and_reads_what_ranks_do(
+    tmp_path: Path,
+) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/manifest_scale.py"
+    command = [sys.executable, str(script), "--models", "tiny", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a rank of 12: all indexes it needs" in done.stdout
+    assert not [*tmp_path.iterdir()]
