@@ -1,6 +1,7 @@
 """Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
@@ -392,6 +393,87 @@ def predict_unevenly(name: str) -> None:
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
 def test_ranks_evaluate_equal_numbers_of_batches(world: Worlds, name: str) -> None:
     world(2).run(predict_unevenly, name)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """One batch after the other, of which only its iterator knows how many there are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.zeros(self.count, 4, 8)
+
+
+class Streaming(Mixture):
+    """Evaluates streams, by rank of so many batches each."""
+
+    def __init__(self, *counts: tuple[int, int]) -> None:
+        super().__init__()
+        self.counts, self.evaluated = counts, 0
+
+    def streams(self) -> list[Any]:
+        return [DataLoader(Stream(count[dist.get_rank()])) for count in self.counts]
+
+    val_dataloader = predict_dataloader = streams
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+        self.evaluated += 1
+
+    def predict_step(
+        self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor:
+        self.evaluated += 1
+        return self.blocks(batch)
+
+
+class StreamingItself(Streaming):
+    """Takes its batches itself."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        self.loss(next(dataloader_iter)[0])
+
+
+def evaluate_streams(run: str) -> None:
+    def evaluate(module: Streaming, **options: Any) -> int:
+        strategy = ShardedDP("no_shard", expert_parallel_size=2, experts=Expert)
+        trainer = make_trainer(
+            strategy, max_steps=1, use_distributed_sampler=False, val_check_interval=1, **options
+        )
+        getattr(trainer, run)(module)
+        return module.evaluated
+
+    def refuse(*counts: tuple[int, int]) -> str:
+        module = Streaming(*counts)
+        with pytest.raises(ConfigurationError) as caught:
+            evaluate(module)
+        return f"{module.evaluated}: {caught.value}"
+
+    hook = "predict" if run == "predict" else "val"
+    assert evaluate(Streaming((2, 2), (3, 3))) == 5
+    assert evaluate(Streaming((0, 0), (2, 2))) == 2
+    assert evaluate(Streaming((2, 3)), **{f"limit_{hook}_batches": 2}) == 2
+    found = refuse((2, 3))
+    assert found.startswith("2: expert_parallel_size needs equal numbers of batches")
+    assert f"loader 0 of {hook}_dataloader (of a Stream)" in found
+    assert "rank 0 has 2, rank 1 has more than 2" in found
+    assert f"Trainer(limit_{hook}_batches=2)" in found
+    found = refuse((2, 2), (2, 1))
+    assert found.startswith("3: ") and f"loader 1 of {hook}_dataloader" in found
+    assert "rank 0 has more than 1, rank 1 has 1" in found
+    # As many batches in all, of which the last of one loader meets the first of the next.
+    assert "loader 0 of" in refuse((2, 1), (1, 2))
+    assert refuse((0, 1)).startswith("0: ")
+    if run == "validate":
+        warnings.filterwarnings("ignore", ".*dataloader_iter")
+        with pytest.raises(ConfigurationError, match="takes its batches itself"):
+            evaluate(StreamingItself((2, 2)))
+
+
+@pytest.mark.parametrize("run", ["validate", "fit", "predict"])
+def test_ranks_evaluate_streams_as_long_as_all_have_batches(world: Worlds, run: str) -> None:
+    world(2).run(evaluate_streams, run)
 
 
 def warn_of_unsent() -> None:
