@@ -342,11 +342,40 @@ class Hooked(Planned):
             each.register_hook(lambda gradient: gradient / 2)
 
 
+class Frozen(Planned):
+    """Has frozen layers, whose weights it uses without calling them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.table = nn.Embedding(4, 8).requires_grad_(False)
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.anchor(x) + self.table(torch.arange(4)) + x @ self.anchor.weight.T
+        x = x + (x @ self.table.weight.T).softmax(-1) @ self.table.weight
+        return super().loss(x)
+
+
+class FrozenBlocks(CompiledBlocks, Frozen):
+    """The same, with compiled blocks."""
+
+
+FROZEN = PLAN | {"anchor": "colwise_gather_output", "table": "embedding_rowwise"}
 LISTED = {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(Repeated, PLAN), (Peeking, PLAN), (Copied, PLAN | LISTED), (Hooked, PLAN)]
+    ("kind", "plan"),
+    [
+        (Repeated, PLAN),
+        (Peeking, PLAN),
+        (Copied, PLAN | LISTED),
+        (Hooked, PLAN),
+        (Frozen, FROZEN),
+        (FrozenBlocks, FROZEN),
+    ],
 )
 def test_layers_are_split_once_whatever_calls_them(
     world: Worlds, kind: type[Planned], plan: dict[str, Any]
@@ -431,6 +460,27 @@ def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
     run = partial(train, "full_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
     for found, *_ in world(4).run(partial(run, trainer_options=options)):
         assert 0 < distance(found, rounded) < 2 * distance(rounded, expected)
+
+
+class Unrounded(Planned):
+    """Computes without autocast, where another precision has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (self.head(self.blocks(x)).logsumexp(-1) - x.sum(-1)).pow(2).mean()
+
+
+def test_layers_without_autocast_compute_with_their_parts_in_full_precision(world: Worlds) -> None:
+    expected, _ = train_whole(Unrounded, "norm", steps=FEWER_STEPS)
+    plan = PLAN | {"head": "colwise_gather_output"}
+    options = {"precision": "bf16-mixed"}
+    run = partial(train, "full_shard", 2, kind=Unrounded, tensor_parallel_plan=plan)
+    for found, *_ in world(4).run(partial(run, trainer_options=options, steps=FEWER_STEPS)):
+        assert distance(found, expected) < 1e-5
 
 
 class Counted(Planned):
@@ -659,6 +709,13 @@ class Borrowing(Planned):
         self.blocks = nn.Sequential(*(BorrowingBlock() for _ in range(2)))
 
 
+class CalledEarly(HalfOutput):
+    """Calls a split layer before there is a step."""
+
+    def on_train_start(self) -> None:
+        self.head(torch.ones(8))
+
+
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
     strategy = ShardedDP(
         tensor_parallel_size=2, tensor_parallel_plan=ATTENTION_PLAN | {"**.num_heads": "divide"}
@@ -755,6 +812,7 @@ REFUSED = [
     ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
     ((Borrowing, PLAN), "'blocks.0.up', whose weight was used without calling"),
+    ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
 ]
 
 

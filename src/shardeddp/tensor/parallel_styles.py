@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -301,6 +301,9 @@ class SplitLayer:
     num_features: int = 0
     """Features that a layer split by rows is given on a rank; 0: it is split in another way."""
 
+    num_outputs: int = 0
+    """Features that a rank's part of a layer has, where those of all ranks are gathered; 0: they are not."""
+
     was_called: bool = False
     """Whether its forward has run; what its style exchanges is missing where only its weight is used."""
 
@@ -326,6 +329,20 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
             f"'rowwise_split_input', or leave it out of tensor_parallel_plan"
         )
     return tensor
+
+
+def _gather_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape[-1] != layer.num_outputs:
+        _refuse_whole(layer)
+    return _Gather.apply(tensor, tensor.dim() - 1, layer.axis)  # type: ignore[return-value]
+
+
+def _refuse_whole(layer: SplitLayer) -> NoReturn:
+    raise RuntimeError(
+        f"{layer.name!r}, which tensor_parallel_plan splits, was called outside of a step of the "
+        f"module: its weight is whole there, and ranks would exchange what each has. Call it inside "
+        f"of training_step, validation_step, test_step or predict_step, or in a forward of the module"
+    )
 
 
 def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
@@ -368,7 +385,7 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "sum_split_sequence": _along(_SumOwnPart, SEQUENCE_DIM),
     "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
     "gather_sequence": _along(_Gather, SEQUENCE_DIM),
-    "gather_features": _along(_Gather, -1),
+    "gather_features": _gather_features,
     "sum_gradient_of_rope": _sum_gradient_of_rope,
 }
 
