@@ -17,13 +17,15 @@ from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.verify import tensor_rows, verify
 from shardeddp.errors import ConfigurationError
-from support.trainers import make_trainer
+from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
     FEWER_STEPS,
     STEPS,
     STRATEGIES,
+    Overflow,
     Regression,
+    descent_of,
     distance,
     train_whole,
 )
@@ -219,17 +221,64 @@ def test_ranks_whose_experts_get_no_tokens_do_not_hold_up_the_others(world: Worl
         assert distance(found, expected) < 1e-5
 
 
-def train_rounded() -> dict[str, torch.Tensor]:
-    found, _ = train(
-        "full_shard", 2, steps=FEWER_STEPS, trainer_options={"precision": "bf16-mixed"}
-    )
-    return found
+class Descends(Mixture):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return descent_of(self)
 
 
-def test_bfloat16_trains_close_to_full_precision(world: Worlds) -> None:
-    expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
-    for found in world(2).run(train_rounded):
-        assert 0 < distance(found, expected) < 0.1  # steps are of 1e-2 in all directions
+def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
+    experts = {"experts": None} if size == 1 else {}
+    options = {"trainer_options": precision_options(precision), "steps": FEWER_STEPS}
+    found, _ = train("full_shard", size, Descends, clips, **options, **experts)
+    return {name: it.double() for name, it in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "clips"),
+    [
+        ("bf16-mixed", "norm"),
+        ("16-mixed", "value"),
+        ("bf16-true", "value"),
+        ("16-true", "norm"),
+        ("64-true", "value"),
+    ],
+)
+def test_every_precision_trains_as_it_does_with_all_experts_on_all_ranks(
+    world: Worlds, precision: str, clips: str
+) -> None:
+    exact, *_ = world(4).run(descend, "32-true", 1, clips)
+    rounded, *_ = world(4).run(descend, precision, 1, clips)
+    for found in world(4).run(descend, precision, 2, clips):
+        if precision == "64-true":
+            assert distance(found, rounded) < 1e-12
+        else:
+            assert distance(found, rounded) < 2 * distance(rounded, exact)
+
+
+class Overflows(Descends):
+    """Has one infinite gradient, on the rank that has the first expert; keeps loss scales."""
+
+    def on_train_start(self) -> None:
+        if dist.get_rank() == 0:
+            self.blocks[0].experts[0].up.weight.register_hook(Overflow())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler: Any = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.seen.append(scaler.get_scale())
+
+
+def overflow(size: int) -> Any:
+    experts = {"experts": None} if size == 1 else {}
+    options = {"trainer_options": precision_options("16-mixed"), "steps": FEWER_STEPS}
+    return train("full_shard", size, Overflows, **options, **experts)
+
+
+def test_all_ranks_skip_a_step_in_which_an_expert_of_one_overflows(world: Worlds) -> None:
+    (expected, scales), *_ = world(4).run(overflow, 1)
+    assert scales[-1] == 128
+    for found, seen in world(4).run(overflow, 2):
+        assert seen == scales
+        assert distance(found, expected) < 1e-3
 
 
 class Counted(Mixture):
@@ -572,7 +621,6 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Regular, "used outside of its unit", {}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),
-        (Mixture, "precision", {"trainer_options": {"precision": "bf16-true"}}),
         (Averaged, "EMAWeightAveraging", {}),
         (Named, "looks like their router", {"experts": RoutedInside}),
         (Everywhere, "'blocks.0.experts.[02]' is an expert of another rank", {}),

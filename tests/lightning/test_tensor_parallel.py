@@ -24,14 +24,16 @@ from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
-from support.trainers import make_trainer
+from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
     FEWER_STEPS,
     STEPS,
     STRATEGIES,
+    Overflow,
     Regression,
     data,
+    descent_of,
     distance,
     train_whole,
 )
@@ -483,6 +485,67 @@ def test_layers_without_autocast_compute_with_their_parts_in_full_precision(worl
         assert distance(found, expected) < 1e-5
 
 
+class Descends(Planned):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return descent_of(self)
+
+
+def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
+    plan = {} if size == 1 else {"tensor_parallel_plan": PLAN}
+    options = {"trainer_options": precision_options(precision), "steps": FEWER_STEPS}
+    found, *_ = train("full_shard", size, clips, Descends, **options, **plan)
+    return {name: it.double() for name, it in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "clips"),
+    [
+        ("bf16-mixed", "value"),
+        ("16-mixed", "norm"),
+        ("16-mixed", "value"),
+        ("bf16-true", "norm"),
+        ("16-true", "value"),
+        ("64-true", "norm"),
+    ],
+)
+def test_every_precision_trains_as_it_does_with_whole_layers(
+    world: Worlds, precision: str, clips: str
+) -> None:
+    exact, *_ = world(4).run(descend, "32-true", 1, clips)
+    rounded, *_ = world(4).run(descend, precision, 1, clips)
+    for found in world(4).run(descend, precision, 2, clips):
+        if precision == "64-true":
+            assert distance(found, rounded) < 1e-12
+        else:
+            assert distance(found, rounded) < 2 * distance(rounded, exact)
+
+
+class Overflows(Descends):
+    """Has one infinite gradient, on one rank; keeps loss scales."""
+
+    def on_train_start(self) -> None:
+        if dist.get_rank() == 1:
+            self.blocks[0].up.weight.register_hook(Overflow())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler: Any = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.seen.append(scaler.get_scale())
+
+
+def overflow(size: int) -> Any:
+    plan = {} if size == 1 else {"tensor_parallel_plan": PLAN}
+    options = {"trainer_options": precision_options("16-mixed"), "steps": FEWER_STEPS}
+    return train("full_shard", size, kind=Overflows, **options, **plan)[:2]
+
+
+def test_all_ranks_skip_a_step_in_which_a_part_of_one_overflows(world: Worlds) -> None:
+    (expected, scales), *_ = world(4).run(overflow, 1)
+    assert scales[-1] == 128
+    for found, seen in world(4).run(overflow, 2):
+        assert seen == scales
+        assert distance(found, expected) < 1e-3
+
+
 class Counted(Planned):
     """Counts what is sent in the forward and backward of each micro-batch."""
 
@@ -532,9 +595,10 @@ def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
         assert activations["all_reduce"] == blocks * 2 * 8 * 4  # gradients of the norms
 
 
-def test_all_ranks_may_split_layers_and_clip_by_value(world: Worlds) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_some_or_all_ranks_split_layers_and_clip_by_value(world: Worlds, size: int) -> None:
     expected, _ = train_whole(Split, "value", steps=FEWER_STEPS)
-    for found, *_ in world(4).run(partial(train, "full_shard", 4, "value", steps=FEWER_STEPS)):
+    for found, *_ in world(4).run(partial(train, "full_shard", size, "value", steps=FEWER_STEPS)):
         assert distance(found, expected) < 1e-5
 
 
