@@ -365,6 +365,36 @@ class FrozenBlocks(CompiledBlocks, Frozen):
 
 
 FROZEN = PLAN | {"anchor": "colwise_gather_output", "table": "embedding_rowwise"}
+
+
+class Hooking(Planned):
+    """Keeps shapes that hooks see, as their hooks are set before there are shards and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.blocks[0].up.weight.register_hook(self.note)
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.shapes.append(tuple(gradient.shape))
+
+    def on_train_start(self) -> None:
+        weight = self.blocks[0].up.weight
+        weight.register_hook(self.note)
+        weight.register_post_accumulate_grad_hook(lambda it: self.note(it.grad))
+
+
+def see_shapes() -> list[tuple[int, ...]]:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    module = Hooking()
+    make_trainer(strategy, max_steps=1, use_distributed_sampler=False).fit(module)
+    return module.shapes
+
+
+def test_hooks_see_this_rank_s_part_of_a_gradient_and_the_whole_parameter(world: Worlds) -> None:
+    assert world(4).run(see_shapes) == [[(6, 8), (6, 8), (12, 8)]] * 4
+
+
 LISTED = {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"}
 
 
