@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -706,12 +707,51 @@ def refuse(size: int, options: dict[str, Any]) -> str:
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
+        (2, {"sharding_strategy": "auto"}, "Name a sharding_strategy"),
+        (2, {"plan_only": True}, "plans are of whole layers"),
     ],
 )
 def test_options_that_were_not_tried_with_it_are_refused(
     size: int, options: dict[str, Any], what: str
 ) -> None:
     assert what in refuse(size, options)
+
+
+class Odd(Planned):
+    """Has three positions of its sequences, on the first of the ranks with different batches alone."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x[:, :3] if dist.get_rank() < 2 else x)
+
+
+class OddSplit(SequenceSplit):
+    """Has three positions of its sequences, in DTensors."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x[:, :3])
+
+
+def train_odd() -> tuple[str, float]:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=SEQUENCE_PLAN)
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False)
+    start = perf_counter()
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(Odd())
+    return str(caught.value), perf_counter() - start
+
+
+def test_sequences_that_ranks_do_not_divide_are_an_error_on_all_ranks(world: Worlds) -> None:
+    for message, took in world(4).run(train_odd):
+        assert "a sequence of 3 positions" in message
+        assert "a multiple of tensor_parallel_size=2" in message
+        assert took < 20
+
+
+def test_torch_splits_sequences_of_any_length(world: Worlds) -> None:
+    expected, _ = train_whole(OddSplit, "norm", steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind=OddSplit, steps=FEWER_STEPS)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
 
 
 class Uneven(Split):

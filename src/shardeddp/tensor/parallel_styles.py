@@ -127,11 +127,13 @@ class _FirstAlone(torch.autograd.Function):
 
 
 def _check_divides(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> None:
-    if tensor.shape[dim] % axis.size:
+    length = tensor.shape[dim]
+    if length % axis.size:
+        what = f"a sequence of {length} positions" if dim == SEQUENCE_DIM else f"{length} features"
         raise RuntimeError(
-            f"an activation of shape {tuple(tensor.shape)} is to be split along dim {dim} over "
-            f"tensor_parallel_size={axis.size} ranks, which does not divide it: pad the sequence "
-            f"to a multiple, or leave styles with 'sequence' out of tensor_parallel_plan"
+            f"expected a multiple of tensor_parallel_size={axis.size} to split over as many ranks, found "
+            f"{what} (dim {dim} of an activation of shape {tuple(tensor.shape)}): pad the sequence, "
+            f"or leave styles with 'sequence' out of tensor_parallel_plan"
         )
 
 
