@@ -576,34 +576,22 @@ class Options:
             candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
         )
         sharding = next(iter(shardings.values()))
+        untried = {
+            "cpu_offload": offload.params or offload.optimizer,
+            "optimizer_shard='world'": sharding.split_replicas,
+            "reshard_after_forward=<number>": sharding.regather_size is not None,
+            "uneven_batches": self.uneven_batches != "error",
+            "uneven_units": self.uneven_units,
+        }
+        planned = {
+            "sharding_strategy='auto'": name == AUTO,
+            "shard_size='auto'": self.shard_size == AUTO,
+            "plan_only": self.plan_only is not False,
+        }
+        splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
+        _check_axis_size("tensor_parallel_size", self.tensor_parallel_size, untried, planned)
         _check_axis_size(
-            "tensor_parallel_size",
-            self.tensor_parallel_size,
-            {
-                "cpu_offload": offload.params or offload.optimizer,
-                "optimizer_shard='world'": sharding.split_replicas,
-                "reshard_after_forward=<number>": sharding.regather_size is not None,
-                "uneven_batches": self.uneven_batches != "error",
-                "uneven_units": self.uneven_units,
-                "sharding_strategy='auto'": name == AUTO,
-                "shard_size='auto'": self.shard_size == AUTO,
-                "plan_only": self.plan_only is not False,
-            },
-        )
-        _check_axis_size(
-            "expert_parallel_size",
-            self.expert_parallel_size,
-            {
-                "tensor_parallel_size": self.tensor_parallel_size > 1,
-                "cpu_offload": offload.params or offload.optimizer,
-                "optimizer_shard='world'": sharding.split_replicas,
-                "reshard_after_forward=<number>": sharding.regather_size is not None,
-                "uneven_batches": self.uneven_batches != "error",
-                "uneven_units": self.uneven_units,
-                "sharding_strategy='auto'": name == AUTO,
-                "shard_size='auto'": self.shard_size == AUTO,
-                "plan_only": self.plan_only is not False,
-            },
+            "expert_parallel_size", self.expert_parallel_size, splits | untried, planned
         )
         if self.experts is not None and self.expert_parallel_size == 1:
             raise ConfigurationError(
@@ -658,17 +646,34 @@ def _resolve_plan_only(value: object) -> bool | str:
     return value
 
 
-def _check_axis_size(option: str, size: int, untried: Mapping[str, bool]) -> None:
-    """Refuse sizes of an axis that are none, and options that have not been tried with one."""
+def _check_axis_size(
+    option: str, size: int, untried: Mapping[str, bool], planned: Mapping[str, bool]
+) -> None:
+    """Refuse sizes of an axis that are none, and options that do not work with one.
+
+    Args:
+        option: The axis.
+        size: Its ranks.
+        untried: Options that have not been tried with it, and whether they are set.
+        planned: Those that need a plan of the run.
+    """
     if type(size) is not int or size < 1:
         raise ConfigurationError(
             f"expected {option} to be a whole number of at least 1, found {size!r}"
         )
-    found = [name for name, is_set in untried.items() if is_set]
-    if size > 1 and found:
+    if size == 1:
+        return
+    if found := [name for name, is_set in untried.items() if is_set]:
         raise ConfigurationError(
             f"{option}={size} does not work together with {', '.join(found)} yet: leave out one "
             f"of the two"
+        )
+    if found := [name for name, is_set in planned.items() if is_set]:
+        raise ConfigurationError(
+            f"{option}={size} does not work together with {', '.join(found)}: plans are of whole "
+            f"layers and of ranks that have all experts, so their memory and times would be those of "
+            f"another run. Name a sharding_strategy (and a number for shard_size), leave plan_only "
+            f"out, and compare strategies by a few steps of each"
         )
 
 

@@ -1,6 +1,7 @@
 """Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,21 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.verify import tensor_rows, verify
 from shardeddp.errors import ConfigurationError
-from support.trainers import make_trainer
+from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
     FEWER_STEPS,
     STEPS,
     STRATEGIES,
+    Overflow,
     Regression,
+    descent_of,
     distance,
     train_whole,
 )
@@ -218,17 +221,64 @@ def test_ranks_whose_experts_get_no_tokens_do_not_hold_up_the_others(world: Worl
         assert distance(found, expected) < 1e-5
 
 
-def train_rounded() -> dict[str, torch.Tensor]:
-    found, _ = train(
-        "full_shard", 2, steps=FEWER_STEPS, trainer_options={"precision": "bf16-mixed"}
-    )
-    return found
+class Descends(Mixture):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return descent_of(self)
 
 
-def test_bfloat16_trains_close_to_full_precision(world: Worlds) -> None:
-    expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
-    for found in world(2).run(train_rounded):
-        assert 0 < distance(found, expected) < 0.1  # steps are of 1e-2 in all directions
+def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
+    experts = {"experts": None} if size == 1 else {}
+    options = {"trainer_options": precision_options(precision), "steps": FEWER_STEPS}
+    found, _ = train("full_shard", size, Descends, clips, **options, **experts)
+    return {name: it.double() for name, it in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "clips"),
+    [
+        ("bf16-mixed", "norm"),
+        ("16-mixed", "value"),
+        ("bf16-true", "value"),
+        ("16-true", "norm"),
+        ("64-true", "value"),
+    ],
+)
+def test_every_precision_trains_as_it_does_with_all_experts_on_all_ranks(
+    world: Worlds, precision: str, clips: str
+) -> None:
+    exact, *_ = world(4).run(descend, "32-true", 1, clips)
+    rounded, *_ = world(4).run(descend, precision, 1, clips)
+    for found in world(4).run(descend, precision, 2, clips):
+        if precision == "64-true":
+            assert distance(found, rounded) < 1e-12
+        else:
+            assert distance(found, rounded) < 2 * distance(rounded, exact)
+
+
+class Overflows(Descends):
+    """Has one infinite gradient, on the rank that has the first expert; keeps loss scales."""
+
+    def on_train_start(self) -> None:
+        if dist.get_rank() == 0:
+            self.blocks[0].experts[0].up.weight.register_hook(Overflow())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler: Any = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.seen.append(scaler.get_scale())
+
+
+def overflow(size: int) -> Any:
+    experts = {"experts": None} if size == 1 else {}
+    options = {"trainer_options": precision_options("16-mixed"), "steps": FEWER_STEPS}
+    return train("full_shard", size, Overflows, **options, **experts)
+
+
+def test_all_ranks_skip_a_step_in_which_an_expert_of_one_overflows(world: Worlds) -> None:
+    (expected, scales), *_ = world(4).run(overflow, 1)
+    assert scales[-1] == 128
+    for found, seen in world(4).run(overflow, 2):
+        assert seen == scales
+        assert distance(found, expected) < 1e-3
 
 
 class Counted(Mixture):
@@ -394,6 +444,87 @@ def test_ranks_evaluate_equal_numbers_of_batches(world: Worlds, name: str) -> No
     world(2).run(predict_unevenly, name)
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    """One batch after the other, of which only its iterator knows how many there are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.zeros(self.count, 4, 8)
+
+
+class Streaming(Mixture):
+    """Evaluates streams, by rank of so many batches each."""
+
+    def __init__(self, *counts: tuple[int, int]) -> None:
+        super().__init__()
+        self.counts, self.evaluated = counts, 0
+
+    def streams(self) -> list[Any]:
+        return [DataLoader(Stream(count[dist.get_rank()])) for count in self.counts]
+
+    val_dataloader = predict_dataloader = streams
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+        self.evaluated += 1
+
+    def predict_step(
+        self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> torch.Tensor:
+        self.evaluated += 1
+        return self.blocks(batch)
+
+
+class StreamingItself(Streaming):
+    """Takes its batches itself."""
+
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        self.loss(next(dataloader_iter)[0])
+
+
+def evaluate_streams(run: str) -> None:
+    def evaluate(module: Streaming, **options: Any) -> int:
+        strategy = ShardedDP("no_shard", expert_parallel_size=2, experts=Expert)
+        trainer = make_trainer(
+            strategy, max_steps=1, use_distributed_sampler=False, val_check_interval=1, **options
+        )
+        getattr(trainer, run)(module)
+        return module.evaluated
+
+    def refuse(*counts: tuple[int, int]) -> str:
+        module = Streaming(*counts)
+        with pytest.raises(ConfigurationError) as caught:
+            evaluate(module)
+        return f"{module.evaluated}: {caught.value}"
+
+    hook = "predict" if run == "predict" else "val"
+    assert evaluate(Streaming((2, 2), (3, 3))) == 5
+    assert evaluate(Streaming((0, 0), (2, 2))) == 2
+    assert evaluate(Streaming((2, 3)), **{f"limit_{hook}_batches": 2}) == 2
+    found = refuse((2, 3))
+    assert found.startswith("2: expert_parallel_size needs equal numbers of batches")
+    assert f"loader 0 of {hook}_dataloader (of a Stream)" in found
+    assert "rank 0 has 2, rank 1 has more than 2" in found
+    assert f"Trainer(limit_{hook}_batches=2)" in found
+    found = refuse((2, 2), (2, 1))
+    assert found.startswith("3: ") and f"loader 1 of {hook}_dataloader" in found
+    assert "rank 0 has more than 1, rank 1 has 1" in found
+    # As many batches in all, of which the last of one loader meets the first of the next.
+    assert "loader 0 of" in refuse((2, 1), (1, 2))
+    assert refuse((0, 1)).startswith("0: ")
+    if run == "validate":
+        warnings.filterwarnings("ignore", ".*dataloader_iter")
+        with pytest.raises(ConfigurationError, match="takes its batches itself"):
+            evaluate(StreamingItself((2, 2)))
+
+
+@pytest.mark.parametrize("run", ["validate", "fit", "predict"])
+def test_ranks_evaluate_streams_as_long_as_all_have_batches(world: Worlds, run: str) -> None:
+    world(2).run(evaluate_streams, run)
+
+
 def warn_of_unsent() -> None:
     strategy = ShardedDP(expert_parallel_size=2, experts=Lonely)
     trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
@@ -490,7 +621,6 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Regular, "used outside of its unit", {}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),
-        (Mixture, "precision", {"trainer_options": {"precision": "bf16-true"}}),
         (Averaged, "EMAWeightAveraging", {}),
         (Named, "looks like their router", {"experts": RoutedInside}),
         (Everywhere, "'blocks.0.experts.[02]' is an expert of another rank", {}),

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -24,14 +25,16 @@ from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
-from support.trainers import make_trainer
+from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
     FEWER_STEPS,
     STEPS,
     STRATEGIES,
+    Overflow,
     Regression,
     data,
+    descent_of,
     distance,
     train_whole,
 )
@@ -342,11 +345,70 @@ class Hooked(Planned):
             each.register_hook(lambda gradient: gradient / 2)
 
 
+class Frozen(Planned):
+    """Has frozen layers, whose weights it uses without calling them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.table = nn.Embedding(4, 8).requires_grad_(False)
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.anchor(x) + self.table(torch.arange(4)) + x @ self.anchor.weight.T
+        x = x + (x @ self.table.weight.T).softmax(-1) @ self.table.weight
+        return super().loss(x)
+
+
+class FrozenBlocks(CompiledBlocks, Frozen):
+    """The same, with compiled blocks."""
+
+
+FROZEN = PLAN | {"anchor": "colwise_gather_output", "table": "embedding_rowwise"}
+
+
+class Hooking(Planned):
+    """Keeps shapes that hooks see, as their hooks are set before there are shards and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.blocks[0].up.weight.register_hook(self.note)
+
+    def note(self, gradient: torch.Tensor) -> None:
+        self.shapes.append(tuple(gradient.shape))
+
+    def on_train_start(self) -> None:
+        weight = self.blocks[0].up.weight
+        weight.register_hook(self.note)
+        weight.register_post_accumulate_grad_hook(lambda it: self.note(it.grad))
+
+
+def see_shapes() -> list[tuple[int, ...]]:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    module = Hooking()
+    make_trainer(strategy, max_steps=1, use_distributed_sampler=False).fit(module)
+    return module.shapes
+
+
+def test_hooks_see_this_rank_s_part_of_a_gradient_and_the_whole_parameter(world: Worlds) -> None:
+    assert world(4).run(see_shapes) == [[(6, 8), (6, 8), (12, 8)]] * 4
+
+
 LISTED = {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"), [(Repeated, PLAN), (Peeking, PLAN), (Copied, PLAN | LISTED), (Hooked, PLAN)]
+    ("kind", "plan"),
+    [
+        (Repeated, PLAN),
+        (Peeking, PLAN),
+        (Copied, PLAN | LISTED),
+        (Hooked, PLAN),
+        (Frozen, FROZEN),
+        (FrozenBlocks, FROZEN),
+    ],
 )
 def test_layers_are_split_once_whatever_calls_them(
     world: Worlds, kind: type[Planned], plan: dict[str, Any]
@@ -433,6 +495,88 @@ def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
         assert 0 < distance(found, rounded) < 2 * distance(rounded, expected)
 
 
+class Unrounded(Planned):
+    """Computes without autocast, where another precision has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (self.head(self.blocks(x)).logsumexp(-1) - x.sum(-1)).pow(2).mean()
+
+
+def test_layers_without_autocast_compute_with_their_parts_in_full_precision(world: Worlds) -> None:
+    expected, _ = train_whole(Unrounded, "norm", steps=FEWER_STEPS)
+    plan = PLAN | {"head": "colwise_gather_output"}
+    options = {"precision": "bf16-mixed"}
+    run = partial(train, "full_shard", 2, kind=Unrounded, tensor_parallel_plan=plan)
+    for found, *_ in world(4).run(partial(run, trainer_options=options, steps=FEWER_STEPS)):
+        assert distance(found, expected) < 1e-5
+
+
+class Descends(Planned):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return descent_of(self)
+
+
+def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
+    plan = {} if size == 1 else {"tensor_parallel_plan": PLAN}
+    options = {"trainer_options": precision_options(precision), "steps": FEWER_STEPS}
+    found, *_ = train("full_shard", size, clips, Descends, **options, **plan)
+    return {name: it.double() for name, it in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("precision", "clips"),
+    [
+        ("bf16-mixed", "value"),
+        ("16-mixed", "norm"),
+        ("16-mixed", "value"),
+        ("bf16-true", "norm"),
+        ("16-true", "value"),
+        ("64-true", "norm"),
+    ],
+)
+def test_every_precision_trains_as_it_does_with_whole_layers(
+    world: Worlds, precision: str, clips: str
+) -> None:
+    exact, *_ = world(4).run(descend, "32-true", 1, clips)
+    rounded, *_ = world(4).run(descend, precision, 1, clips)
+    for found in world(4).run(descend, precision, 2, clips):
+        if precision == "64-true":
+            assert distance(found, rounded) < 1e-12
+        else:
+            assert distance(found, rounded) < 2 * distance(rounded, exact)
+
+
+class Overflows(Descends):
+    """Has one infinite gradient, on one rank; keeps loss scales."""
+
+    def on_train_start(self) -> None:
+        if dist.get_rank() == 1:
+            self.blocks[0].up.weight.register_hook(Overflow())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler: Any = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.seen.append(scaler.get_scale())
+
+
+def overflow(size: int) -> Any:
+    plan = {} if size == 1 else {"tensor_parallel_plan": PLAN}
+    options = {"trainer_options": precision_options("16-mixed"), "steps": FEWER_STEPS}
+    return train("full_shard", size, kind=Overflows, **options, **plan)[:2]
+
+
+def test_all_ranks_skip_a_step_in_which_a_part_of_one_overflows(world: Worlds) -> None:
+    (expected, scales), *_ = world(4).run(overflow, 1)
+    assert scales[-1] == 128
+    for found, seen in world(4).run(overflow, 2):
+        assert seen == scales
+        assert distance(found, expected) < 1e-3
+
+
 class Counted(Planned):
     """Counts what is sent in the forward and backward of each micro-batch."""
 
@@ -482,9 +626,10 @@ def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
         assert activations["all_reduce"] == blocks * 2 * 8 * 4  # gradients of the norms
 
 
-def test_all_ranks_may_split_layers_and_clip_by_value(world: Worlds) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_some_or_all_ranks_split_layers_and_clip_by_value(world: Worlds, size: int) -> None:
     expected, _ = train_whole(Split, "value", steps=FEWER_STEPS)
-    for found, *_ in world(4).run(partial(train, "full_shard", 4, "value", steps=FEWER_STEPS)):
+    for found, *_ in world(4).run(partial(train, "full_shard", size, "value", steps=FEWER_STEPS)):
         assert distance(found, expected) < 1e-5
 
 
@@ -562,12 +707,51 @@ def refuse(size: int, options: dict[str, Any]) -> str:
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
+        (2, {"sharding_strategy": "auto"}, "Name a sharding_strategy"),
+        (2, {"plan_only": True}, "plans are of whole layers"),
     ],
 )
 def test_options_that_were_not_tried_with_it_are_refused(
     size: int, options: dict[str, Any], what: str
 ) -> None:
     assert what in refuse(size, options)
+
+
+class Odd(Planned):
+    """Has three positions of its sequences, on the first of the ranks with different batches alone."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x[:, :3] if dist.get_rank() < 2 else x)
+
+
+class OddSplit(SequenceSplit):
+    """Has three positions of its sequences, in DTensors."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x[:, :3])
+
+
+def train_odd() -> tuple[str, float]:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=SEQUENCE_PLAN)
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False)
+    start = perf_counter()
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(Odd())
+    return str(caught.value), perf_counter() - start
+
+
+def test_sequences_that_ranks_do_not_divide_are_an_error_on_all_ranks(world: Worlds) -> None:
+    for message, took in world(4).run(train_odd):
+        assert "a sequence of 3 positions" in message
+        assert "a multiple of tensor_parallel_size=2" in message
+        assert took < 20
+
+
+def test_torch_splits_sequences_of_any_length(world: Worlds) -> None:
+    expected, _ = train_whole(OddSplit, "norm", steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind=OddSplit, steps=FEWER_STEPS)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
 
 
 class Uneven(Split):
@@ -657,6 +841,13 @@ class Borrowing(Planned):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(BorrowingBlock() for _ in range(2)))
+
+
+class CalledEarly(HalfOutput):
+    """Calls a split layer before there is a step."""
+
+    def on_train_start(self) -> None:
+        self.head(torch.ones(8))
 
 
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
@@ -755,6 +946,7 @@ REFUSED = [
     ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
     ((Borrowing, PLAN), "'blocks.0.up', whose weight was used without calling"),
+    ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
 ]
 
 

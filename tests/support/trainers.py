@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from shardeddp import ShardTensor
@@ -121,6 +122,14 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
         plugins=plugins,
         **{**quiet, **options},
     )
+
+
+def precision_options(precision: str) -> dict[str, Any]:
+    """A Trainer's options for a precision; Lightning itself has no ``16-mixed`` on CPUs."""
+    if precision != "16-mixed":
+        return {"precision": precision}
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    return {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
 
 
 def full_weights(module: LightningModule) -> dict[str, torch.Tensor]:

@@ -47,6 +47,11 @@ class Regression(LightningModule):
         return optimizer_of(self)
 
 
+def descent_of(module: nn.Module) -> torch.optim.Optimizer:
+    """Steps that are as far off as the gradients are, in any precision."""
+    return torch.optim.SGD(module.parameters(), lr=2e-2, momentum=0.9)
+
+
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     """Two groups of decay, by number of dims."""
     every = list(module.parameters())
@@ -57,6 +62,18 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
         ],
         lr=1e-2,
     )
+
+
+class Overflow:
+    """A hook that makes one gradient infinite, once."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Each of them."""
+        self.calls += 1
+        return gradient * float("inf") if self.calls == 3 else gradient
 
 
 @cache

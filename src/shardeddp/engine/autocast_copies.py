@@ -7,6 +7,9 @@ itself, in its own dtype: an unsharded run shows it nothing else. So the module 
 parameters, and its forward runs on a shadow of it that holds the gathered ones: made for each call
 from what the module is at that moment, since hooks and steps may set any attribute of it.
 
+The same holds, in their own dtype, for frozen parameters of which tensor-parallel ranks have parts:
+only the forward of their layer knows what to do with a part.
+
 Only torch's own code may see the shadow. Where somebody has put other code in its place (another
 class, a patched forward or function, a torch function mode), the forward runs on the module.
 
@@ -27,8 +30,13 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import has_torch_function
 
+from shardeddp.tensor.distributed import flatten_boxes
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import DeviceContext, torch_function_modes
+from shardeddp.torch_private import (
+    DeviceContext,
+    torch_function_modes,
+    without_torch_function,
+)
 
 if TYPE_CHECKING:
     from shardeddp.tensor.shard_tensor import ShardTensor
@@ -70,6 +78,7 @@ _FORWARDS: dict[type[nn.Module], _Forward] = {
         ("multi_head_attention_forward", "linear", "scaled_dot_product_attention"),
         ("merge_masks",),
     ),
+    nn.Embedding: _Forward(("weight",), ("embedding",)),
 }
 _FORWARDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": _Forward(("weight", "bias"))}
 
@@ -80,6 +89,11 @@ def is_cast_by_autocast(module: nn.Module, name: str) -> bool:
     A subclass, or a forward or function that somebody has put in the place of torch's, may do
     anything with it, and that would be in the lower dtype.
     """
+    return type(module) is not nn.Embedding and is_used_by_torch(module, name)
+
+
+def is_used_by_torch(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward is torch's own, which reads a parameter and changes no attribute."""
     forward = _forward_of(module)
     if forward is None or name not in forward.parameters or "forward" in vars(module):
         return False
@@ -119,11 +133,17 @@ class AutocastCopies:
         names: Of its parameters that are gathered in autocast's dtype.
         inner: By name of a child whose parameters the module's forward reads itself, the child's
             own copies.
+        by_autocast: Whether they are for a forward under autocast alone.
     """
 
     def __init__(
-        self, module: nn.Module, names: tuple[str, ...], inner: Mapping[str, AutocastCopies]
+        self,
+        module: nn.Module,
+        names: tuple[str, ...],
+        inner: Mapping[str, AutocastCopies],
+        by_autocast: bool,
     ) -> None:
+        self._by_autocast = by_autocast
         self.active = False
         """Whether the gathered parameters are usable."""
 
@@ -154,11 +174,8 @@ class AutocastCopies:
             module._parameters.get(name) is not it for name, it in self.sharded.items()
         ):
             return False
-        if type(module) is not self._class or _code(module, self._forward) != self._code:
+        if self._by_autocast and not self._casts_alike(module):
             return False
-        device = self._device_type
-        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
-            return False  # the forward is called outside of autocast, or inside of one that the user has changed
         if torch.compiler.is_compiling():
             made_from = self._compiled.__dict__
             if any(module.__dict__.get(name) != made_from.get(name) for name in self._settings):
@@ -170,6 +187,17 @@ class AutocastCopies:
         return all(
             copies.are_current(module._modules[name])  # type: ignore[arg-type]
             for name, copies in self._inner.items()
+        )
+
+    def _casts_alike(self, module: nn.Module) -> bool:
+        """Whether it is torch's forward under the autocast that they were gathered for."""
+        device = self._device_type
+        return (
+            type(module) is self._class
+            and _code(module, self._forward) == self._code
+            # Else it is called outside of autocast, or inside of one that the user has changed.
+            and torch.is_autocast_enabled(device)
+            and torch.get_autocast_dtype(device) == self.dtype
         )
 
     def hold(
@@ -197,6 +225,25 @@ class AutocastCopies:
             children = state["_modules"]
             inner = {name: it._shadow(children[name]) for name, it in self._inner.items()}
             shadow.__dict__["_modules"] = {**children, **inner}
+        return shadow
+
+    def without(self, module: nn.Module) -> nn.Module:
+        """The module as its forward has to see it without the gathered parameters.
+
+        Where it holds a sharded parameter of which this rank computes with a part, that is a shadow.
+        """
+        parts: dict[str, torch.Tensor] = {}
+        for name, gathered in self._gathered.items():
+            held = cast("ShardTensor", self.sharded[name])
+            with without_torch_function():  # a released one has the whole shape
+                shape = gathered.shape
+            if held.shape != shape and module._parameters.get(name) is held:
+                parts[name] = flatten_boxes(held, held.spec.shared).view(shape)
+        if not parts:
+            return module
+        shadow = object.__new__(type(module))
+        state = module.__dict__
+        shadow.__dict__.update(state, _parameters={**state["_parameters"], **parts})
         return shadow
 
     def note_use(self) -> None:
@@ -230,7 +277,11 @@ class AutocastCopies:
 
 
 def compute_with_copies(
-    module: nn.Module, names: tuple[str, ...], inner: Mapping[str, nn.Module]
+    module: nn.Module,
+    names: tuple[str, ...],
+    inner: Mapping[str, nn.Module],
+    *,
+    by_autocast: bool = True,
 ) -> None:
     """Make a module's forward compute with gathered parameters, once :func:`copies_of` has them.
 
@@ -239,11 +290,12 @@ def compute_with_copies(
         names: Of its parameters.
         inner: By name, children whose parameters its forward reads without calling them; prepared
             already.
+        by_autocast: Whether they are for a forward under autocast alone.
     """
     children = {
         name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None
     }
-    vars(module)[_COPIES] = AutocastCopies(module, names, children)
+    vars(module)[_COPIES] = AutocastCopies(module, names, children, by_autocast)
     vars(module)["forward"] = MethodType(_forward, module)
 
 
@@ -264,7 +316,7 @@ def copies_of(module: nn.Module) -> AutocastCopies | None:
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     copies: AutocastCopies = self.__dict__[_COPIES]
     if not copies.are_current(self) or _is_watched(args, kwargs):
-        return type(self).forward(self, *args, **kwargs)
+        return type(self).forward(copies.without(self), *args, **kwargs)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         copies.note_use()
     return type(self).forward(copies.shadow(self), *args, **kwargs)

@@ -14,7 +14,6 @@ from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer, rank_zero_warn
-from shardeddp.lightning.tensor_parallel import refuse_precision
 from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.expert_dispatch import is_unsent
 from shardeddp.wrap.tree import first_three
@@ -50,7 +49,7 @@ def refuse_module(module: nn.Module) -> None:
 
 
 def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks and precisions that expert parallelism has not been tried with.
+    """Refuse callbacks that expert parallelism has not been tried with.
 
     Raises:
         ConfigurationError: There is one.
@@ -63,7 +62,6 @@ def refuse_trainer(trainer: Trainer) -> None:
                 f"expert_parallel_size does not work together with {type(callback).__name__} yet, "
                 f"which copies the module: leave the callback out"
             )
-    refuse_precision("expert_parallel_size", trainer)
 
 
 def warn_of_unsent_tokens(module: nn.Module) -> None:

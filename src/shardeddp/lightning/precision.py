@@ -20,6 +20,7 @@ from shardeddp.engine.autocast_copies import (
     compute_with_copies,
     compute_with_parameters,
     is_cast_by_autocast,
+    is_used_by_torch,
 )
 from shardeddp.engine.runtime import drop_forward_hooks
 from shardeddp.errors import ConfigurationError
@@ -233,28 +234,52 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         if by_autocast and spec.is_wrapped:  # autocast casts what is made of it
             compute_in, by_autocast = None, False
         return replace(
-            spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype
+            spec,
+            compute_in=compute_in,
+            is_autocast_copy=by_autocast or _is_frozen_part(spec),
+            reduce_in=dtypes.reduce_dtype,
         )
 
     units = [
         replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units
     ]
-    _prepare_copies(
-        root, [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy]
-    )
+    copied = [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy]
+    _prepare_copies(root, copied, by_autocast=dtypes.param_dtype is None)
     return units
 
 
-def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec]) -> None:
-    """Let forwards compute with parameters that are gathered in autocast's dtype."""
+def _is_frozen_part(spec: ParameterSpec) -> bool:
+    """Whether only the forward of its layer is to see what this rank has of a frozen parameter.
+
+    Trained ones that are used elsewhere are an error after the first backward.
+    """
+    split = spec.distribution
+    return (
+        split is not None
+        and bool(split.boxes)
+        and not (spec.is_wrapped or spec.is_of_experts or spec.parameter.requires_grad)
+        and all(
+            isinstance(owner, (nn.Linear, nn.Embedding)) and is_used_by_torch(owner, name)
+            for owner, name in spec.owners
+        )
+    )
+
+
+def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autocast: bool) -> None:
+    """Let forwards compute with parameters that nobody else is to see as they are gathered."""
     names: dict[int, list[str]] = {}
-    for owner, name in (place for spec in specs for place in spec.owners):
-        names.setdefault(id(owner), []).append(name)
+    cast: set[int] = set()
+    for spec in specs:
+        for owner, name in spec.owners:
+            names.setdefault(id(owner), []).append(name)
+            if by_autocast and spec.compute_in is not None:
+                cast.add(id(owner))
     for module in reversed([*root.modules()]):  # inner ones first
         # It reads the parameters of this child, and does not call it.
         inner = {"out_proj": module.out_proj} if isinstance(module, nn.MultiheadAttention) else {}
         if id(module) in names:
-            compute_with_copies(module, tuple(names[id(module)]), inner)
+            own = tuple(names[id(module)])
+            compute_with_copies(module, own, inner, by_autocast=id(module) in cast)
 
 
 def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:

@@ -121,12 +121,12 @@ def drop_combined_loader(loop: Any) -> None:
 
 
 def data_fetcher(loop: Any) -> Any:
-    """The fetcher that gives a fit loop its batches."""
+    """The fetcher that gives a loop its batches."""
     return loop._data_fetcher
 
 
 def replace_data_fetcher(loop: Any, fetcher: PrefetchDataFetcher) -> None:
-    """Let a fit loop take its batches from another fetcher."""
+    """Let a loop take its batches from another fetcher."""
     loop._data_fetcher = fetcher
 
 
@@ -490,8 +490,8 @@ _ATTRIBUTES = {
     "pytorch:LightningModule": "_trainer _compiler_ctx _device _device_mesh",
     _FIT: "_combined_loader _data_fetcher _restarting _resuming_from_checkpoint is_resuming",
     _EPOCH: "_restarting batch_progress val_loop",
-    _EVALUATION: "_restarting _combined_loader",
-    _PREDICTION: "_combined_loader",
+    _EVALUATION: "_restarting _combined_loader _data_fetcher",
+    _PREDICTION: "_combined_loader _data_fetcher",
     "pytorch.loops.fetchers:_PrefetchDataFetcher": "batches combined_loader",
     _TRAINER: "_signal_connector _checkpoint_connector",
     _SIGNALS: "received_sigterm",

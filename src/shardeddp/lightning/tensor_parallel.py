@@ -208,7 +208,7 @@ def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
 
 
 def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | None) -> None:
-    """Refuse callbacks and precisions that tensor parallelism has not been tried with.
+    """Refuse callbacks that tensor parallelism has not been tried with.
 
     Args:
         trainer: Of the run.
@@ -232,21 +232,6 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
                 f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "
                 f"tensor_parallel_plan instead, or leave the callback out (tensor_parallel_size)"
             )
-    refuse_precision("tensor_parallel_size", trainer)
-
-
-def refuse_precision(option: str, trainer: Trainer) -> None:
-    """Refuse precisions of the Trainer that an axis beside the data's has not been tried with.
-
-    Raises:
-        ConfigurationError: It is one.
-    """
-    tried = ("32-true", "bf16-mixed")
-    if trainer.precision not in tried:
-        raise ConfigurationError(
-            f"{option} has been tried with precision={', '.join(tried)} alone, found "
-            f"{trainer.precision!r}"
-        )
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.config import UnevenBatches
 from shardeddp.engine.order import OrderAgreement
 from shardeddp.errors import ConfigurationError
@@ -40,9 +41,12 @@ class UnevenEvaluation:
     def begin(self, trainer: Trainer) -> None:
         """Let each rank run through its own batches if their numbers differ or are unknown.
 
+        Where forwards send tokens to experts of other ranks, a rank that has no batch left would not
+        answer: numbers that are unknown are compared batch by batch.
+
         Raises:
-            ConfigurationError: They differ, and forwards send tokens to experts of other ranks, which
-                a rank that has no batch left would not answer.
+            ConfigurationError: They differ, and forwards send tokens; or they are unknown, and the
+                module takes its batches itself.
         """
         loop = _loop_of(trainer)
         sends = self._mesh.experts is not None
@@ -50,7 +54,10 @@ class UnevenEvaluation:
             return
         lengths = [*_lengths(loop)]
         texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.world_control)
-        if len(set(texts)) == 1 and (sends or None not in lengths):
+        if len(set(texts)) == 1 and None not in lengths:
+            return
+        if sends and len(set(texts)) == 1:
+            self._compare_batches(trainer, loop)
             return
         if sends:
             counts = ", ".join(it.decode() for it in texts)
@@ -73,6 +80,72 @@ class UnevenEvaluation:
     def _wait(self, then: Callable[[], Any]) -> Any:
         self._agreement.wait()
         return then()
+
+    def _compare_batches(self, trainer: Trainer, loop: Any) -> None:
+        """Let ranks compare, before each batch, whether all have one."""
+        name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
+        fetcher = private.data_fetcher(loop)
+        if not isinstance(fetcher, PrefetchDataFetcher):
+            raise ConfigurationError(
+                f"expert_parallel_size compares the ranks' batches before each of them where the "
+                f"loaders of {name}_dataloader do not know their number, and a step(self, "
+                f"dataloader_iter) takes its batches itself: write a step(self, batch, batch_idx), "
+                f"or give the loaders a length"
+            )
+        even = EvenFetcher(fetcher, f"{name}_dataloader", self._mesh.world_control)
+        private.replace_data_fetcher(loop, even)
+
+
+class EvenFetcher(PrefetchDataFetcher):
+    """Gives the batches that another fetcher gives, where all ranks have one of the same loader.
+
+    Args:
+        fetcher: In whose place it comes, with all that it has fetched.
+        hook: Name of the hook that has made the loaders.
+        group: All ranks.
+    """
+
+    def __init__(self, fetcher: PrefetchDataFetcher, hook: str, group: HostGroup) -> None:
+        vars(self).update(vars(fetcher))
+        self._hook, self._group = hook, group
+
+    @override
+    def __next__(self) -> Any:
+        try:
+            found = super().__next__()
+        except StopIteration:
+            found = None
+        loaders = len(self.combined_loader.flattened)
+        _, batch, loader = found or (None, 0, loaders)
+        # One of them is set on each rank; where more are, all ranks see that.
+        flags = agree_on_any([it == loader for it in range(loaders + 1)], self._group)
+        if sum(flags) > 1:
+            self._refuse(loader, batch, flags.index(True))
+        if found is None:
+            raise StopIteration
+        return found
+
+    def _refuse(self, loader: int, batch: int, uneven: int) -> None:
+        """Raise on all ranks: some have a batch of the uneven loader, and others do not."""
+        mine = batch if loader == uneven else None
+        told: list[int | None] = [
+            json.loads(it) for it in all_gather_bytes(json.dumps(mine).encode(), self._group)
+        ]
+        before = next(it for it in told if it is not None)
+        listed = ", ".join(
+            f"rank {rank} has {f'{before}' if it is None else f'more than {before}'}"
+            for rank, it in enumerate(told)
+        )
+        source: Any = self.combined_loader.flattened[uneven]
+        kind = type(getattr(source, "dataset", source)).__name__  # any iterable is a loader
+        limit = f"limit_{self._hook.removesuffix('_dataloader')}_batches"
+        raise ConfigurationError(
+            f"expert_parallel_size needs equal numbers of batches on all ranks in an evaluation, and "
+            f"loader {uneven} of {self._hook} (of a {kind}) has others: {listed}. Each forward sends "
+            f"tokens to other ranks, so none can go on when one has no batch left. Set "
+            f"Trainer({limit}={before}) or a lower number, or let the stream end with the same "
+            f"batch on all ranks"
+        )
 
 
 def _loop_of(trainer: Trainer) -> Any:

@@ -102,7 +102,8 @@ def make_plan(
     """Plan an unmodified model: what fits on some machines, how fast it is and why.
 
     No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values.
+    traced on tensors that have shapes and no values. Plans are of whole layers and all experts: runs
+    with ``tensor_parallel_size`` or ``expert_parallel_size`` have none.
 
     Args:
         model: A LightningModule, which is copied without its weights and stays as it is; its class,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -127,11 +127,13 @@ class _FirstAlone(torch.autograd.Function):
 
 
 def _check_divides(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> None:
-    if tensor.shape[dim] % axis.size:
+    length = tensor.shape[dim]
+    if length % axis.size:
+        what = f"a sequence of {length} positions" if dim == SEQUENCE_DIM else f"{length} features"
         raise RuntimeError(
-            f"an activation of shape {tuple(tensor.shape)} is to be split along dim {dim} over "
-            f"tensor_parallel_size={axis.size} ranks, which does not divide it: pad the sequence "
-            f"to a multiple, or leave styles with 'sequence' out of tensor_parallel_plan"
+            f"expected a multiple of tensor_parallel_size={axis.size} to split over as many ranks, found "
+            f"{what} (dim {dim} of an activation of shape {tuple(tensor.shape)}): pad the sequence, "
+            f"or leave styles with 'sequence' out of tensor_parallel_plan"
         )
 
 
@@ -301,6 +303,9 @@ class SplitLayer:
     num_features: int = 0
     """Features that a layer split by rows is given on a rank; 0: it is split in another way."""
 
+    num_outputs: int = 0
+    """Features that a rank's part of a layer has, where those of all ranks are gathered; 0: they are not."""
+
     was_called: bool = False
     """Whether its forward has run; what its style exchanges is missing where only its weight is used."""
 
@@ -326,6 +331,20 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
             f"'rowwise_split_input', or leave it out of tensor_parallel_plan"
         )
     return tensor
+
+
+def _gather_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.shape[-1] != layer.num_outputs:
+        _refuse_whole(layer)
+    return _Gather.apply(tensor, tensor.dim() - 1, layer.axis)  # type: ignore[return-value]
+
+
+def _refuse_whole(layer: SplitLayer) -> NoReturn:
+    raise RuntimeError(
+        f"{layer.name!r}, which tensor_parallel_plan splits, was called outside of a step of the "
+        f"module: its weight is whole there, and ranks would exchange what each has. Call it inside "
+        f"of training_step, validation_step, test_step or predict_step, or in a forward of the module"
+    )
 
 
 def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
@@ -368,7 +387,7 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "sum_split_sequence": _along(_SumOwnPart, SEQUENCE_DIM),
     "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
     "gather_sequence": _along(_Gather, SEQUENCE_DIM),
-    "gather_features": _along(_Gather, -1),
+    "gather_features": _gather_features,
     "sum_gradient_of_rope": _sum_gradient_of_rope,
 }
 

@@ -191,6 +191,8 @@ def split_layers(
             _prepare_rows(layer.module, know)
         if style.splits == "rows":
             know.num_features = layer.module.in_features // axis.size  # type: ignore[operator]
+        if style.after == "gather_features":
+            know.num_outputs = _features_of(layer.module) // axis.size
         if style.after == "sum_gradient_of_rope":
             know.rope_dim = _rope_dim(layer, parent, root)
         install(layer.module, style, know, sums_input=id(layer.module) not in inside)
@@ -518,6 +520,11 @@ def _prepare_rows(module: nn.Module, know: SplitLayer) -> None:
         # The kernel compares it with the indices that it is given.
         local = embedding.padding_idx - know.axis.rank * rows
         embedding.padding_idx = local if 0 <= local < rows else None
+
+
+def _features_of(module: nn.Module) -> int:
+    features = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
+    return cast("int", features)
 
 
 def _rope_dim(layer: PlannedLayer, parent: nn.Module, root: nn.Module) -> int:
