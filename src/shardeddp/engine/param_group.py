@@ -215,6 +215,8 @@ class FlatGroup:
         )
         is_released = owner.buffer.flat is None
         owner.unshard().wait()
+        for group in self._sharing:
+            group._note_gather()
         owner.finish_copies()
         if is_released:
             owner.release(before_backward=owner._kept_part is not None)
