@@ -328,7 +328,7 @@ class WrittenByHandBetweenSteps(WrittenInTheStepAndBetween):
         self.look()
 
 
-class RemembersItselfOnOneRank(Block):
+class RemembersItselfOnOneRank(nn.Linear):
     """Keeps a view on one rank, which is another one in each forward."""
 
     calls = 0
@@ -337,7 +337,7 @@ class RemembersItselfOnOneRank(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         is_mine = dist.get_rank() == self.calls % 2
-        self.remembered = self.up.weight.detach()[:2] if is_mine else None
+        self.remembered = self.weight.detach()[:2] if is_mine else None
         return super().forward(x)
 
 
@@ -346,10 +346,12 @@ class DetachedOnOneRank(SmallGpt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(RemembersItselfOnOneRank(8) for _ in range(2))
+        for block in self.blocks:
+            block.up = RemembersItselfOnOneRank(8, 16)
 
     def views(self) -> list[Tensor]:
-        return [it.remembered for it in self.blocks if it.remembered is not None]
+        remembering = [it for it in self.modules() if isinstance(it, RemembersItselfOnOneRank)]
+        return [it.remembered for it in remembering if it.remembered is not None]
 
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
