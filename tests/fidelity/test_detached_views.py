@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case
@@ -258,7 +259,122 @@ class DetachedByTheUnitBeforeAnAssignment(DetachedByTheUnit):
         self.look()
 
 
+class WrittenInLists(WrittenInTheStepAndBetween):
+    """A list has views from inside of a unit and from outside of others, or parameters as well."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_add_([*self.rows], 0.01)  # pyright: ignore[reportPrivateImportUsage]
+            self.look()
+            torch._foreach_mul_([*self.rows, self.blocks[1].up.weight], 0.98)  # pyright: ignore[reportPrivateImportUsage]
+        self.look()
+
+
+class WrittenInTurnWithSharedMemory(ViewedWithSharedMemory):
+    """Through views, and to the parameters, with no step between."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for row, parameter in zip(self.rows, self.written(), strict=True):
+                row.mul_(0.99)
+                self.losses.append(float(parameter.detach().norm()))
+                parameter.mul_(0.99)
+        self.look()
+
+
+class WrittenWhereItIsUsed(SmallGpt):
+    """Parameters that were taken before training are written to inside of their units, before these compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = [*self.parameters()]
+        self.blocks[1].register_forward_pre_hook(self.write)
+
+    def write(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.taken[-4:]:
+                parameter.mul_(0.97)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.taken[:4]:
+                parameter.mul_(0.98)
+        self.losses.append(float(self.embed.weight.detach().norm()))
+        return super().loss(batch)
+
+
+class WrittenByHandBetweenSteps(WrittenInTheStepAndBetween):
+    """Two steps by hand in one, with writes to views before and after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        optimizer: Any = self.optimizers()
+        for part in batch.chunk(2):
+            optimizer.zero_grad()
+            loss = self.loss(part)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            self.write()
+            optimizer.step()
+            self.write()
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for row in self.rows:
+                row.mul_(0.99)
+        self.look()
+
+
+class RemembersItselfOnOneRank(nn.Linear):
+    """Keeps a view on one rank, which is another one in each forward."""
+
+    calls = 0
+    remembered: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        is_mine = dist.get_rank() == self.calls % 2
+        self.remembered = self.weight.detach()[:2] if is_mine else None
+        return super().forward(x)
+
+
+class DetachedOnOneRank(SmallGpt):
+    """Which alone reads it, after writes that all ranks make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up = RemembersItselfOnOneRank(8, 16)
+
+    def views(self) -> list[Tensor]:
+        remembering = [it for it in self.modules() if isinstance(it, RemembersItselfOnOneRank)]
+        return [it.remembered for it in remembering if it.remembered is not None]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.blocks[0].up.weight.mul_(0.99)
+        self.losses += [float(view.norm()) for view in self.views()]
+
+
+class WrittenOnOneRank(DetachedOnOneRank):
+    """Ranks would train different parameters: refused."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for view in self.views():
+                view.mul_(0.9)
+
+
 CASES = [
+    case(WrittenInLists, steps=6),
+    case(WrittenInTurnWithSharedMemory, steps=6),
+    case(WrittenWhereItIsUsed),
+    case(WrittenByHandBetweenSteps),
+    case(DetachedOnOneRank, units={RemembersItselfOnOneRank}, steps=6),
+    case(WrittenOnOneRank, units={RemembersItselfOnOneRank}, refused=r"blocks\.[01]\.up\.weight"),
     case(DetachedByTheUnitBeforeAnAssignment, units={RemembersAllOfItself}, steps=6),
     case(DetachedBeforeAnAssignment, steps=6),
     case(DetachedInTheStepsOutput, refused=r"embed\.weight"),

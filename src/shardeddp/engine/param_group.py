@@ -200,21 +200,25 @@ class FlatGroup:
         self._kept_part = None
 
     def renew_views(self) -> None:
-        """Gather into the memory that views of released parameters hold; a collective.
+        """Gather into the memory that modules or views have of the parameters; a collective.
 
-        Nothing happens if there are none, or if they show the main shard as it is.
+        Nothing happens if there is none, or if it shows the main shard as it is.
         """
         owner = self._memory_owner or self
-        if not any(group.has_views for group in self._sharing or [self]):
+        is_used = owner.buffer.is_usable
+        if not owner.stale or not (
+            is_used or any(group.has_views for group in self._sharing or [self])
+        ):
             return
-        if owner.buffer.is_usable or not owner.stale:
-            return
-        self._mesh.fingerprints.call(
-            f"a write to a parameter of which something holds a view, {self.layout.slots[0].fqn} or "
-            f"one beside it"
-        )
+        if not owner._resident:
+            self._mesh.fingerprints.call(
+                f"a write to a parameter that its unit uses, or of which something holds a view, "
+                f"{self.layout.slots[0].fqn} or one beside it"
+            )
         is_released = owner.buffer.flat is None
         owner.unshard().wait()
+        for group in self._sharing:
+            group._note_gather()
         owner.finish_copies()
         if is_released:
             owner.release(before_backward=owner._kept_part is not None)

@@ -198,7 +198,8 @@ class GatheredView(NoRawMemory, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
+        everything = written(func, args, kwargs)
+        targets = [target for target in everything if isinstance(target, cls)]
         refuse_unmet(func, args, kwargs)
         for view in views:
             view._gathered.refresh()
@@ -211,6 +212,8 @@ class GatheredView(NoRawMemory, torch.Tensor):
         result = run_on_whole(
             func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()]
         )
+        # Below autograd nothing counts versions, of plain targets in the same list neither.
+        end_writes(*[target for target in everything if not isinstance(target, cls)])
         return wrap_results(
             result, [view._gathered for view in views], {id(view._plain): view for view in views}
         )
