@@ -125,7 +125,7 @@ def test_of_a_missing_checkpoint_those_beside_it_are_named(path: Path, capsys: O
     assert status == 1
     assert f"{missing} does not exist; beside it there are step=7.ckpt, of-ddp.ckpt" in err
     _, _, err = run(capsys, "inspect", path.parent / "absent" / "step=8.ckpt")
-    assert "does not exist, nor does the directory that it would lie in" in err
+    assert "does not exist, nor is there the directory that it would lie in" in err
 
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"]])

@@ -230,7 +230,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error_with_those_beside_it(
 ) -> None:
     world(2).run(save, "sharded", "full_shard", str(tmp_path / "step=7.ckpt"))
     found = world(2).run(load_what_is_not_there, str(tmp_path))
-    text = f"the checkpoint {tmp_path}/step=8.ckpt does not exist; beside it there are step=7.ckpt"
+    text = f"Checkpoint file not found: {tmp_path}/step=8.ckpt; beside it there are step=7.ckpt"
     assert found == [text, text]
 
 

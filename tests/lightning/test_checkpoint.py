@@ -232,9 +232,11 @@ def test_a_path_that_is_no_checkpoint_is_an_error_with_those_that_are(
     for missing, absent, folder, empty in world(2).run(
         resume_from_what_is_no_checkpoint, str(tmp_path)
     ):
-        start = "the checkpoint .../{}/step=8.ckpt does not exist"
+        start = "Checkpoint file not found: .../{}/step=8.ckpt"
         assert missing == (f"{start.format('ckpt')}; beside it there are step=1.ckpt, of-ddp.ckpt")
-        assert absent == f"{start.format('absent')}, nor does the directory that it would lie in"
+        assert (
+            absent == f"{start.format('absent')}, nor is there the directory that it would lie in"
+        )
         assert folder.endswith("The newest that is whole is .../ckpt/step=1.ckpt")
         assert empty == f"{start.format('empty')}; beside it there are none"
 

@@ -32,6 +32,8 @@ def _state(**values: Any) -> Callable[[Any], None]:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "text for a learning rate": (_group(lr="0.1"), "options .* make no AdamW"),
+    "a number for a flag": (_group(capturable=0.5), "AdamW: capturable is 0.5: expected True"),
+    "a flag of GPUs": (_group(capturable=True), "AdamW: capturable is True: .* on the CPU"),
     "a number for betas": (_group(betas=0.9), "options .* make no AdamW"),
     "no second moment": (
         lambda optimizer: optimizer["state"][1].pop("exp_avg_sq"),

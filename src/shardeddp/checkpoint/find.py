@@ -233,7 +233,7 @@ def what_lies_beside(path: Location) -> str:
     """End of an error about a path where there is nothing: the checkpoints beside it."""
     folder = path.parent
     if isinstance(folder, Path) and not folder.is_dir():
-        return ", nor does the directory that it would lie in"
+        return ", nor is there the directory that it would lie in"
     try:
         names = [each.name for each in checkpoints_in(folder)]
     except (CheckpointError, NotImplementedError):  # nobody may list it

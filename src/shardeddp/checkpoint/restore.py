@@ -105,6 +105,9 @@ _SHOWN = 20
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """What schedulers of torch write into the groups of an optimizer."""
 
+_FLAGS = {"fused", "capturable", "foreach"}
+"""Options of optimizers of torch that change how they compute, and not what."""
+
 
 def read_shards_ahead(state: Any, module: nn.Module) -> None:
     """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
@@ -338,6 +341,26 @@ def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]
                 f"the state of an optimizer is not one of {kind}: expected {', '.join(lacks)} in "
                 f"each group, found {', '.join(has)}: {advice}"
             )
+        _check_flags(kind, found, own)
+
+
+def _check_flags(kind: str, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """How a step is computed, which decides at the first one whether it can be."""
+    for name in sorted(found.keys() & own.keys() & _FLAGS):
+        value, device = found[name], next((it.device.type for it in own["params"]), "cpu")
+        if value is not None and type(value) is not bool:
+            problem = "expected True, False or None"
+        elif name == "capturable" and value and device == "cpu":
+            problem = (
+                "parameters are on the CPU, where torch has no such step. Set it to False in "
+                "checkpoint['optimizer_states'] in on_load_checkpoint"
+            )
+        else:
+            continue
+        raise CheckpointError(
+            f"the options of an optimizer in the checkpoint make no {kind}: {name} is "
+            f"{printable(repr(value)[:_SHOWN])}: {problem}"
+        )
 
 
 def _check_states(
@@ -389,7 +412,7 @@ def _after_a_step(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> Mapp
         probe: Any = kind([parameter])  # type: ignore[call-arg]
         probe.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
         own = probe.param_groups[0]
-        own.update({name: False for name in own.keys() & {"fused", "capturable", "foreach"}})
+        own.update(dict.fromkeys(own.keys() & _FLAGS, False))
         probe.step()
     except Exception as error:
         raise CheckpointError(

@@ -312,7 +312,7 @@ class Restore:
     def _nothing_there(self) -> str:
         """Error about a path where there is nothing, with the checkpoints beside it; for rank 0."""
         beside = what_lies_beside(self._path) if self._group.is_rank_zero else ""
-        return f"the checkpoint {self._path} does not exist{beside}"
+        return f"Checkpoint file not found: {self._path}{beside}"  # as Lightning says it
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
         """The error with the name of a checkpoint to use instead; a collective of all ranks."""
