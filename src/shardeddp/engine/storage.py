@@ -100,7 +100,7 @@ class GatheredBuffer:
         dtype: Of the buffer.
         device: Of the buffer.
         memory: 1D, padded_numel; what the buffer is for ever. None: each gather brings its own.
-        lender: Buffer whose memory this one has while both are in use.
+        lender: Buffer whose memory this one has while in use.
     """
 
     def __init__(
