@@ -25,6 +25,7 @@ from support.whole_batches import (
     STRATEGIES,
     Overflow,
     Regression,
+    check_precision,
     descent_of,
     distance,
     train_whole,
@@ -246,13 +247,7 @@ def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
 def test_every_precision_trains_as_it_does_with_all_experts_on_all_ranks(
     world: Worlds, precision: str, clips: str
 ) -> None:
-    exact, *_ = world(4).run(descend, "32-true", 1, clips)
-    rounded, *_ = world(4).run(descend, precision, 1, clips)
-    for found in world(4).run(descend, precision, 2, clips):
-        if precision == "64-true":
-            assert distance(found, rounded) < 1e-12
-        else:
-            assert distance(found, rounded) < 2 * distance(rounded, exact)
+    check_precision(world, descend, precision, clips)
 
 
 class Overflows(Descends):

@@ -1,5 +1,6 @@
 """A regression that ranks train on parts of each batch, beside one process that trains on the whole batches."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from world import Worlds
 
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 STEPS, FEWER_STEPS, BATCH = 20, 6, 8
@@ -110,3 +113,26 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     """The greatest difference of an element."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def check_precision(
+    world: Worlds,
+    descend: Callable[[str, int, str], dict[str, torch.Tensor]],
+    precision: str,
+    clips: str,
+) -> None:
+    """Four ranks, of which two have one model's parts, end where four with whole ones do.
+
+    Args:
+        world: The pools.
+        descend: Trains with a precision, a size of the axis and a kind of clipping; returns weights.
+        precision: Of the Trainer. Its own rounding is the bound, but for float64.
+        clips: By norm or by value.
+    """
+    exact, *_ = world(4).run(descend, "32-true", 1, clips)
+    rounded, *_ = world(4).run(descend, precision, 1, clips)
+    for found in world(4).run(descend, precision, 2, clips):
+        if precision == "64-true":
+            assert distance(found, rounded) < 1e-12
+        else:
+            assert distance(found, rounded) < 2 * distance(rounded, exact)
