@@ -36,8 +36,9 @@ def test_ranks_that_come_to_one_place_are_together() -> None:
 @on_ranks(3)
 def test_a_rank_that_comes_too_late_finds_it_decided() -> None:
     barrier = StoreBarrier(dist.get_rank(), 3)
-    if dist.get_rank() == 2:
+    late = dist.get_rank() == 2
+    if late:
         time.sleep(1.0)
     began = time.monotonic()
-    assert not barrier.wait_for_all("batch 1", patience_s=0.3)
-    assert time.monotonic() - began < 0.8
+    assert not barrier.wait_for_all("batch 1", patience_s=60 if late else 0.3)
+    assert time.monotonic() - began < 30, "the late rank has waited"

@@ -191,14 +191,15 @@ def test_one_rank_alone_looks_for_a_lost_one_and_tells_the_others(world: Worlds)
 def break_without_a_reason() -> tuple[object, float]:
     """A transfer breaks on all ranks and nobody has left an error."""
     mesh = make_mesh()
-    began = time.monotonic()
-    return break_down(mesh), time.monotonic() - began
+    with mock.patch.object(propagation, "LOOKUP_S", 40.0):
+        began = time.monotonic()
+        return break_down(mesh), time.monotonic() - began
 
 
 def test_a_broken_transfer_without_an_origin_says_where_all_ranks_were(world: Worlds) -> None:
     assert world(1).run(break_without_a_reason)[0][0] is None
     for cause, seconds in world(2).run(break_without_a_reason):
-        assert seconds < 0.8, "waited, though all ranks have said that they were not the first"
+        assert seconds < 20, "waited, though all ranks have said that they were not the first"
         assert isinstance(
             cause, DesyncError
         ) and "no rank has an error of its own: rank 0 was at " in str(cause)

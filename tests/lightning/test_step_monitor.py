@@ -70,20 +70,32 @@ def takes(spend: Callable[[str], object]) -> Takes:
 
 
 class Watches(Callback):
-    """Measures from one end of an optimizer step to the next with a clock of its own."""
+    """Reads a clock of its own where an optimizer step ends."""
 
     def __init__(self) -> None:
-        self.ends: list[tuple[int, float]] = []
+        self.ends: list[float] = []
+        self._steps = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """A step may end here."""
-        if trainer.global_step != (self.ends[-1][0] if self.ends else 0):
-            self.ends.append((trainer.global_step, time.perf_counter()))
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self.ends.append(time.perf_counter())
 
-    @property
-    def seconds(self) -> float:
-        """Of a step but the first."""
-        return (self.ends[-1][1] - self.ends[0][1]) / (len(self.ends) - 1)
+
+def fit_between_watches(**options: Any) -> StepReport:
+    """A report of all steps but the first, whose time two other clocks bear out.
+
+    One is read before the monitor and one after it, so that whatever holds the process up between the
+    two is inside of what they allow.
+    """
+    before, after = Watches(), Watches()
+    report = fit(before=(before,), callbacks=(after,), **options)
+    assert report.steps == len(before.ends) - 1 == len(after.ends) - 1
+    total = report.seconds * report.steps
+    least, most = before.ends[-1] - after.ends[0], after.ends[-1] - before.ends[0]
+    assert least <= total + 1e-6 and total - 1e-6 <= most
+    return report
 
 
 def fit(
@@ -92,6 +104,7 @@ def fit(
     *,
     monitor: StepMonitor | None = None,
     shard_size: int | None = None,
+    before: tuple[Callback, ...] = (),
     callbacks: tuple[Callback, ...] = (),
     loader: Any = None,
     val: Any = None,
@@ -101,7 +114,7 @@ def fit(
     monitor = monitor or StepMonitor()
     trainer = make_trainer(
         ShardedDP(strategy, shard_size, {Block}),
-        callbacks=[monitor, *callbacks],
+        callbacks=[*before, monitor, *callbacks],
         **{"max_steps": STEPS, **options},
     )
     loader = loader or token_loader(4 * 20 * dist.get_world_size())
@@ -115,10 +128,7 @@ def fit(
 
 
 def shares(strategy: str, shard_size: int | None, options: dict[str, Any]) -> StepReport:
-    watches = Watches()
-    report = fit(strategy, shard_size=shard_size, callbacks=(watches,), **options)
-    assert report.steps == len(watches.ends) - 1
-    assert abs(report.seconds / watches.seconds - 1) < 0.01
+    report = fit_between_watches(strategy=strategy, shard_size=shard_size, **options)
     assert tuple(report.parts) == PARTS
     assert min(report.parts.values()) >= 0
     return report
@@ -233,14 +243,14 @@ def test_each_part_has_its_own_time_and_nothing_else(world: Worlds, tmp_path: Pa
 
 def waiting() -> StepReport:
     def spend(part: str) -> None:
-        time.sleep(0.03 if part == "compute" and dist.get_rank() == 1 else 0.001)
+        time.sleep(0.1 if part == "compute" and dist.get_rank() == 1 else 0.001)
 
     return fit(task=takes(spend))
 
 
 def test_time_that_ranks_wait_for_a_slow_one_is_not_the_network_s(world: Worlds) -> None:
     fast, slow = world(2).run(waiting)
-    assert fast.parts["ranks"] > max(0.02, slow.parts["ranks"])
+    assert fast.parts["ranks"] > max(0.05, slow.parts["ranks"])
 
 
 def checkpointing(folder: str) -> StepReport:
@@ -309,9 +319,7 @@ class Manual(TinyGpt):
 
 @on_ranks(2)
 def test_manual_optimization_has_the_same_parts() -> None:
-    watches = Watches()
-    report = fit(task=Manual(), callbacks=(watches,))
-    assert abs(report.seconds / watches.seconds - 1) < 0.01
+    report = fit_between_watches(task=Manual())
     assert report.parts["optimizer"] > 0
     assert report.parts["compute"] > report.parts["rest"]
 
