@@ -259,6 +259,71 @@ class DetachedByTheUnitBeforeAnAssignment(DetachedByTheUnit):
         self.look()
 
 
+class PartsTakenBeforeAnAssignment(DetachedBeforeAnAssignment):
+    """Parts of the parameter itself, outside of its unit."""
+
+    def detached(self) -> Iterator[Tensor]:
+        weight = self.blocks[0].up.weight
+        with torch.no_grad():
+            yield from (weight[:2], weight.t(), weight.view(-1)[3:])
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        super().on_train_batch_start(batch, batch_index)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+
+
+class PartsWithGradientsTakenBeforeAnAssignment(SmallGpt):
+    """The parts keep their values, and the parameter gets their gradients."""
+
+    parts: tuple[Tensor, ...] = ()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        weight = self.blocks[0].norm.weight
+        self.parts = self.parts or (weight[:4], weight.view(2, 4)[1])
+        return super().loss(batch) + sum(part.square().sum() for part in self.parts)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.blocks[0].norm.weight
+        weight.data = weight.data * 0.9 + 0.1
+
+
+class AssignedInItsUnit(Block):
+    """Gets other memory in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.norm.weight.data = self.norm.weight.data * 0.9 + 0.1
+        return super().forward(x)
+
+
+class PartsTakenBeforeAnAssignmentInTheUnit(SmallGpt):
+    """Parts from outside keep the former values."""
+
+    parts: tuple[Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AssignedInItsUnit(8) for _ in range(2))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        weight = self.blocks[0].norm.weight
+        self.losses += [float(part.sum()) for part in self.parts]
+        self.parts = (weight.detach(), weight.detach()[:3])
+
+
+class PartsTakenInAStepBeforeAnAssignment(DetachedByTheUnit):
+    """The unit's memory is gathered into again: refused, or a warning."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.98
+        self.look()
+
+
 class WrittenInLists(WrittenInTheStepAndBetween):
     """A list has views from inside of a unit and from outside of others, or parameters as well."""
 
@@ -377,6 +442,18 @@ CASES = [
     case(WrittenOnOneRank, units={RemembersItselfOnOneRank}, refused=r"blocks\.[01]\.up\.weight"),
     case(DetachedByTheUnitBeforeAnAssignment, units={RemembersAllOfItself}, steps=6),
     case(DetachedBeforeAnAssignment, steps=6),
+    case(PartsTakenBeforeAnAssignment, steps=6),
+    case(
+        PartsWithGradientsTakenBeforeAnAssignment,
+        steps=6,
+        refused=r"blocks\.0\.norm\.weight gets other values",  # in one unit
+    ),
+    case(PartsTakenBeforeAnAssignmentInTheUnit, units={AssignedInItsUnit}, steps=6),
+    case(
+        PartsTakenInAStepBeforeAnAssignment,
+        units={RemembersItself},
+        refused=r"blocks\.[01]\.up\.weight gets other values",
+    ),
     case(DetachedInTheStepsOutput, refused=r"embed\.weight"),
     case(DetachedPartsInTheStepsOutput, refused=r"embed\.weight|head\.weight"),
     case(ArraysInTheStepsOutput, refused=r"embed\.weight"),

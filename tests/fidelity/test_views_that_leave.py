@@ -251,7 +251,53 @@ class ViewByAHook(WithATable):
         return x + self.kept
 
 
+class TakenOnce(SmallGpt):
+    """A view of a block's weight, made outside of the block, is used in all later steps; before the block."""
+
+    @property
+    def view(self) -> Tensor:
+        if "_view" not in vars(self):
+            vars(self)["_view"] = self.blocks[0].norm.weight[:4]
+        return vars(self)["_view"]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        squared = (self.view * self.view).sum()
+        return super().loss(batch) + squared + (self.view.exp() * self.view).sum() * 0.1
+
+
+class TakenOnceAndReadBetweenSteps(TakenOnce):
+    """After the block; and read after the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return SmallGpt.loss(self, batch) + (self.view**3).sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += self.view.detach() + self.view.tolist()[0]
+
+
+class TakenBeforeTheFirstStep(TakenOnce):
+    def on_fit_start(self) -> None:
+        assert self.view.requires_grad
+
+
+class TakenOnceAndUsedWithParameters(TakenOnce):
+    """In a list with one, and with the weight whose view it is."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        weight, other = self.blocks[0].norm.weight, self.blocks[1].up.weight
+        both = torch.stack([weight[4:], self.view]).pow(2).sum()
+        return super().loss(batch) + both * 0.1 + (other * self.view.repeat(2)).sum() * 0.01
+
+
 CASES = [
+    case(TakenOnce),
+    case(TakenOnceAndReadBetweenSteps),
+    case(TakenBeforeTheFirstStep),
+    case(TakenOnceAndUsedWithParameters),
     case(WithATable, units={Block, Table}),
     case(ReturnsItsParameter, units={Block, Table}),
     case(PromptTuning, units={Block, Table}, options={"gradient_clip_val": 0.5}),
@@ -278,7 +324,7 @@ def test_views_that_leave_their_unit_train_as_under_ddp(
 IN_BF16 = [
     in_bf16(each)
     for each in CASES
-    if each.model in (PrefixTuning, Quantizes, ComputesWithReturnedWeights)
+    if each.model in (TakenOnce, PrefixTuning, Quantizes, ComputesWithReturnedWeights)
 ]
 
 

@@ -364,6 +364,10 @@ class FlatGroup:
         if is_written:
             self.keep_writes()
 
+    def is_held(self, index: int) -> bool:
+        """Whether something outside of the engine refers to gathered memory of a parameter."""
+        return any(group.buffer.is_held(index) for group in self._sharing or [self])
+
     def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's elements of a gathered buffer; 1D."""
         slot = self.layout.slots[index]

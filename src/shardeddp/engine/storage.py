@@ -280,12 +280,18 @@ class GatheredBuffer:
 
     def is_viewed(self) -> bool:
         """Whether anything outside of the engine may later read stale values from this memory."""
-        if self._resident:
-            return False
-        return any(self._outlived_parts()) or any(
-            storage_use_count(storage) > _BOUND + (i in self.wrapped)
-            for storage, i in self._storages.items()
-        )
+        return not self._resident and any(True for _ in self._held_places())
+
+    def is_held(self, place: int) -> bool:
+        """Whether anything outside of the engine refers to a parameter's memory."""
+        return place in self._held_places()
+
+    def _held_places(self) -> Iterator[int]:
+        for place, _ in self._outlived_parts():
+            yield place
+        for storage, place in self._storages.items():
+            if storage_use_count(storage) > _BOUND + (place in self.wrapped):
+                yield place
 
     def outlived(self) -> dict[int, torch.Tensor]:
         """While released, memory of the last gather that something still refers to, by parameter; 1D."""

@@ -252,6 +252,18 @@ class KeepsWrites(Protocol):
         """Bring writes to the shards to views that something holds."""
         ...
 
+    def is_held(self, index: int) -> bool:
+        """Whether something, such as a view, refers to memory of one of them."""
+        ...
+
+
+class Follows(Protocol):
+    """Full elements behind views of a sharded tensor."""
+
+    def follow(self, sharded: ShardTensor) -> None:
+        """Be those of another one from now on."""
+        ...
+
 
 class NoRawMemory:
     """Refuses raw memory access: writes through a pointer would not reach the shard."""
@@ -308,6 +320,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _source: ShardTensor | None
     # Tensors that share its memory: `.data`, detached
     _aliases: list[weakref.ref[ShardTensor]] | None
+    _views: list[weakref.ref[Follows]] | None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[KeepsWrites] | None
     _place: int  # of the parameter there
@@ -333,6 +346,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         made._former_gradient = None
         made._source = None
         made._aliases = None
+        made._views = None
         made._writes = None
         made._place = 0
         made.memory_of = ""
@@ -393,24 +407,51 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if (
             self._source is not None
         ):  # it gets memory of its own, and the parameter keeps its values
+            self._leave_views(self._source.alias())
             values = self._spec.localize(data.detach())
             self._local = values.to(self._local.device, copy=True)
             self._source = self._writes = None
             return
         keep_shared_memory(self._spec.fqn, self.memory_of)
-        self._part_from_aliases()
+        self.leave_values()
         with torch.no_grad():
             self.copy_(data)
 
-    def _part_from_aliases(self) -> None:
-        """Leave the values to the tensors that share them, as a tensor with new memory does."""
-        if sharing := [each for each in self._living_aliases() if each._local is self._local]:
+    def leave_values(self) -> None:
+        """Leave the values to the tensors and views that share them, as a tensor with new memory does."""
+        home = self.home
+        if home is not None:
+            home.keep_write_of(self._place)
+        sharing = [each for each in self._living_aliases() if each._local is self._local]
+        if sharing or self._views:
             former = self._local.clone()
             for alias in sharing:
                 alias.move_to(former)
+            self._leave_views(ShardTensor(former, self._spec))
         self._aliases = None
         if self._unsharded is not None:
             part_from_aliases(self._unsharded)
+        if home is not None and "held" not in self._spec.warned and home.is_held(self._place):
+            self._spec.warned.append("held")
+            warnings.warn(
+                f"parameter {self._spec.fqn} gets other values by `.data = ...`, and something holds "
+                f"a part of it that was taken in a step (a view such as `p.detach()[:2]`, or a graph "
+                f"whose backward has not run): that has the new values here, where an unsharded "
+                f"parameter would leave it the former ones. Take a copy (clone()) if it should keep "
+                f"them",
+                stacklevel=3,
+            )
+
+    def note_view(self, view: Follows) -> None:
+        """Note that there is a view of these full elements."""
+        others = [each for each in self._views or () if each() not in (None, view)]
+        self._views = [*others, weakref.ref(view)]
+
+    def _leave_views(self, sharded: ShardTensor) -> None:
+        for each in self._views or ():
+            if (view := each()) is not None:
+                view.follow(sharded)
+        self._views = None
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: D102
         if (

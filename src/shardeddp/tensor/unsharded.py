@@ -148,7 +148,10 @@ class WholeParameter(nn.Parameter):
         is_ours = isinstance(self, UnshardedBase)
         memory_of = sharded_of(self).memory_of if is_ours else vars(self)[MEMORY_OF]
         keep_shared_memory(vars(self)[OURS[0]], memory_of)
-        part_from_aliases(self)
+        if is_ours:
+            sharded_of(self).leave_values()
+        else:
+            part_from_aliases(self)
         with torch.no_grad():
             self.copy_(data)
 

@@ -11,6 +11,7 @@ import torch
 from shardeddp.comm import agree_on_highest_alike
 from shardeddp.tensor.collectives import finish, refuse_unmet
 from shardeddp.tensor.operations import (
+    asks_only_about,
     communicates,
     is_random,
     reshapes,
@@ -55,6 +56,10 @@ class Gathered:
             self.full.copy_(gather(self.sharded, "reading a view of"))
             mark_written(self.full)  # a graph that still needs the former values must fail
             self._note_shard()
+
+    def follow(self, sharded: ShardTensor) -> None:
+        """Be the elements of another tensor, which has the values of this one; it was given others."""
+        self.sharded, self._version = sharded, -1
 
     def write_back(self) -> None:
         """Bring writes to the full elements to the shard; every rank keeps its own interval."""
@@ -139,6 +144,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
     def __new__(cls, plain: torch.Tensor, gathered: Gathered) -> GatheredView:  # noqa: D102
         made = make_subclass(cls, plain)
         made._plain, made._gathered = plain, gathered
+        gathered.sharded.note_view(gathered)
         return made
 
     def __init__(self, plain: torch.Tensor, gathered: Gathered) -> None:
@@ -189,7 +195,15 @@ class GatheredView(NoRawMemory, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().detach().clone().__reduce_ex__(protocol)
 
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() and not asks_only_about(func):
+            refresh_views(args, kwargs)
+        return no_torch_function(func, types, args, kwargs)
 
     @classmethod
     @outside_of_graphs
@@ -217,6 +231,16 @@ class GatheredView(NoRawMemory, torch.Tensor):
         return wrap_results(
             result, [view._gathered for view in views], {id(view._plain): view for view in views}
         )
+
+
+def refresh_views(*arguments: Any) -> None:
+    """Gather views among the arguments of a function again where their shards have changed; a collective.
+
+    Before autograd saves them: it notes their versions, which gathering again below it would change.
+    """
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, GatheredView):
+            leaf._gathered.refresh()
 
 
 def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
