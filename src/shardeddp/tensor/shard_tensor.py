@@ -257,8 +257,8 @@ class KeepsWrites(Protocol):
         ...
 
 
-class Follows(Protocol):
-    """Full elements behind views of a sharded tensor."""
+class ViewSource(Protocol):
+    """Full elements that views of a sharded tensor show."""
 
     def follow(self, sharded: ShardTensor) -> None:
         """Be those of another one from now on."""
@@ -320,7 +320,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _source: ShardTensor | None
     # Tensors that share its memory: `.data`, detached
     _aliases: list[weakref.ref[ShardTensor]] | None
-    _views: list[weakref.ref[Follows]] | None  # full elements of which there may be views
+    _views: list[weakref.ref[ViewSource]] | None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[KeepsWrites] | None
     _place: int  # of the parameter there
@@ -442,7 +442,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 stacklevel=3,
             )
 
-    def note_view(self, view: Follows) -> None:
+    def note_view(self, view: ViewSource) -> None:
         """Note that there is a view of these full elements."""
         others = [each for each in self._views or () if each() not in (None, view)]
         self._views = [*others, weakref.ref(view)]
