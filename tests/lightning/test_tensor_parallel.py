@@ -845,6 +845,20 @@ class CalledEarly(HalfOutput):
         self.head(torch.ones(8))
 
 
+class LooksUpEarly(HalfOutput):
+    """Calls a split embedding between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x + self.table(torch.arange(x.shape[-2])))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.table(torch.arange(4))
+
+
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
     strategy = ShardedDP(
         tensor_parallel_size=2, tensor_parallel_plan=ATTENTION_PLAN | {"**.num_heads": "divide"}
@@ -942,6 +956,7 @@ REFUSED = [
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
     ((Borrowing, PLAN), "'blocks.0.up', whose weight was used without calling"),
     ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
+    ((LooksUpEarly, {"table": "embedding_rowwise"}), "'table', which tensor_parallel_plan splits"),
 ]
 
 

@@ -395,6 +395,11 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
     layer.was_called = True
     is_index = kind == "own_rows"
+    # The forward of a frozen layer, in its dictionary, takes this rank's part of a weight itself.
+    if is_index and "forward" not in vars(module):
+        weight = module._parameters["weight"]
+        if weight is not None and weight.shape[0] != layer.num_rows:
+            _refuse_whole(layer)
     keys = [*range(len(args)), *kwargs]
     values = [*args, *kwargs.values()]
     wanted = [
