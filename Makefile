@@ -35,7 +35,7 @@ help:
 	@echo "make test-all         all tests but the long harnesses (half an hour and more)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
-	@echo "make test-stores      checkpoints in a server of S3 (three minutes)"
+	@echo "make test-stores      checkpoints in servers of object stores (four minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
 	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (an hour)"

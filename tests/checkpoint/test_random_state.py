@@ -88,6 +88,15 @@ def test_of_lazy_states_a_rank_reads_its_row() -> None:
     assert asked == [Interval(three.shape[1], 2 * three.shape[1])]
 
 
+def test_rows_too_short_for_a_state_are_damage() -> None:
+    states = {
+        "torch": torch.zeros(1, 5012, dtype=torch.uint8),
+        "python": torch.zeros(2513, 1, dtype=torch.uint8),
+    }
+    with pytest.raises(CheckpointError, match="expected one row of bytes for each rank"):
+        ResumeRandomness().hold(states, 0, 1)
+
+
 def test_states_are_restored_once_and_not_before_training_begins() -> None:
     randomness = ResumeRandomness()
     state = capture_random_state(CPU)

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardeddp.checkpoint import clean, remote, remote_directory
 from shardeddp.checkpoint.durable import location
@@ -285,6 +286,39 @@ def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all(
     assert "__1_0.distcp failed" in first
     assert "__1_0.distcp failed" in second
     assert step_in(target) == 1
+    assert len({name.split("/")[1] for name in objects(folder)}) == 2  # the manifest, one folder
+
+
+def save_slowly(target: str, steps: int) -> list[int | None]:
+    """The steps that are read after each save, in a store that answers each rank after other times."""
+    use_shelf()
+    group = all_ranks()
+    chance = random.Random(group.rank)
+
+    def fault(name: str, path: str) -> str:
+        time.sleep(0.5 if chance.random() < 0.05 else 0.02 * chance.random())
+        return ""
+
+    Shelf.fault, found = fault, []
+    try:
+        for step in range(1, steps + 1):
+            snapshot = snapshot_of(step, group.rank, group.size)
+            run = run_of(step, group.size)
+            write_checkpoint(snapshot, location(target), run, group, CheckpointOptions())
+            found.append(step_in(target))
+            dist.barrier()  # nobody saves before all have read
+    finally:
+        Shelf.fault = None
+    return found
+
+
+@pytest.mark.slow
+def test_a_store_that_answers_late_has_the_same_checkpoints(
+    folder: RemotePath, world: Worlds
+) -> None:
+    target = str(folder / "last.ckpt")
+    assert world(4).run(save_slowly, target, 5) == [[1, 2, 3, 4, 5]] * 4
+    assert verify(folder / "last.ckpt") == []
     assert len({name.split("/")[1] for name in objects(folder)}) == 2  # the manifest, one folder
 
 

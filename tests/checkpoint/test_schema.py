@@ -13,6 +13,8 @@ from shardeddp.errors import CheckpointError
 
 PROGRESS = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
 
+STOPPING = {"wait_count": 0, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
+
 LEGITIMATE: dict[str, Any] = {
     "nothing": {},
     "weights alone": {"state_dict": OrderedDict(a=torch.ones(1), extra={"x": 1})},
@@ -46,12 +48,7 @@ LEGITIMATE: dict[str, Any] = {
                 "best_model_path": "",
                 "dirpath": None,
             },
-            "EarlyStopping{'monitor': 'x'}": {
-                "wait_count": 0,
-                "stopped_epoch": 0,
-                "best_score": torch.tensor(1.0),
-                "patience": 3,
-            },
+            "EarlyStopping{'monitor': 'x'}": STOPPING,
             "Timer": {"time_elapsed": {"train": 1.5}},
             "MyOwn": [1, 2],
         },
@@ -121,6 +118,15 @@ WRONG: dict[str, Any] = {
     },
     "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
         "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1], "best_model_path": ""}}
+    },
+    "callbacks.EarlyStopping.best_score: expected a tensor of one element, found a NoneType": {
+        "callbacks": {"EarlyStopping": {**STOPPING, "best_score": None}}
+    },
+    "callbacks.EarlyStopping.best_score: expected a tensor of one element, found a Tensor": {
+        "callbacks": {"EarlyStopping": {**STOPPING, "best_score": torch.ones(2)}}
+    },
+    "callbacks.ModelCheckpoint.kth_value: expected one element or a number, found a Tensor": {
+        "callbacks": {"ModelCheckpoint": {"best_model_path": "", "kth_value": torch.ones(2)}}
     },
     "callbacks.Timer.time_elapsed.train: expected a number": {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}

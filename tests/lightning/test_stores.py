@@ -12,7 +12,7 @@ from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
 from shardeddp_cli import main
-from support.object_stores import s3_server, use_s3, use_shelf
+from support.object_stores import gs_server, s3_server, use_gs, use_s3, use_shelf
 from support.resuming import fit, losses_and_weights
 from support.tasks import Block, TinyGpt
 from world import Worlds
@@ -32,7 +32,7 @@ def train(
 ) -> dict[str, Any]:
     use_shelf()
     if address:
-        use_s3(address)
+        (use_gs if folder.startswith("gs:") else use_s3)(address)
     strategy = ShardedDP(auto_wrap_policy={Block}, **KINDS[kind])
     callback = ModelCheckpoint(
         folder, "{epoch}", monitor="epoch", mode="max", save_top_k=2, save_last=True
@@ -117,14 +117,17 @@ def test_commands_read_checkpoints_of_a_store(
 
 
 @pytest.mark.stores
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_run_goes_on_from_a_server_of_s3(world: Worlds, kind: str) -> None:
-    with s3_server() as address:
-        first = world(2).run(train, "s3://bucket/run", kind, 1, None, address)[0]
-        second = world(2).run(train, "s3://bucket/run", kind, 2, "last", address)[0]
-        assert second["from"] == "s3://bucket/run/last.ckpt"
+@pytest.mark.parametrize("kind", ["sharded", "full", "asynchronous"])
+@pytest.mark.parametrize("store", ["s3", "gs"])
+def test_a_run_goes_on_from_a_server(world: Worlds, store: str, kind: str) -> None:
+    folder = f"{store}://bucket/run"
+    with {"s3": s3_server, "gs": gs_server}[store]() as address:
+        first = world(2).run(train, folder, kind, 1, None, address)[0]
+        second = world(2).run(train, folder, kind, 2, "last", address)[0]
+        assert second["from"] == f"{folder}/last.ckpt"
         assert len(second["losses"]) == len(first["losses"])
-        assert names("s3://bucket/run") == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
+        assert names(folder) == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
+        assert verify(RemotePath(folder) / "last.ckpt") == []
 
 
 @pytest.mark.stores

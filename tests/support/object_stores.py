@@ -1,4 +1,4 @@
-"""Object stores for tests: one in a directory, which fails when it is told to, and a server of S3."""
+"""Object stores for tests: one in a directory, which fails when it is told to, and servers of S3 and Google."""
 
 from __future__ import annotations
 
@@ -167,28 +167,56 @@ def die_at(number: int) -> Fault:
     return fault
 
 
-# -- A server of S3
+# -- Servers
+
+# Read as gcsfs is imported: else it asks by gRPC, which the server has not, what kind of bucket it is.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """A server in a process of its own, with an empty ``bucket``; gives its address.
+    """A server of S3 in a process of its own, with an empty ``bucket``; gives its address.
 
     Skips the test where its packages are missing.
     """
     for package in ("moto", "flask", "flask_cors", "s3fs"):
-        pytest.importorskip(package, reason="the extra `test` brings a server of S3")
+        pytest.importorskip(package, reason="the extra `stores` brings a server of S3")
+    code = "import moto.server; moto.server.main(['-H', '127.0.0.1', '-p', '{port}'])"
+    with _server(code, "moto-api/data.json") as address:
+        use_s3(address)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield address
+
+
+@contextmanager
+def gs_server() -> Iterator[str]:
+    """The same of Google's storage."""
+    for package in ("gcp_storage_emulator", "gcsfs"):
+        pytest.importorskip(
+            package, reason="the extra `stores` brings a server of Google's storage"
+        )
+    code = (
+        "import time; from gcp_storage_emulator.server import create_server as make; "
+        "make('127.0.0.1', {port}, True, default_bucket='bucket').start(); time.sleep(3600)"
+    )
+    with _server(code, "storage/v1/b") as address:
+        use_gs(address)
+        yield address
+
+
+@contextmanager
+def _server(code: str, path: str) -> Iterator[str]:
+    """Code runs as a server, which answers a request for a path once it is ready."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    code = f"import moto.server; moto.server.main(['-H', '127.0.0.1', '-p', '{port}'])"
     environment = {
         **os.environ,
         "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     server = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code.format(port=port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment,
@@ -197,12 +225,10 @@ def s3_server() -> Iterator[str]:
     try:
         for _ in range(300):
             try:
-                urllib.request.urlopen(f"{address}/moto-api/data.json").close()
+                urllib.request.urlopen(f"{address}/{path}").close()
                 break
             except OSError:
                 time.sleep(0.1)
-        use_s3(address)
-        fsspec.filesystem("s3").mkdir("bucket")
         yield address
     finally:
         server.kill()
@@ -215,3 +241,8 @@ def use_s3(address: str) -> None:
     # Everybody may read, so that the server's addresses will do for http.
     public = {"ACL": "public-read"}
     fsspec.config.conf["s3"] = {"endpoint_url": address, "s3_additional_kwargs": public}
+
+
+def use_gs(address: str) -> None:
+    """Let clients of Google's storage in this process use a server, which asks for no credentials."""
+    fsspec.config.conf["gs"] = {"endpoint_url": address, "token": "anon"}

@@ -297,7 +297,7 @@ def _num_ranks(states: object) -> int:
         ).values()
     ]
     counts = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] >= _COUNT.size}
-    if len(counts) != 1 or not all(len(shape) == 2 for shape in shapes):
+    if len(counts) != 1 or not all(len(it) == 2 and it[1] >= _COUNT.size for it in shapes):
         raise _damaged("one row of bytes for each rank", f"shapes {shapes}")
     return counts.pop()
 

@@ -124,7 +124,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "a count": (int,),
     "a number": (int, float),
     "a number or a name": (int, str),
-    "a tensor or a number": (torch.Tensor, int, float),
+    "one element or a number": (torch.Tensor, int, float),
+    "a tensor of one element": (torch.Tensor,),
 }
 
 
@@ -148,6 +149,7 @@ def _check(value: Any, spec: Any, path: str) -> None:
 def _check_kind(value: Any, kind: str, path: str) -> None:
     # A bool is an int for Python, and no count for anybody.
     wrong = not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "a flag")
+    wrong = wrong or (isinstance(value, torch.Tensor) and value.numel() != 1)
     if wrong or (kind == "a count" and value < 0):
         _fail(value, path, kind)
 
@@ -214,17 +216,17 @@ _LOOP = {
 _EVALUATION = {"batch_progress": _BATCHES, **_LOOP}
 _BEST = {
     "best_model_path!": "text?",
-    "best_model_score": "a tensor or a number?",
-    "current_score": "a tensor or a number?",
-    "best_k_models": {"*": "a tensor or a number?"},
+    "best_model_score": "one element or a number?",
+    "current_score": "one element or a number?",
+    "best_k_models": {"*": "one element or a number?"},
     "kth_best_model_path": "text?",
-    "kth_value": "a tensor or a number?",
+    "kth_value": "one element or a number?",
     "last_model_path": "text?",
 }
 _STOPPING = {
     "wait_count!": "a count",
     "stopped_epoch!": "a count",
-    "best_score!": "a tensor or a number?",
+    "best_score!": "a tensor of one element",
     "patience!": "a count",
 }
 _CALLBACKS: dict[str, Any] = {
