@@ -119,11 +119,11 @@ WRONG: dict[str, Any] = {
     "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
         "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1], "best_model_path": ""}}
     },
-    "callbacks.EarlyStopping.best_score: expected a tensor of one element, found a NoneType": {
+    "callbacks.EarlyStopping.best_score: expected a scalar tensor, found a NoneType": {
         "callbacks": {"EarlyStopping": {**STOPPING, "best_score": None}}
     },
-    "callbacks.EarlyStopping.best_score: expected a tensor of one element, found a Tensor": {
-        "callbacks": {"EarlyStopping": {**STOPPING, "best_score": torch.ones(2)}}
+    "callbacks.EarlyStopping.best_score: expected a scalar tensor, found a Tensor": {
+        "callbacks": {"EarlyStopping": {**STOPPING, "best_score": torch.ones(1)}}
     },
     "callbacks.ModelCheckpoint.kth_value: expected one element or a number, found a Tensor": {
         "callbacks": {"ModelCheckpoint": {"best_model_path": "", "kth_value": torch.ones(2)}}

@@ -125,7 +125,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "a number": (int, float),
     "a number or a name": (int, str),
     "one element or a number": (torch.Tensor, int, float),
-    "a tensor of one element": (torch.Tensor,),
+    "a scalar tensor": (torch.Tensor,),
 }
 
 
@@ -149,7 +149,8 @@ def _check(value: Any, spec: Any, path: str) -> None:
 def _check_kind(value: Any, kind: str, path: str) -> None:
     # A bool is an int for Python, and no count for anybody.
     wrong = not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "a flag")
-    wrong = wrong or (isinstance(value, torch.Tensor) and value.numel() != 1)
+    if isinstance(value, torch.Tensor):
+        wrong |= bool(value.ndim) if kind == "a scalar tensor" else value.numel() != 1
     if wrong or (kind == "a count" and value < 0):
         _fail(value, path, kind)
 
@@ -226,7 +227,7 @@ _BEST = {
 _STOPPING = {
     "wait_count!": "a count",
     "stopped_epoch!": "a count",
-    "best_score!": "a tensor of one element",
+    "best_score!": "a scalar tensor",
     "patience!": "a count",
 }
 _CALLBACKS: dict[str, Any] = {
