@@ -53,7 +53,7 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.checkpoint.pieces import Pieces, runs_of
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.snapshot import Snapshot, take_snapshot
-from shardeddp.checkpoint.write import Report, index, write_data_file
+from shardeddp.checkpoint.write import Report, index, take_reports, write_data_file
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import FlatLayout, Interval, boxes
 from shardeddp.plan.topology import Topology
@@ -277,7 +277,7 @@ def rank_0(folder: Path, model: Model) -> dict[str, Any]:
             *(arrived[rank, : lengths[rank]].numpy().tobytes() for rank in range(1, model.ranks)),
         ]
         del arrived
-        reports = list(map(pickle.loads, told))
+        reports = take_reports(told)
         manifest, placement = index(without_objects(snapshot), RUN, reports, [])
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,

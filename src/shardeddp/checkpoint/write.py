@@ -87,6 +87,12 @@ class Report:
     """What it has written of each section."""
 
 
+def take_reports(told: list[bytes]) -> list[Report]:
+    """What the ranks have told, by rank; each message is let go as it is read, since all take megabytes."""
+    told.reverse()
+    return [pickle.loads(told.pop()) for _ in range(len(told))]
+
+
 @dataclass(frozen=True)
 class Written:
     """What one rank has written."""
@@ -233,9 +239,9 @@ class _Writing:
             needed = sum(map(int, sizes))
             folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
             self.folder = location(os.fsdecode(folders[0]))
-            reports = self._gather_to_first(f"writing {self.target}", self._write)
+            told = self._gather_to_first(f"writing {self.target}", self._write)
             self._compare_replicas()
-            self._gather(f"committing {self.target}", lambda: self._commit(reports))
+            self._gather(f"committing {self.target}", lambda: self._commit(told))
         except Exception:
             if isinstance(self.staging, RemoteStaging):
                 remote_directory.discard(self.staging)
@@ -251,7 +257,7 @@ class _Writing:
     def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
         return [action()] if self.group is None else gather_results(step, action, self.group)
 
-    def _gather_to_first(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
+    def _gather_to_first(self, step: str, action: Callable[[], bytes]) -> list[bytes]:
         return [action()] if self.group is None else gather_to_first(step, action, self.group)
 
     def _compare_replicas(self) -> None:
@@ -281,12 +287,12 @@ class _Writing:
         self.own = repeated(write, (CheckpointError,)) if remote else write()
         return pickle.dumps(self.own.report)  # for a rank of the same job
 
-    def _commit(self, reports: Sequence[bytes]) -> bytes:
+    def _commit(self, told: list[bytes]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
         if self.staging is None or self.own is None:
             return b""
-        told: list[Report] = list(map(pickle.loads, reports))
-        manifest, placement = index(self.snapshot, self.run, told, self.own.objects)
+        reports = take_reports(told)
+        manifest, placement = index(self.snapshot, self.run, reports, self.own.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
             STATE: json.dumps(self.snapshot.tree, separators=(",", ":")).encode(),
