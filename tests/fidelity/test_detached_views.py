@@ -315,6 +315,59 @@ class PartsTakenBeforeAnAssignmentInTheUnit(SmallGpt):
         self.parts = (weight.detach(), weight.detach()[:3])
 
 
+class AssignedItsOwnMemory(DetachedBeforeAnAssignment):
+    """`p.data = p.data.contiguous()` is no other memory: nothing parts."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous()
+            parameter.data = parameter.data.view_as(parameter)
+        with torch.no_grad():
+            self.blocks[0].up.weight.mul_(0.98)
+        self.losses += [float(each.norm()) for each in self.kept]
+
+
+class SwappedByAssignment(SmallGpt):
+    """Two blocks change places: shards without elements look as if they lay in one place."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pairs = zip(self.blocks[0].parameters(), self.blocks[1].parameters(), strict=True)
+        for one, other in pairs:
+            one.data, other.data = other.data, one.data
+
+
+class AssignedBeforeTheBackwardOfAView(SmallGpt):
+    """The view and its graph have the former values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        weight, optimizer = self.blocks[0].up.weight, self.optimizers()
+        view = weight[:4]
+        penalty = (view.square() * view.exp()).sum()
+        weight.data = weight.data * 0.9
+        self.losses.append(float(view.detach().sum()))
+        optimizer.zero_grad()
+        self.manual_backward(penalty)
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class WrittenBetweenTwoUsesOfAView(SmallGpt):
+    """The first one's gradient would be of values that are gone."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        weight = self.blocks[0].up.weight
+        view = weight[:4]
+        penalty = view.square().sum()
+        weight.data.clamp_(-0.3, 0.3)
+        return super().loss(batch) + penalty + view.square().sum()
+
+
 class PartsTakenInAStepBeforeAnAssignment(DetachedByTheUnit):
     """The unit's memory is gathered into again: refused, or a warning."""
 
@@ -454,6 +507,13 @@ CASES = [
         units={RemembersItself},
         refused=r"blocks\.[01]\.up\.weight gets other values",
     ),
+    case(AssignedItsOwnMemory, steps=6),
+    case(SwappedByAssignment, steps=6),
+    case(
+        AssignedBeforeTheBackwardOfAView,
+        refused=r"blocks\.0\.up\.weight gets other values",  # in one unit
+    ),
+    case(WrittenBetweenTwoUsesOfAView, refused=r"parameter blocks\.0\.up\.weight"),
     case(DetachedInTheStepsOutput, refused=r"embed\.weight"),
     case(DetachedPartsInTheStepsOutput, refused=r"embed\.weight|head\.weight"),
     case(ArraysInTheStepsOutput, refused=r"embed\.weight"),

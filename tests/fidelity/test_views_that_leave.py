@@ -293,7 +293,66 @@ class TakenOnceAndUsedWithParameters(TakenOnce):
         return super().loss(batch) + both * 0.1 + (other * self.view.repeat(2)).sum() * 0.01
 
 
+class GradientOfAView(SmallGpt):
+    """The view itself is what is differentiated, by `autograd.grad` and in `backward`."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        weight = self.blocks[0].up.weight
+        (gradient,) = torch.autograd.grad(weight[:2], weight, torch.ones(2, 8))
+        return super().loss(batch) + gradient.sum()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        view = self.blocks[1].up.weight[:2]
+        torch.autograd.backward([loss, view], [torch.ones(()), torch.full((2, 8), 0.1)])
+
+
+class ViewIsTheFirstOperand(SmallGpt):
+    """Of functions that are given parameters, too."""
+
+    views: tuple[Tensor, ...] = ()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        first, second = self.blocks[0].up.weight, self.blocks[1].up.weight
+        self.views = self.views or (first[:8], first.detach()[0], first.detach()[:1])
+        square, row, rows = self.views
+        terms = [
+            torch.cat([square, first, second]).square(),
+            (row * second).square(),
+            square[0] * first,
+            torch.maximum(rows, second),
+            F.linear(square, second).square(),
+            torch.stack([row, self.blocks[0].norm.weight]).square(),
+        ]
+        (gradient,) = torch.autograd.grad((row * second * second).sum(), second, create_graph=True)
+        return super().loss(batch) + sum(it.mean() for it in [*terms, gradient.square()])
+
+
+class ViewIsTheFirstOperandWithHooks(ViewIsTheFirstOperand):
+    """That see the gradients of all uses."""
+
+    def on_fit_start(self) -> None:
+        for block in self.blocks:
+            block.up.weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+
+class ConstantOfATransform(SmallGpt):
+    """A view of an earlier step inside of `torch.func.grad` and `vmap`: score matching."""
+
+    view: Tensor | None = None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        view = self.view = self.blocks[0].up.weight.detach()[:8] if self.view is None else self.view
+        x = self.embed(batch)
+        score = torch.func.grad(lambda x: (x @ view).tanh().square().sum())(x)
+        rows = torch.func.vmap(lambda row: (row * view[0]).sum())(x.flatten(0, 1))
+        return super().loss(batch) + score.square().mean() + rows.mean()
+
+
 CASES = [
+    case(GradientOfAView),
+    case(ViewIsTheFirstOperand),
+    case(ViewIsTheFirstOperandWithHooks),
+    case(ConstantOfATransform),
     case(TakenOnce),
     case(TakenOnceAndReadBetweenSteps),
     case(TakenBeforeTheFirstStep),

@@ -231,37 +231,52 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
     """Raise with the names of parameters whose values from the forward autograd misses."""
     if "modified by an inplace operation" not in str(error):
         return
+    if "output 0 of _View" in str(error):
+        _raise_written(
+            {
+                node.fqn  # type: ignore[attr-defined]
+                for node in _nodes(outputs)
+                if isinstance(node, _View._backward_cls)  # type: ignore[attr-defined]
+            },
+            error,
+        )
     found = _AT_VERSION.search(str(error))
     if found is None:
         return
     shape, version = found.groups()
     numel = math.prod(map(int, shape.split(","))) if shape else 1
     with without_torch_function():
-        names = sorted(
-            vars(leaf)[OURS[0]]
-            for leaf in _leaves(outputs)
-            if isinstance(leaf, UnshardedBase)
-            and (leaf.numel(), leaf._version) == (numel, int(version))
-        )
-    if names:
-        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        raise RuntimeError(
-            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and "
-            f"its backward (through `.data`, too): the gradients would belong to neither state. "
-            f"Write to it before the forward or after the backward"
-        ) from error
+        leaves = [getattr(node, "variable", None) for node in _nodes(outputs)]
+        numels = {
+            vars(leaf)[OURS[0]]: leaf.numel()
+            for leaf in leaves
+            if isinstance(leaf, UnshardedBase) and leaf._version == int(version)
+        }
+    whole = {name for name, its in numels.items() if its == numel}
+    # Or it was a part of one.
+    _raise_written(whole or {name for name, its in numels.items() if its > numel}, error)
 
 
-def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
-    """The leaves of a graph."""
+def _raise_written(names: Iterable[str], error: RuntimeError) -> None:
+    if not (names := sorted(names)):
+        return
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    raise RuntimeError(
+        f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and "
+        f"its backward (through `.data`, too): the gradients would belong to neither state. "
+        f"Write to it before the forward or after the backward"
+    ) from error
+
+
+def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
+    """The nodes of a graph."""
     waiting = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
     ]
     seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
         seen |= found
         waiting += found
@@ -308,6 +323,7 @@ class _View(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
+        ctx.fqn = gathered.sharded.spec.fqn  # for errors
         return GatheredView(view, gathered)
 
     @staticmethod

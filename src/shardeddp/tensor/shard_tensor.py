@@ -395,7 +395,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        if isinstance(data, ShardTensor) and _is_same_memory(data._local, self._local):
+        if self._is_mine(data):
             return  # module.to() with the dtype and the device that the module has
         if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
@@ -416,6 +416,17 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self.leave_values()
         with torch.no_grad():
             self.copy_(data)
+
+    def _is_mine(self, data: torch.Tensor) -> bool:
+        """Whether these are this tensor's own values, as they lie."""
+        sharded = data if isinstance(data, ShardTensor) else getattr(data, "sharded", None)
+        return (
+            isinstance(sharded, ShardTensor)
+            # Shards without elements may be in the same place, and not so on other ranks.
+            and sharded._spec.fqn in (self._spec.fqn, self.memory_of)
+            and _is_same_memory(sharded._local, self._local)
+            and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
+        )
 
     def leave_values(self) -> None:
         """Leave the values to the tensors and views that share them, as a tensor with new memory does."""

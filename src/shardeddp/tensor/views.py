@@ -28,7 +28,13 @@ from shardeddp.tensor.shard_tensor import (
     outside_of_graphs,
     refuse_recorded_write,
 )
-from shardeddp.torch_private import is_alias_of, make_subclass, no_torch_function, pytree
+from shardeddp.torch_private import (
+    is_alias_of,
+    make_subclass,
+    no_torch_function,
+    pytree,
+    temporarily_clear_interpreter_stack,
+)
 
 # -- Full elements of a ShardTensor, gathered or behind views
 
@@ -49,17 +55,28 @@ class Gathered:
         self.full = gather(sharded, operation) if full is None else full
         self._note_shard()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the shard is as it was gathered."""
+        local = self.sharded.to_local()
+        return local is self._local and _version_of(local) == self._version
+
     def refresh(self) -> None:
         """Gather again, a collective, if the shard has changed in any way."""
-        local = self.sharded.to_local()
-        if local is not self._local or _version_of(local) != self._version:
+        if self.is_current:
+            return
+        # Transforms of torch.func take the view for a constant.
+        with temporarily_clear_interpreter_stack(), torch.no_grad():
             self.full.copy_(gather(self.sharded, "reading a view of"))
-            mark_written(self.full)  # a graph that still needs the former values must fail
-            self._note_shard()
+        mark_written(self.full)  # a graph that still needs the former values must fail
+        self._note_shard()
 
     def follow(self, sharded: ShardTensor) -> None:
         """Be the elements of another tensor, which has the values of this one; it was given others."""
-        self.sharded, self._version = sharded, -1
+        is_current, self.sharded = self.is_current, sharded
+        self._note_shard()
+        if not is_current:
+            self._version = -1
 
     def write_back(self) -> None:
         """Bring writes to the full elements to the shard; every rank keeps its own interval."""
@@ -129,6 +146,10 @@ class Gathered:
 
 def _version_of(local: torch.Tensor) -> int:
     return 0 if local.is_inference() else local._version
+
+
+# They need no values of what they begin with.
+_BACKWARDS = {torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward}
 
 
 class GatheredView(NoRawMemory, torch.Tensor):
@@ -201,9 +222,15 @@ class GatheredView(NoRawMemory, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not asks_only_about(func):
+        if torch.is_grad_enabled() and not asks_only_about(func) and func not in _BACKWARDS:
             refresh_views(args, kwargs)
-        return no_torch_function(func, types, args, kwargs)
+        # Those that have more to say of the function than that, sharded parameters above all.
+        others = tuple(kind for kind in types if not issubclass(kind, cls))
+        for kind in others:
+            result = kind.__torch_function__(func, others, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented if others else no_torch_function(func, types, args, kwargs)
 
     @classmethod
     @outside_of_graphs
