@@ -511,7 +511,7 @@ CASES = [
     case(SwappedByAssignment, steps=6),
     case(
         AssignedBeforeTheBackwardOfAView,
-        refused=r"blocks\.0\.up\.weight gets other values",  # in one unit
+        refused=r"parameter blocks\.0\.up\.weight was written to",  # in one unit
     ),
     case(WrittenBetweenTwoUsesOfAView, refused=r"parameter blocks\.0\.up\.weight"),
     case(DetachedInTheStepsOutput, refused=r"embed\.weight"),

@@ -403,6 +403,9 @@ class Mesh:
         """Of the ranks of ``data``."""
         self.clock: StepClock | None = None
         """Measures steps; None: nobody does."""
+        self.in_step = False
+        """Whether a step of the user's module runs."""
+
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         self._whole: Mesh | None = None

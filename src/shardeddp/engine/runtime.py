@@ -715,6 +715,7 @@ class Runtime:
             return
         self._step_name = name
         self._enter(self._root)
+        self.mesh.in_step = True
         try:
             yield outputs
         except BaseException as error:
@@ -722,6 +723,8 @@ class Runtime:
             if not is_transfer_error(error):
                 self.reset()
             raise
+        finally:
+            self.mesh.in_step = False
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
 

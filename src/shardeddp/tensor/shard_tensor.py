@@ -414,6 +414,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return
         keep_shared_memory(self._spec.fqn, self.memory_of)
         self.leave_values()
+        self._warn_of_held_parts()
         with torch.no_grad():
             self.copy_(data)
 
@@ -442,6 +443,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self._aliases = None
         if self._unsharded is not None:
             part_from_aliases(self._unsharded)
+
+    def _warn_of_held_parts(self) -> None:
+        # Inside of a step graphs hold parts as well, of which many are dropped without a backward.
+        home = None if self._spec.mesh.whole.in_step else self.home
         if home is not None and "held" not in self._spec.warned and home.is_held(self._place):
             self._spec.warned.append("held")
             warnings.warn(
