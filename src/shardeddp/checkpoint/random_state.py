@@ -296,8 +296,9 @@ def _num_ranks(states: object) -> int:
             "dict[str, object]", states if isinstance(states, dict) else {"": 0}
         ).values()
     ]
-    counts = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] >= _COUNT.size}
-    if len(counts) != 1 or not all(len(it) == 2 and it[1] >= _COUNT.size for it in shapes):
+    fitting = [shape for shape in shapes if len(shape) == 2 and shape[1] >= _COUNT.size]
+    counts = {shape[0] for shape in fitting}
+    if len(counts) != 1 or len(fitting) < len(shapes):
         raise _damaged("one row of bytes for each rank", f"shapes {shapes}")
     return counts.pop()
 

@@ -320,7 +320,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _source: ShardTensor | None
     # Tensors that share its memory: `.data`, detached
     _aliases: list[weakref.ref[ShardTensor]] | None
-    _views: list[weakref.ref[ViewSource]] | None  # full elements of which there may be views
+    _views: weakref.WeakSet[ViewSource] | None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[KeepsWrites] | None
     _place: int  # of the parameter there
@@ -460,14 +460,14 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def note_view(self, view: ViewSource) -> None:
         """Note that there is a view of these full elements."""
-        others = [each for each in self._views or () if each() not in (None, view)]
-        self._views = [*others, weakref.ref(view)]
+        if self._views is None:
+            self._views = weakref.WeakSet()
+        self._views.add(view)
 
     def _leave_views(self, sharded: ShardTensor) -> None:
-        for each in self._views or ():
-            if (view := each()) is not None:
-                view.follow(sharded)
-        self._views = None
+        views, self._views = [*(self._views or ())], None
+        for view in views:
+            view.follow(sharded)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: D102
         if (
