@@ -37,7 +37,7 @@ class Unit(nn.Sequential):
         return y
 
 
-def train_and_let_go(strategy: str, ranks: int, keeps: str, steps: bool) -> list[bool]:
+def train_and_let_go(strategy: str, ranks: int, keeps: str, end: str) -> list[bool]:
     """Whether runtime and communicators outlive the last reference to a model that was trained a step."""
     shard_size = ranks if strategy == "full_shard" else 1
     mesh = Mesh(
@@ -50,10 +50,13 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, steps: bool) -> list
     runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters())
     attach_optimizer(optimizer, runtime.parameters_changed)
-    with runtime.step() as outputs:
-        outputs.append(model(torch.ones(2, 4)).sum())
-    if steps:
-        outputs.pop().backward()
+    # From the second backward on, gradients are there before other ranks have answered.
+    for _ in range(2 if end == "backward" else 1):
+        with runtime.step() as outputs:
+            outputs.append(model(torch.ones(2, 4)).sum())
+        if end != "forward":
+            outputs.pop().backward()
+    if end == "step":
         optimizer.step()
     watched = [weakref.ref(runtime), weakref.ref(mesh), weakref.ref(model)]
     del mesh, model, specs, runtime, optimizer, outputs
@@ -63,11 +66,11 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, steps: bool) -> list
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("keeps", ["", "output", "output of frozen", "feature"])
-@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("end", ["forward", "backward", "step"])
 def test_a_model_that_nobody_refers_to_is_collected_with_its_runtime_and_communicators(
-    strategy: str, keeps: str, steps: bool, world: Worlds
+    strategy: str, keeps: str, end: str, world: Worlds
 ) -> None:
-    found = world(2).run(train_and_let_go, strategy, 2, keeps, steps)
+    found = world(2).run(train_and_let_go, strategy, 2, keeps, end)
     assert found == [[False, False, False]] * 2
 
 

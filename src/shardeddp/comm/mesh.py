@@ -366,8 +366,12 @@ class Mesh:
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
-        self.unsettled: list[Unsettled] = []
-        """What has gone on with what it expects of other ranks; see :meth:`settle`."""
+        # Not owned: gradients lead to the mesh, and from there they must not lead to the model,
+        # since Python's collector does not see that a parameter leads to its gradient.
+        self.unsettled: weakref.WeakValueDictionary[int, Unsettled] = weakref.WeakValueDictionary()
+        """By identity, in order, what has gone on with what it expects of other ranks; see
+        :meth:`settle`.
+        """
         self.incomplete: set[int] = set()
         """Identities of reducers whose last backward has left gradients for a later one to complete."""
         self.desync = DesyncCheck.of_group()
@@ -510,7 +514,7 @@ class Mesh:
             return
         trains = self.fingerprints.thread in (None, threading.get_ident())
         if trains or current_backward() != -1:
-            for each in list(self.unsettled):
+            for each in list(self.unsettled.values()):
                 each.settle(stepping=stepping, reading=reading)
 
     def drain(self) -> None:

@@ -345,7 +345,7 @@ class Reducer:
             self._run_hooks(expected)
             self._keep_sums(True)
         self._open = opened
-        self._mesh.unsettled.append(self)
+        self._mesh.unsettled[id(self)] = self
 
     def _ask(self, opened: _Open, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
         """Ask what all ranks have found, and whether they have written the same."""
@@ -402,8 +402,7 @@ class Reducer:
 
     def _close(self) -> None:
         self._open = None
-        if self in self._mesh.unsettled:
-            self._mesh.unsettled.remove(self)
+        self._mesh.unsettled.pop(id(self), None)
 
     def _forget_earlier(self) -> None:
         self._earlier, self._installed = set(), {}
