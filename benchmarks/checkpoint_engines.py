@@ -1,7 +1,8 @@
-"""What `benchmarks/checkpoint.py` compares: ShardedDP's checkpoints, and torch.distributed.checkpoint over FSDP2."""
+"""The engines of `benchmarks/checkpoint.py`: ShardedDP, torch.distributed.checkpoint over FSDP2, and bare files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,7 +163,54 @@ class Stock:
         return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
 
 
+class Floor:
+    """As many bytes as the others save and load, in one bare file a rank, without names or checksums.
+
+    Args:
+        ranks: Of the world.
+        layers: Of the model.
+        width: Of each layer.
+    """
+
+    def __init__(self, ranks: int, layers: int, width: int) -> None:
+        dist.init_process_group("gloo")
+        self._sizes = [(width * width + width) // ranks] * layers
+        self._parameters = [torch.rand(size) for size in self._sizes]
+        self._moments = [torch.rand(size) for size in self._sizes * 2]
+
+    def save(self, path: Path) -> None:
+        """Tensor by tensor, then flushed."""
+        path.mkdir(exist_ok=True)
+        with self._file(path).open("wb", buffering=0) as file:
+            for tensor in self.shards():
+                file.write(tensor.numpy())
+            os.fsync(file.fileno())
+
+    def wait(self) -> None:
+        """For the other ranks."""
+        dist.barrier()
+
+    def forget(self) -> None:
+        """Moments are new tensors in a run that resumes."""
+        self._moments = []
+
+    def load(self, path: Path) -> None:
+        """Parameters in place, moments into new memory."""
+        self._moments = [torch.empty(size) for size in self._sizes * 2]
+        with self._file(path).open("rb", buffering=0) as file:
+            for tensor in self.shards():
+                assert file.readinto(tensor.numpy()) == tensor.nbytes
+
+    def _file(self, path: Path) -> Path:
+        return path / f"{dist.get_rank()}.bin"
+
+    def shards(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [*self._parameters, *self._moments]
+
+
 ENGINES: dict[str, Callable[[int, int, int], Engine]] = {
+    "floor": Floor,
     "stock": Stock,
     "shardeddp": lambda *sizes: Ours(*sizes, asynchronous=False),
     "shardeddp, in a thread": lambda *sizes: Ours(*sizes, asynchronous=True),
