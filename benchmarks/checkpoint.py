@@ -2,8 +2,9 @@
 
 Both save the parameters and the AdamW state of one model over the same CPU ranks (gloo), both flush what they write
 to the disk, and both read it back into shards. The floor is one bare file a rank with as many bytes. All take turns,
-several rounds over, each in fresh processes, so that a drift of the machine meets all and peak memory is its own. Both load into a model that has been made and an optimizer
-that has no state yet, as a run that resumes does, from the page cache.
+several rounds over, each in fresh processes, so that a drift of the machine meets all and peak memory is its own.
+Both load into a model that has been made and an optimizer that has no state yet, as a run that resumes does, from the
+page cache.
 
     python benchmarks/checkpoint.py                             # 1 GB over 2 ranks
     python benchmarks/checkpoint.py --rounds 5 --folder FOLDER  # on the disk to be measured
