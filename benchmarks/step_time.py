@@ -7,6 +7,7 @@ its own.
     python benchmarks/step_time.py                                  # d=512, 8 blocks, batch 8 x 128 per rank, 2 ranks
     python benchmarks/step_time.py --rounds 5 --only ddp full_shard
     python benchmarks/step_time.py --ranks 4 --only hsdp hybrid_shard
+    python benchmarks/step_time.py --precision bf16-mixed --checkpointing
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,17 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fresh_ranks import become_rank, in_turn, resident
@@ -55,6 +67,16 @@ class Setting:
     steps: int
     warmup: int
     rounds: int
+    precision: str
+    checkpointing: bool
+    offload: bool
+
+    @property
+    def options(self) -> str:
+        """What is unlike a plain run, for the title."""
+        offload = "parameters and optimizer offloaded" if self.offload else ""
+        recomputed = "blocks recomputed" if self.checkpointing else ""
+        return ", ".join(filter(None, (self.precision, recomputed, offload)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +88,19 @@ class Measured:
     """Highest resident memory during training, over that just before the strategy was set up."""
 
 
-class Unsynchronised(DDPStrategy):
-    """Trains every rank by itself: the floor."""
-
-    def configure_ddp(self) -> None:
-        """Wrap nothing."""
+BF16_MIXED = "bf16-mixed"
 
 
 class TorchFSDP1(DDPStrategy):
-    """torch's FullyShardedDataParallel, which Lightning's own strategy refuses on CPU."""
+    """torch's FullyShardedDataParallel, which Lightning's own strategy refuses on CPU.
+
+    Args:
+        setting: Precision is torch's own.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self._setting = setting
 
     def configure_ddp(self) -> None:
         """Wrap blocks and root."""
@@ -83,49 +109,103 @@ class TorchFSDP1(DDPStrategy):
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
             device_id=torch.device("cpu"),
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
+            if self._setting.precision == BF16_MIXED
+            else None,
         )
+        _checkpoint(self.model, self._setting)
 
 
 class TorchFSDP2(DDPStrategy):
-    """torch's fully_shard on every block and on the whole."""
+    """torch's fully_shard on every block and on the whole.
+
+    Args:
+        setting: Precision and offload are torch's own.
+        shard_size: Neighbouring ranks that share a model; None: all.
+    """
+
+    def __init__(self, setting: Setting, shard_size: int | None = None) -> None:
+        super().__init__()
+        self._setting, self._shard_size = setting, shard_size
 
     def configure_ddp(self) -> None:
         """Shard in place."""
-        gpt = self.lightning_module.gpt
+        gpt, setting, options = self.lightning_module.gpt, self._setting, {}
+        if self._shard_size is not None:
+            shape = (self.world_size // self._shard_size, self._shard_size)
+            names = ("replicate", "shard")
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if setting.precision == BF16_MIXED:
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if setting.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        _checkpoint(gpt, setting)
         for block in gpt.blocks:
-            fully_shard(block)
-        fully_shard(gpt)
+            fully_shard(block, **options)
+        fully_shard(gpt, **options)
 
 
-class TorchHSDP(DDPStrategy):
-    """torch's fully_shard on a mesh of replicas, two ranks to a shard group."""
+class TorchDDP(DDPStrategy):
+    """Lightning's, with torch's checkpointing.
+
+    Args:
+        setting: Precision is the Trainer's.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self._setting = setting
 
     def configure_ddp(self) -> None:
-        """Shard in place."""
-        shape = (self.world_size // HYBRID_SHARD_SIZE, HYBRID_SHARD_SIZE)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        gpt = self.lightning_module.gpt
-        for block in gpt.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(gpt, mesh=mesh)
+        """Wrap the whole."""
+        _checkpoint(self.lightning_module, self._setting)
+        super().configure_ddp()
+
+
+class Unsynchronised(TorchDDP):
+    """Trains every rank by itself: the floor."""
+
+    def configure_ddp(self) -> None:
+        """Wrap nothing."""
+        _checkpoint(self.lightning_module, self._setting)
+
+
+def _checkpoint(module: nn.Module, setting: Setting) -> None:
+    """Recompute blocks as torch does."""
+    if setting.checkpointing:
+        apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, Block))
+
+
+def sharded(strategy: str, setting: Setting, **options: Any) -> ShardedDP:
+    """Ours; precision is the Trainer's."""
+    return ShardedDP(
+        strategy,
+        activation_checkpointing={Block} if setting.checkpointing else None,
+        cpu_offload=setting.offload,
+        **options,
+    )
 
 
 HYBRID_SHARD_SIZE = 2
 
-STRATEGIES: dict[str, Any] = {
+STRATEGIES: dict[str, Callable[[Setting], Strategy]] = {
     "floor": Unsynchronised,
-    "ddp": DDPStrategy,
+    "ddp": TorchDDP,
     "fsdp1": TorchFSDP1,
     "fsdp2": TorchFSDP2,
-    "no_shard": lambda: ShardedDP("no_shard"),
-    "shard_optimizer": lambda: ShardedDP("shard_optimizer"),
-    "shard_grad_op": lambda: ShardedDP("shard_grad_op"),
-    "full_shard": lambda: ShardedDP("full_shard"),
-    "hsdp": TorchHSDP,
-    "hybrid_shard": lambda: ShardedDP("hybrid_shard", shard_size=HYBRID_SHARD_SIZE),
+    "no_shard": partial(sharded, "no_shard"),
+    "shard_optimizer": partial(sharded, "shard_optimizer"),
+    "shard_grad_op": partial(sharded, "shard_grad_op"),
+    "full_shard": partial(sharded, "full_shard"),
+    "hsdp": partial(TorchFSDP2, shard_size=HYBRID_SHARD_SIZE),
+    "hybrid_shard": partial(sharded, "hybrid_shard", shard_size=HYBRID_SHARD_SIZE),
 }
 HYBRIDS = ("hsdp", "hybrid_shard")
 """Compared only where they are asked for: on as many ranks as a shard group has they are the fully sharded ones."""
+OF_TORCH = ("fsdp1", "fsdp2", "hsdp")
+"""Their precision is an option of torch's, not of the Trainer's."""
+NOT_OFFLOADED = ("floor", "ddp", "no_shard", "fsdp1")
+"""Replicas have nothing to offload; FSDP1 pins memory, for which it needs an accelerator."""
 
 
 class Language(L.LightningModule):
@@ -161,7 +241,7 @@ class Clock(L.Callback):
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """Train on one rank and leave the figures in ``folder``."""
     become_rank(rank, setting.ranks, port)
-    strategy: Strategy = STRATEGIES[name]()
+    strategy = STRATEGIES[name](setting)
     clock = Clock()
     module = Language(setting)
     data = torch.randint(
@@ -171,6 +251,7 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=setting.ranks, strategy=strategy, max_steps=setting.steps + setting.warmup + 1,
+        precision=None if name in OF_TORCH else setting.precision,
         callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, barebones=False,
     )  # fmt: skip
@@ -199,25 +280,39 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
 
 
 def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
-    """Medians, and their ratios to everybody that a user may come from."""
-    medians = {
-        name: statistics.median(step for measured in rounds for step in measured.step_s)
+    """Medians and fastest steps, how far rounds lie apart, and ratios to everybody that a user may come from."""
+    steps = {
+        name: [step for measured in rounds for step in measured.step_s]
         for name, rounds in results.items()
     }
     anchors = [name for name in ("floor", "ddp", "fsdp1", "fsdp2", "hsdp") if name in results]
     shown = Table(
         title=f"GPT d={setting.dim}, {setting.blocks} blocks, batch {setting.batch} x {setting.length}, "
-        f"{setting.ranks} gloo ranks, torch {torch.__version__}, {platform.machine()}, {date.today()}"
+        f"{setting.options}, {setting.ranks} gloo ranks, torch {torch.__version__}, "
+        f"{platform.machine()}, {date.today()}",
+        caption="ms; medians of rounds, from the fastest to the slowest; ratios of medians, and of fastest steps",
     )
     shown.add_column("strategy")
-    shown.add_column("step", justify="right")
-    for anchor in anchors:
-        shown.add_column(f"/ {anchor}", justify="right")
-    shown.add_column("peak memory", justify="right")
+    for column in ("median", "rounds", "fastest", *(f"/ {anchor}" for anchor in anchors)):
+        shown.add_column(column, justify="right")
+    shown.add_column("peak, MiB", justify="right")
     for name, rounds in results.items():
+        of_rounds = [statistics.median(measured.step_s) for measured in rounds]
+        ratios = [
+            " ".join(
+                f"{by(steps[name]) / by(steps[anchor]):.2f}" for by in (statistics.median, min)
+            )
+            for anchor in anchors
+        ]
         peak = statistics.median(measured.peak_nbytes for measured in rounds)
-        ratios = [f"{medians[name] / medians[anchor]:.2f}" for anchor in anchors]
-        shown.add_row(name, f"{1e3 * medians[name]:.0f} ms", *ratios, f"{peak / 2**20:.0f} MiB")
+        shown.add_row(
+            name,
+            f"{1e3 * statistics.median(steps[name]):.0f}",
+            f"{1e3 * min(of_rounds):.0f} to {1e3 * max(of_rounds):.0f}",
+            f"{1e3 * min(steps[name]):.0f}",
+            *ratios,
+            f"{peak / 2**20:.0f}",
+        )
     return shown
 
 
@@ -230,8 +325,12 @@ def main() -> None:
         "--only",
         nargs="+",
         choices=list(STRATEGIES),
-        default=[name for name in STRATEGIES if name not in HYBRIDS],
-        help="what to compare",
+        help="what to compare; default: all but hybrids, with --offload only what can",
+    )
+    parser.add_argument("--precision", choices=["32-true", BF16_MIXED], default="32-true")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute every block")
+    parser.add_argument(
+        "--offload", action="store_true", help="keep shards and optimizer in host memory"
     )
     sizes = {
         "ranks": 2,
@@ -249,6 +348,8 @@ def main() -> None:
     options = vars(parser.parse_args())
     names, save = options.pop("only"), options.pop("save")
     setting = Setting(**options)
+    left_out = {*HYBRIDS, *(NOT_OFFLOADED if setting.offload else ())}
+    names = names or [name for name in STRATEGIES if name not in left_out]
     with tempfile.TemporaryDirectory() as folder:
         results = run(names, setting, Path(folder))
     Console().print(table(results, setting))
