@@ -207,6 +207,34 @@ deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu, offload_param_d
     assert yaml.safe_load(found.text)["trainer"]["accumulate_grad_batches"] == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"dp_shard": 8, "tp": 2}, {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}),
+        (
+            {"dp_replicate": 2, "dp_shard": 4},
+            {"sharding_strategy": "hybrid_shard", "shard_size": 4},
+        ),
+        ({"dp_replicate": 8, "dp_shard": 1}, {"sharding_strategy": "no_shard"}),
+    ],
+)
+def test_the_axes_of_accelerate(
+    sizes: dict[str, int], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    axes = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    text = yaml.safe_dump({**config, "parallelism_config": axes})
+    found = migrated(tmp_path, "a.yaml", text)
+    assert not found.translation.loses
+    assert options(found) == {
+        **options(migrated(tmp_path, "b.yaml", yaml.safe_dump(config))),
+        **expected,
+    }
+    axes["parallelism_config_cp_size"] = 2
+    lost = migrated(tmp_path, "c.yaml", yaml.safe_dump({**config, "parallelism_config": axes}))
+    assert [it.key for it in lost.translation.notes if it.lost] == ["parallelism_config_cp_size"]
+
+
 def test_words_of_others_in_a_file_for_shardeddp(tmp_path: Path) -> None:
     text = """
 trainer:

@@ -232,7 +232,8 @@ def _of_accelerate(config: Mapping[str, Any], path: Path) -> Migrated:
         made = translate("DDPStrategy", given)
     else:
         made = Translation(options={"sharding_strategy": "full_shard"})
-        made.lose("distributed_type", f"{kind} splits computation, which is not there")
+        made.lose("distributed_type", f"{kind} is not read: layers are split over ranks by "
+                                      f"tensor_parallel_size=, pipelines are not there")  # fmt: skip
     _set_trainer(made, config)
     for key in config:
         if key not in _LAUNCH:
@@ -261,7 +262,28 @@ def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
     if config.get("dynamo_config"):
         made.note("dynamo_config", "torch.compile(module) before Trainer.fit does that")
     if config.get("parallelism_config"):
-        made.lose("parallelism_config", "tensor and context parallelism are not there")
+        _set_axes(made, config["parallelism_config"])
+
+
+def _set_axes(made: Translation, config: Mapping[str, Any]) -> None:
+    """Take over the sizes of Accelerate's ``ParallelismConfig``."""
+    prefix, suffix = "parallelism_config_", "_size"
+    sizes = {
+        key.removeprefix(prefix).removesuffix(suffix): int(value)
+        for key, value in config.items()
+        if key.endswith(suffix) and int(value) > 1
+    }
+    if (ranks := sizes.pop("tp", 1)) > 1:
+        made.options["tensor_parallel_size"] = ranks
+        made.options["tensor_parallel_plan"] = "auto"
+    replicas, shards = sizes.pop("dp_replicate", 1), sizes.pop("dp_shard", 1)
+    if replicas > 1:
+        made.options["sharding_strategy"] = "hybrid_shard" if shards > 1 else "no_shard"
+    if replicas > 1 and shards > 1:
+        made.options["shard_size"] = shards
+    for axis, ranks in sizes.items():
+        made.lose(f"{prefix}{axis}{suffix}", f"{ranks} ranks split something else than layers and "
+                                             f"batches, which is not there")  # fmt: skip
 
 
 def _fsdp_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

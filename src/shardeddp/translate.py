@@ -338,8 +338,9 @@ def _device_mesh(made: Translation, key: str, value: Any) -> None:
     elif len(sizes) == 1:
         made.unneeded.append(key)
     else:
-        made.lose(key, f"{tuple(sizes)} has tensor, context or pipeline parallel dimensions, "
-                       f"which are not there: parameters are sharded, computation is not")  # fmt: skip
+        made.lose(key, f"{tuple(sizes)} has more dimensions than replicas and shards: write "
+                       f"tensor_parallel_size= for ranks that split layers; context and pipeline "
+                       f"parallelism are not there")  # fmt: skip
 
 
 def _backward_prefetch(made: Translation, key: str, value: Any) -> None:

@@ -325,3 +325,19 @@ def test_one_rank_alone_may_look_at_gradients_before_all_go_on() -> None:
             trial.check_parameters()  # which all ranks do together
             trial.step()
         trial.check_parameters()
+
+
+@on_ranks(2)
+def test_a_unit_that_others_gather_again_computes_with_what_was_written_meanwhile() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    runtime = Sharding(units=("0",), uneven=True).apply(model, autocast=torch.bfloat16)
+    unit = next(it.unit for it in runtime.progresses if it.unit.spec.name == "0")
+    with runtime.step("training_step") as outputs, torch.autocast("cpu", torch.bfloat16):
+        unit.unshard()
+        unit.wait()
+        with torch.no_grad():
+            model[0].weight.fill_(2.0)
+        unit.gather_with_others()
+        gathers = runtime.mesh.traffic.calls["all_gather"]
+        outputs.append(model[0](torch.ones(1, 4)).sum())
+        assert runtime.mesh.traffic.calls["all_gather"] == gathers

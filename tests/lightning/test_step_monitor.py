@@ -407,7 +407,7 @@ def test_rank_0_shows_a_table_at_the_end(world: Worlds) -> None:
     assert shown.startswith(f"Steps of rank 0: mean of {STEPS - 1}\n")
     for text in (
         "waiting for gathers",
-        "- blocks.1",
+        "- blocks.",  # of units, those that were waited for longest
         "waiting for slower ranks",
         "rest",
         "100.0 %",

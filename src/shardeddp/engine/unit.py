@@ -252,10 +252,8 @@ class Unit:
         if self.state is UnitState.SHARDED:
             self.unshard()
             self.wait()
-            return
-        self._move("refresh")
-        self._handle = [group.unshard() for group in self.groups]
-        self._finish_gather()
+        else:
+            self.refresh()
 
     def reshard(self, before_backward: bool = False) -> None:
         """Give the sharded parameters back to the modules and release the gathered buffers.

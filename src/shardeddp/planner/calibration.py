@@ -35,7 +35,7 @@ TIME_INTERVAL = 0.15
 PROBED, RECORDED = 0.10, 0.15
 """The same of parts of a step that a probe, or a run, has measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")
-_MOST = 16.0
+_MOST = 1e4
 """Times by which a run may differ from what was planned."""
 
 # -- What is measured, as files have it
