@@ -489,7 +489,7 @@ class Prefetch:
         for name in ("forward", "backward"):
             depth = getattr(self, name)
             if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-                raise ValueError(
+                raise ConfigurationError(
                     f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
                 )
 

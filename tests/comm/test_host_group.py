@@ -14,13 +14,18 @@ import torch.distributed as dist
 
 from shardeddp.comm import agree_on_any, all_gather_bytes, gather_to_first
 from shardeddp.comm.agreement import broadcast_bytes, reduce_highest
-from shardeddp.comm.host_group import HostGroup, count_hops, grid_of
+from shardeddp.comm.host_group import HostGroup, grid_of
 from shardeddp.comm.transfers import NEVER_SENT
 from shardeddp.errors import DesyncError
 
 pytestmark = pytest.mark.timeout(60)
 
 TIMEOUT = timedelta(seconds=30)
+
+
+def count_hops(size: int) -> int:
+    """Messages one after the other until each rank has heard of all others."""
+    return sum((length - 1).bit_length() for length in grid_of(size))
 
 
 class Letter:

@@ -26,7 +26,7 @@ from shardeddp.comm.rendezvous import (
     switches_of,
 )
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import RankInfo
+from shardeddp.plan.rank_info import RankInfo
 from support.ports import free_port
 from support.sockets import listening
 

@@ -37,11 +37,6 @@ def grid_of(size: int) -> tuple[int, int]:
     return rows, size // rows
 
 
-def count_hops(size: int) -> int:
-    """Messages one after the other until each rank has heard of all others."""
-    return sum((length - 1).bit_length() for length in grid_of(size))
-
-
 class Channel:
     """One order of operations on some axes: their tags, and the thread for those asked ahead.
 

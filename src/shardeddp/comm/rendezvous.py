@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import RankInfo, check_infos, check_runs, node_order, reach_of
+from shardeddp.plan.rank_info import RankInfo, check_infos, check_runs, node_order, reach_of
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

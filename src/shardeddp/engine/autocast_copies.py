@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,15 +31,13 @@ from torch.nn import functional
 from torch.overrides import has_torch_function
 
 from shardeddp.tensor.distributed import flatten_boxes
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import (
     DeviceContext,
     torch_function_modes,
     without_torch_function,
 )
-
-if TYPE_CHECKING:
-    from shardeddp.tensor.shard_tensor import ShardTensor
 
 _COPIES = "_shardeddp_autocast_copies"  # in the dictionary of a module
 _SETTING = (bool, int, float, str, tuple, list)
@@ -218,11 +216,9 @@ class AutocastCopies:
         return self._compiled if torch.compiler.is_compiling() else self._shadow(module)
 
     def _shadow(self, module: nn.Module) -> nn.Module:
-        shadow = object.__new__(type(module))
-        state = module.__dict__
-        shadow.__dict__.update(state, _parameters={**state["_parameters"], **self._gathered})
+        shadow = _holding(module, self._gathered)
         if self._inner:
-            children = state["_modules"]
+            children = module.__dict__["_modules"]
             inner = {name: it._shadow(children[name]) for name, it in self._inner.items()}
             shadow.__dict__["_modules"] = {**children, **inner}
         return shadow
@@ -234,17 +230,12 @@ class AutocastCopies:
         """
         parts: dict[str, torch.Tensor] = {}
         for name, gathered in self._gathered.items():
-            held = cast("ShardTensor", self.sharded[name])
+            held = cast(ShardTensor, self.sharded[name])
             with without_torch_function():  # a released one has the whole shape
                 shape = gathered.shape
             if held.shape != shape and module._parameters.get(name) is held:
                 parts[name] = flatten_boxes(held, held.spec.shared).view(shape)
-        if not parts:
-            return module
-        shadow = object.__new__(type(module))
-        state = module.__dict__
-        shadow.__dict__.update(state, _parameters={**state["_parameters"], **parts})
-        return shadow
+        return _holding(module, parts) if parts else module
 
     def note_use(self) -> None:
         """Accumulate gradients of several uses in the parameters' own dtype.
@@ -254,13 +245,13 @@ class AutocastCopies:
         self.uses += 1
         if self.uses == 2:
             for name, gathered in self._gathered.items():
-                accumulate_in(gathered, cast("ShardTensor", self.sharded[name]).dtype)
+                accumulate_in(gathered, cast(ShardTensor, self.sharded[name]).dtype)
         for copies in self._inner.values():
             copies.note_use()
 
     def note_gather(self) -> None:
         """Note that the copies have the values of the shards."""
-        self._locals = [cast("ShardTensor", sharded).raw_local for sharded in self.sharded.values()]
+        self._locals = [cast(ShardTensor, sharded).raw_local for sharded in self.sharded.values()]
         self._versions = [local._version for local in self._locals]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutocastCopies:
@@ -309,8 +300,16 @@ def compute_with_parameters(module: nn.Module) -> None:
 
 
 def copies_of(module: nn.Module) -> AutocastCopies | None:
-    """Tensor of a module's forward, where another than the module's own."""
+    """The gathered parameters that a module's forward computes with, where it has such."""
     return vars(module).get(_COPIES)
+
+
+def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module that shares everything with another one but some parameters."""
+    shadow = object.__new__(type(module))
+    own = module.__dict__
+    shadow.__dict__.update(own, _parameters={**own["_parameters"], **parameters})
+    return shadow
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,7 @@ PUBLIC = {
     "pytorch.accelerators": "Accelerator",
     "pytorch.callbacks": (
         "Callback Checkpoint GradientAccumulationScheduler ModelCheckpoint ModelPruning "
-        "ModelSummary OnExceptionCheckpoint StochasticWeightAveraging"
+        "ModelSummary OnExceptionCheckpoint StochasticWeightAveraging WeightAveraging"
     ),
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.plugins.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
@@ -179,6 +179,7 @@ if TYPE_CHECKING:
         ModelSummary,
         OnExceptionCheckpoint,
         StochasticWeightAveraging,
+        WeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import (

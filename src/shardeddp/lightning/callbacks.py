@@ -27,6 +27,7 @@ from shardeddp.lightning.api import (
     StochasticWeightAveraging,
     Trainer,
     TrainerFn,
+    WeightAveraging,
     callbacks_of,
     get_human_readable_count,
 )
@@ -94,9 +95,8 @@ class Averages:
             trainer: Whose callbacks are about to be set up.
             module: Theirs; a method that its copies take over waits in it until it is sharded.
         """
-        # By name: older releases of Lightning do not have it.
-        kinds = (kind for callback in callbacks_of(trainer) for kind in type(callback).__mro__)
-        if runtime_of(module) is None and any(kind.__name__ == "WeightAveraging" for kind in kinds):
+        averages = any(isinstance(each, WeightAveraging) for each in callbacks_of(trainer))
+        if averages and runtime_of(module) is None:
             self._replace(module, "to", MethodType(_stay, module))
 
     def defer_loads(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:

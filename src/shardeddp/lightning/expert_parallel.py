@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn, optim
@@ -13,7 +12,13 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import Trainer, rank_zero_warn
+from shardeddp.lightning.api import (
+    StochasticWeightAveraging,
+    Trainer,
+    WeightAveraging,
+    callbacks_of,
+    rank_zero_warn,
+)
 from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.expert_dispatch import is_unsent
 from shardeddp.wrap.tree import first_three
@@ -54,10 +59,8 @@ def refuse_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: There is one.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        kinds = {base.__name__ for base in type(callback).__mro__}
-        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ConfigurationError(
                 f"expert_parallel_size does not work together with {type(callback).__name__} yet, "
                 f"which copies the module: leave the callback out"

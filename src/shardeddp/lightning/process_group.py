@@ -47,7 +47,7 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.expert_parallel import EXPERT_PARALLEL, make_expert_mesh
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.tensor_parallel import make_device_mesh
-from shardeddp.plan.topology import RankInfo
+from shardeddp.plan.rank_info import RankInfo
 
 # -- Build id: the version and a digest of the files
 

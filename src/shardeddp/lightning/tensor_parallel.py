@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn, optim
@@ -20,7 +19,12 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import Trainer
+from shardeddp.lightning.api import (
+    StochasticWeightAveraging,
+    Trainer,
+    WeightAveraging,
+    callbacks_of,
+)
 from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -218,15 +222,13 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
     Raises:
         ConfigurationError: There is one.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        kinds = {base.__name__ for base in type(callback).__mro__}
-        if "StochasticWeightAveraging" in kinds:
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
                 f"tensor_parallel_size has not been tried with {type(callback).__name__}: use "
                 f"EMAWeightAveraging, or leave the callback out"
             )
-        if "WeightAveraging" in kinds and (plan is None or _distributed(module, plan)):
+        if isinstance(callback, WeightAveraging) and (plan is None or _distributed(module, plan)):
             raise ConfigurationError(
                 f"parallelize_module and styles of torch do not work together with "
                 f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "

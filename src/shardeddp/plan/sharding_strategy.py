@@ -38,8 +38,7 @@ class ShardingStrategy:
     reduce_every_backward: bool
     """Whether gradients are reduced in every backward.
 
-    False: they accumulate unsharded and are reduced once per optimizer step. True: the gradients of
-        each
+    False: they accumulate unsharded and are reduced once per optimizer step. True: those of each
     micro-batch are reduced in the shard group and accumulate there; replicas share them once per
     optimizer step.
     """
@@ -73,8 +72,8 @@ class ShardingStrategy:
 
         Raises:
             ConfigurationError: The tensor size does not divide the ranks of a node; or the shard
-                size does not divide the number of ranks, or lets some
-                groups cross a node where none has to.
+                size does not divide the number of ranks, or lets some groups cross a node where
+                none has to.
         """
         if ranks_per_node % tensor_size:
             raise ConfigurationError(
