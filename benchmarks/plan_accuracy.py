@@ -25,7 +25,7 @@ from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work
+from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_of_work
 from shardeddp.planner.search import MEMORY_INTERVAL, Memory, at_loss, combined, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
@@ -51,7 +51,7 @@ class Run:
     inner: Work
     collectives: list[Collective]
     cluster: Cluster
-    setting: Setting
+    setting: StepSetting
     profile: ModelProfile
     memory: Memory
     measured: float | None
@@ -151,7 +151,7 @@ def as_run(row: dict[str, Any]) -> Run:
     units = [costs_of(unit, topology) for unit in found.units]
     accumulation = run.get("grad_accum") or 1
     trained = sum(group.shard_nbytes for unit in units for group in unit)
-    setting = Setting(
+    setting = StepSetting(
         micro_batches=accumulation,
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three

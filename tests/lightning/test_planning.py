@@ -15,7 +15,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import strategy as module
 from shardeddp.lightning.planning import (
-    Setting,
+    RunSetting,
     by_states,
     choose,
     choose_shard_size,
@@ -281,8 +281,8 @@ def test_a_dry_run_without_a_batch_or_of_something_else_says_so() -> None:
 # -- auto
 
 
-def setting(device: str = "cuda") -> Setting:
-    return Setting(
+def setting(device: str = "cuda") -> RunSetting:
+    return RunSetting(
         policy=NamePolicy(("blocks.*",)),
         precision="32-true",
         recompute="none",

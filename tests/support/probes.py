@@ -6,7 +6,7 @@ from typing import Any
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.cost import FITTED, Constants, Setting, time_collective, time_of_work
+from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_collective, time_of_work
 from shardeddp.planner.trace import Work
 
 CPU = Device(name="CPU", threads=1, memory_gb=16.0, ranks=2, per_node=2)
@@ -54,7 +54,7 @@ def timed(label: str, done: Work, constants: Constants, dtype: str = "fp32") -> 
     """What work takes by the model, without what it takes beside it."""
     cluster = Cluster(gpu=find_gpu("CPU", **FIGURES), count=1)
     alone = replace(constants, micro_batch_ms=0.0, step_ms=0.0)
-    setting = Setting(fp32=dtype == "fp32")
+    setting = StepSetting(fp32=dtype == "fp32")
 
     def seconds(backward: float) -> float:
         none = replace(alone, moved_backward=backward)

@@ -151,7 +151,7 @@ def reduce_highest(
     kind: str = "",
     advice: str = ABOUT_COLLECTIVES,
     ahead: bool = False,
-) -> Reduction:
+) -> HostReduction:
     """Begin to replace each number by the highest that any rank has in its place.
 
     Args:
@@ -170,10 +170,10 @@ def reduce_highest(
     message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
     inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
     message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
-    return Reduction(numbers, message, group, operation, advice, ahead=ahead)
+    return HostReduction(numbers, message, group, operation, advice, ahead=ahead)
 
 
-class Reduction:
+class HostReduction:
     """A reduction under way; see :func:`reduce_highest` for the arguments.
 
     Args:
@@ -506,7 +506,7 @@ class AsyncMaximum:
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._under_way: Reduction | None = None
+        self._under_way: HostReduction | None = None
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
+from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, HostReduction, reduce_highest
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
@@ -127,7 +127,7 @@ class CallFingerprints:
             )
         )
 
-    def _wait(self, call: Reduction) -> None:
+    def _wait(self, call: HostReduction) -> None:
         if not call.is_there_within(WARNING_S):
             sys.stderr.write(
                 f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n"
@@ -212,7 +212,7 @@ _WAITS = {"monitored_barrier", "wait_tensor"}
 
 _SENDS = {"send", "isend", "send_object_list"}
 
-Progress = dict[str, dict[str, int]]
+BegunOperations = dict[str, dict[str, int]]
 """Operations that a rank has begun, by group and kind.
 
 Groups whose names begin with ``STREAMS`` come in no order with themselves.
@@ -228,7 +228,7 @@ class Watched:
     neighbours: set[int]
     """Whom to ask."""
 
-    progress: Callable[[], Progress]
+    progress: Callable[[], BegunOperations]
     """What this rank has begun."""
 
     own: set[str]
@@ -257,7 +257,7 @@ class DesyncCheck:
         # place of one in it is its name for all of them.
         self._watched: tuple[weakref.ref[Watched], ...] = ()
         self._neighbours: set[int] = set()
-        self._seen: tuple[int, int, Progress] | None = None
+        self._seen: tuple[int, int, BegunOperations] | None = None
         self._since = time.monotonic()
         self._report: dict[str, Any] = {}
         self._asked = 0  # the question that answers are expected to; 0: none
@@ -449,7 +449,7 @@ def _is_ahead_in_torch(one: dict[str, Any], other: dict[str, Any]) -> bool:
 _TORCH = "torch "
 
 
-def counted_by_torch(own: set[str]) -> Progress:
+def counted_by_torch(own: set[str]) -> BegunOperations:
     """How many operations torch has begun in the groups that are not ours, by group."""
     return {
         _TORCH + group.group_name: {"operations": begun}

@@ -41,9 +41,9 @@ from shardeddp.comm.collectives import (
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import (
     STREAMS,
+    BegunOperations,
     CallFingerprints,
     DesyncCheck,
-    Progress,
     Watched,
     counted_by_torch,
 )
@@ -495,7 +495,7 @@ class Mesh:
         """Slice number of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
-    def begun_by_others(self) -> Progress:
+    def begun_by_others(self) -> BegunOperations:
         """How many operations torch has begun, by group, in those that are not the mesh's."""
         return counted_by_torch(self._groups.names())
 
@@ -565,7 +565,7 @@ class Mesh:
             if group is not None:
                 leave_to_parent(group)
 
-    def _progress(self) -> Callable[[], Progress]:
+    def _progress(self) -> Callable[[], BegunOperations]:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
         hosts: dict[str, HostGroup | dist.ProcessGroup] = {
@@ -575,7 +575,7 @@ class Mesh:
         if self.fingerprints.group is not None:
             hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
-        def progress() -> Progress:
+        def progress() -> BegunOperations:
             return {STREAMS: {name: stream.issued for name, stream in streams.items()}} | {
                 name: begun(group) for name, group in hosts.items()
             }

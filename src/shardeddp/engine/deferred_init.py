@@ -19,7 +19,7 @@ from shardeddp.comm import (
     all_gather_bytes,
     run_on_all_ranks,
 )
-from shardeddp.engine.recording import HOST, MetaView, Plan, Recording, storage_of
+from shardeddp.engine.recording import HOST, MetaView, Recording, ReplayPlan, storage_of
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
@@ -124,7 +124,7 @@ class Materializer:
             self._recording.rewind()
             return
 
-        def make_plan() -> tuple[Plan, bytes]:
+        def make_plan() -> tuple[ReplayPlan, bytes]:
             plan = _plan(missing, self._recording)
             return plan, plan.digest()
 
@@ -158,7 +158,7 @@ class Materializer:
             _make_equal([it.current for it in missing if it.is_parameter], whole, mesh)
 
     def _repeat(
-        self, plan: Plan, take: Callable[[int, torch.UntypedStorage], None], alike: bool
+        self, plan: ReplayPlan, take: Callable[[int, torch.UntypedStorage], None], alike: bool
     ) -> None:
         awaited = dict.fromkeys(() if alike else plan.completed)
         try:
@@ -174,7 +174,7 @@ class Materializer:
             raise
 
 
-def _plan(missing: Sequence[Deferred], recording: Recording) -> Plan:
+def _plan(missing: Sequence[Deferred], recording: Recording) -> ReplayPlan:
     """How all of them get values.
 
     Raises:

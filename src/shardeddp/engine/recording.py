@@ -324,8 +324,10 @@ class Recording:
         if digest in {draw.after for it in latest for draw in it.draws} and not any(
             step.is_wanted for step in steps
         ):
-            steps = [Step(operation, is_wanted=False) for operation in latest if operation.draws]
-        list(self.repeat(Plan(steps, frozenset()), move_generators=True))
+            steps = [
+                ReplayStep(operation, is_wanted=False) for operation in latest if operation.draws
+            ]
+        list(self.repeat(ReplayPlan(steps, frozenset()), move_generators=True))
         self._caught_up = len(self._operations)
 
     def _draw(self, given: torch.Generator | None) -> tuple[Draw, ...]:
@@ -364,13 +366,13 @@ class Recording:
 
     # -- Replay
 
-    def plan(self, wanted: Iterable[int]) -> Plan:
+    def plan(self, wanted: Iterable[int]) -> ReplayPlan:
         """Operations, in order, for the final values of some storages."""
         kept = frozenset(wanted)
-        return Plan(_needed(self._operations, kept) if kept else [], kept)
+        return ReplayPlan(_needed(self._operations, kept) if kept else [], kept)
 
     def repeat(
-        self, plan: Plan, move_generators: bool = False
+        self, plan: ReplayPlan, move_generators: bool = False
     ) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """Run operations on the host; yields each wanted storage with its memory once complete.
 
@@ -402,7 +404,7 @@ class Recording:
 
     def _run(
         self,
-        step: Step,
+        step: ReplayStep,
         memory: dict[int, torch.UntypedStorage],
         generators: dict[int, torch.Generator],
     ) -> None:
@@ -560,7 +562,7 @@ _GENERATORS = -1  # a number that no storage has: operations that draw keep thei
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class ReplayStep:
     """An operation that is going to be repeated."""
 
     operation: Operation
@@ -578,7 +580,7 @@ class Step:
             yield _GENERATORS
 
 
-class Plan:
+class ReplayPlan:
     """Order of operations for what is wanted.
 
     An operation runs as soon as all has run that touched its memory earlier; only draws keep the
@@ -586,7 +588,7 @@ class Plan:
     very end is complete at once.
     """
 
-    def __init__(self, steps: list[Step], wanted: frozenset[int]) -> None:
+    def __init__(self, steps: list[ReplayStep], wanted: frozenset[int]) -> None:
         self.wanted = wanted
         self.steps = _in_order(steps)
         last = {place: step for step in self.steps for place in step.places()}
@@ -639,10 +641,10 @@ def _update(found: xxhash.xxh3_128, each: Any) -> None:
         found.update(repr(each).encode())
 
 
-def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Step]:
+def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[ReplayStep]:
     """Steps, from the last to the first, that are read later or draw."""
     live = set(wanted)
-    steps: list[Step] = []
+    steps: list[ReplayStep] = []
     for operation in reversed(operations):
         is_wanted = not live.isdisjoint(operation.writes) or bool(
             operation.draws and not operation.only_fills
@@ -651,11 +653,11 @@ def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Ste
             live -= operation.replaces
             live |= operation.reads
         if is_wanted or operation.draws:
-            steps.append(Step(operation, is_wanted))
+            steps.append(ReplayStep(operation, is_wanted))
     return steps[::-1]
 
 
-def _in_order(steps: list[Step]) -> list[Step]:
+def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
     places = [tuple(step.places()) for step in steps]
     waiting: dict[int, deque[int]] = defaultdict(deque)
     for index, needed in enumerate(places):

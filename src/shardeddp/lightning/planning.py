@@ -39,7 +39,7 @@ ASSUMED_GPU = "H100-80"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class RunSetting:
     """What a strategy and its Trainer have set, as far as plans depend on it."""
 
     policy: Policy
@@ -77,7 +77,7 @@ def setting_of(
     num_nodes: int,
     ranks_per_node: int,
     accumulates: int,
-) -> Setting:
+) -> RunSetting:
     """What a run has set, as far as plans depend on it.
 
     Args:
@@ -89,7 +89,7 @@ def setting_of(
         accumulates: Micro-batches of an optimizer step.
     """
     recomputes, offload = options.activation_checkpointing, options.offload
-    return Setting(
+    return RunSetting(
         policy=options.policy,
         precision=planned_precision(precision, options.mixed_precision),
         recompute="none" if recomputes is None else "selective" if recomputes.save_ops else "full",
@@ -144,7 +144,7 @@ def tokens_of(batch: Any) -> int:
 
 
 def _plan_with(
-    module: LightningModule, batch: Any, setting: Setting, gpu: str, **options: Any
+    module: LightningModule, batch: Any, setting: RunSetting, gpu: str, **options: Any
 ) -> Plan:
     """A plan for the ranks, batch and units of a run; options: the rest of :func:`make_plan`'s."""
     count = setting.num_nodes * setting.ranks_per_node
@@ -176,7 +176,7 @@ class PlanLauncher:
     """
 
     def __init__(
-        self, strategy: Any, options: Options, setting: Callable[[Trainer], Setting]
+        self, strategy: Any, options: Options, setting: Callable[[Trainer], RunSetting]
     ) -> None:
         self._strategy, self._options, self._setting = strategy, options, setting
 
@@ -219,7 +219,7 @@ class PlanLauncher:
 def plan_of_run(
     module: LightningModule,
     batch: Any,
-    setting: Setting,
+    setting: RunSetting,
     gpu: str | None,
     candidates: Mapping[str, ShardingStrategy],
 ) -> tuple[Plan, list[str]]:
@@ -326,7 +326,7 @@ def gpu_at(device: torch.device) -> str | None:
 
 
 def choose_shard_size(
-    module: LightningModule | None, sharding: ShardingStrategy, setting: Setting, reach: int
+    module: LightningModule | None, sharding: ShardingStrategy, setting: RunSetting, reach: int
 ) -> Chosen:
     """Choose how many ranks share a model of ``hybrid_shard``.
 
@@ -364,7 +364,7 @@ def choose_shard_size(
 
 
 def choose(
-    module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: Setting
+    module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: RunSetting
 ) -> Chosen:
     """Choose a sharding strategy for a run by its plan.
 
@@ -411,7 +411,10 @@ def choose(
 
 
 def _fastest(
-    module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
+    module: LightningModule,
+    candidates: Mapping[str, ShardingStrategy],
+    setting: RunSetting,
+    gpu: str,
 ) -> Chosen:
     pairs = tuple(candidates.items())
     plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
@@ -433,7 +436,7 @@ def plan_as_set(
     module: LightningModule,
     batch: Any,
     candidates: Sequence[tuple[str, ShardingStrategy]],
-    setting: Setting,
+    setting: RunSetting,
     gpu: str,
     **options: Any,
 ) -> Plan:
@@ -463,7 +466,7 @@ def plan_as_set(
 def by_states(
     module: nn.Module,
     candidates: Mapping[str, ShardingStrategy],
-    setting: Setting,
+    setting: RunSetting,
     memory_nbytes: int,
     note: str = "",
 ) -> Chosen:

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, StepClock
-from shardeddp.comm.agreement import Reduction, reduce_highest
+from shardeddp.comm.agreement import HostReduction, reduce_highest
 from shardeddp.comm.step_clock import EVALUATION, PARTS, CudaTimer, HostTimer, Span
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
@@ -125,7 +125,7 @@ class _Fit:
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque[tuple[int, int, int]])
     """Counts of steps whose time cannot be read yet."""
     window: _Totals = field(default_factory=_Totals)
-    asked: tuple[_Totals, Reduction] | None = None
+    asked: tuple[_Totals, HostReduction] | None = None
     """A window that other ranks have been told of."""
     since_log: _Totals = field(default_factory=_Totals)
     all: _Totals = field(default_factory=_Totals)
@@ -431,7 +431,7 @@ class StepMonitor(Callback):
         return {**vars(self), "_fit": None, "_bare": None}
 
 
-def _tell(own: tuple[float, float], mesh: Mesh) -> Reduction:
+def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
     """Tell all ranks of this one, in bytes of its own; nobody waits."""
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")

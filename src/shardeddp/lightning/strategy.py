@@ -62,7 +62,7 @@ from shardeddp.lightning.out_of_memory import explaining_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
-    Setting,
+    RunSetting,
     choose,
     choose_shard_size,
     setting_of,
@@ -578,7 +578,7 @@ class ShardedDP(ParallelStrategy):
     def _ranks(self) -> tuple[ClusterEnvironment, torch.device, int, int]:
         return self._environment, self.root_device, self.num_nodes, self.num_processes
 
-    def setting(self, trainer: Trainer | None) -> Setting:
+    def setting(self, trainer: Trainer | None) -> RunSetting:
         """What is set, as far as plans depend on it."""
         return setting_of(
             self.options,

@@ -13,7 +13,7 @@ import torch
 from torch import optim
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
-from shardeddp.comm.desync import Progress
+from shardeddp.comm.desync import BegunOperations
 from shardeddp.engine.storage import allocate, release
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
@@ -162,7 +162,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class WholeParameter:
+class OwnedParameter:
     """A parameter as its owner steps on it; other ranks know the owner alone."""
 
     parameter: ShardTensor
@@ -219,9 +219,9 @@ class WholeParameters:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._ownership = Ownership(mesh.owners.size)
-        self._known: dict[torch.Tensor, WholeParameter] = {}
+        self._known: dict[torch.Tensor, OwnedParameter] = {}
 
-    def of(self, parameter: object) -> WholeParameter | None:
+    def of(self, parameter: object) -> OwnedParameter | None:
         """Whole of a sharded parameter with an owner; None for a parameter that every rank has."""
         return self._known.get(parameter) if isinstance(parameter, torch.Tensor) else None
 
@@ -233,7 +233,7 @@ class WholeParameters:
         ):
             self._known[parameter] = self._assign(parameter, owner)
 
-    def _assign(self, parameter: ShardTensor, owner: int) -> WholeParameter:
+    def _assign(self, parameter: ShardTensor, owner: int) -> OwnedParameter:
         spec, local = parameter.spec, parameter.to_local()
         owner_has_all = spec.intervals[owner].numel == spec.numel
         tensor = None
@@ -248,7 +248,7 @@ class WholeParameters:
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
             if not owner_has_all:
                 release(tensor)
-        return WholeParameter(
+        return OwnedParameter(
             parameter=parameter, owner=owner, owner_has_all=owner_has_all, tensor=tensor
         )
 
@@ -508,7 +508,7 @@ class OwnedStates(OutsideStates):
         held = None if whole.tensor is None else self.inside.get(whole.tensor)
         return self._build(form, held, whole, "")
 
-    def _build(self, form: Any, held: Any, whole: WholeParameter, path: str) -> Any:
+    def _build(self, form: Any, held: Any, whole: OwnedParameter, path: str) -> Any:
         """A state as it is shown, from its form and, on the owner, from its own state."""
         kind, content = form
         if kind == "tensor":
@@ -534,7 +534,7 @@ class OwnedStates(OutsideStates):
         return tuple(items) if kind == "tuple" else items
 
     def _sharded(
-        self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str
+        self, content: Sequence[Any], held: torch.Tensor | None, whole: OwnedParameter, path: str
     ) -> Any:
         shape, dtype, device = torch.Size(content[0]), getattr(torch, content[1]), content[2]
         spec = self._specs.get((whole.parameter, path))
@@ -547,7 +547,7 @@ class OwnedStates(OutsideStates):
         )
         return ShardTensor(local, spec)
 
-    def _spec(self, shape: torch.Size, whole: WholeParameter, path: str) -> ShardSpec:
+    def _spec(self, shape: torch.Size, whole: OwnedParameter, path: str) -> ShardSpec:
         if whole.owner_has_all and shape == whole.parameter.shape:
             return whole.parameter.spec
         everything, nothing = Interval(0, shape.numel()), Interval(0, 0)
@@ -562,7 +562,7 @@ class OwnedStates(OutsideStates):
         )
 
 
-def _whole_of(parameter: WholeParameter, value: torch.Tensor) -> torch.Tensor | None:
+def _whole_of(parameter: OwnedParameter, value: torch.Tensor) -> torch.Tensor | None:
     """A state as its owner keeps it; None elsewhere, where that is known without communication."""
     if not isinstance(value, ShardTensor):
         return value
@@ -602,8 +602,8 @@ class OwnedStep(SwappedStep):
         self._mesh = mesh
         self._wholes = WholeParameters(mesh)
         # Parameters with a gradient; their memory is released after the step.
-        self._moved: list[WholeParameter] = []
-        self._begun: Progress = {}  # by others than the mesh, before the optimizer's own step
+        self._moved: list[OwnedParameter] = []
+        self._begun: BegunOperations = {}  # by others than the mesh, before the optimizer's own step
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.gather_numbers())
 

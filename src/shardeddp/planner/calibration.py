@@ -22,8 +22,8 @@ from shardeddp.planner.cost import (
     BACKWARD_ATTENTION,
     FITTED,
     Constants,
-    Setting,
     Step,
+    StepSetting,
     time_of_work,
 )
 from shardeddp.planner.trace import Work
@@ -129,7 +129,7 @@ class Task:
     inner: Work
     """What of it is done by the units but the root."""
     collectives: Sequence[Collective]
-    setting: Setting
+    setting: StepSetting
 
     def time(self, cluster: Cluster, constants: Constants) -> Step:
         """The time of one optimizer step."""

@@ -125,7 +125,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class StepSetting:
     """What a step's time depends on beside work, collectives and machines."""
 
     micro_batches: int = 1
@@ -145,7 +145,7 @@ def time_of_work(
     inner: Work,
     collectives: Sequence[Collective],
     cluster: Cluster,
-    setting: Setting,
+    setting: StepSetting,
     constants: Constants,
 ) -> Step:
     """The time of one optimizer step.
@@ -225,7 +225,7 @@ def time_of_work(
 
 
 def _forward(
-    work: Work, cluster: Cluster, setting: Setting, c: Constants, factor: float = 1.0
+    work: Work, cluster: Cluster, setting: StepSetting, c: Constants, factor: float = 1.0
 ) -> tuple[tuple[float, float, float], float]:
     """Seconds of matmuls, attention and the rest on the device, and of launching on the host."""
     gpu = cluster.gpu

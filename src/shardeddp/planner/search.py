@@ -29,7 +29,7 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.cost import Setting, Step
+from shardeddp.planner.cost import Step, StepSetting
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 
@@ -350,7 +350,7 @@ def _timed(
         work=work.total,
         inner=work.inner,
         collectives=collectives,
-        setting=Setting(
+        setting=StepSetting(
             micro_batches=choice.micro_batches,
             recomputes=RECOMPUTES[choice.recompute],
             fp32=choice.precision == "32-true",
