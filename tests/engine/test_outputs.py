@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardeddp.engine.runtime import find_tensors
+from shardeddp.engine.hooks import find_tensors
 from training import RUNTIMES, WIDTH, Sharding, Trial, square
 from world import on_ranks
 

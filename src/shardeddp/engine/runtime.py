@@ -1,27 +1,33 @@
 """Runtime: when units are unsharded and resharded, in which order, and how far ahead.
 
-Hooks on modules and gradients tell it what happens.
+Hooks on modules and gradients (``hooks.py``) tell it what happens. It is the only caller of units.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.graph import get_gradient_edge
 
-from shardeddp.comm import Mesh, during
+from shardeddp.comm import Mesh
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
-from shardeddp.engine.gradients import GroupGradients
+from shardeddp.engine.buffers import BufferSync
+from shardeddp.engine.hooks import (
+    EncoderHook,
+    UnitHook,
+    attach_hooks,
+    call_when_complete,
+    find_tensors,
+    weakly,
+)
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
@@ -31,486 +37,14 @@ from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
 from shardeddp.tensor.collectives import extend_collectives
-from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import (
-    OptimizedModule,
     are_transforms_active,
     current_backward,
     engine,
-    foreach_copy_,
-    never_traced,
     temporarily_clear_interpreter_stack,
-    will_execute,
-    without_torch_function,
 )
 from shardeddp.wrap.tree import first_three
-
-# -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
-#
-# Buffers that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay
-# each rank's own, as they do there with ``broadcast_buffers=False``.
-
-
-class BufferSync:
-    """Broadcasts the buffers that a model has when it is set up."""
-
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
-        """Another one once the run goes on with another sharding strategy."""
-        self._places = [
-            (owner, name)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if isinstance(buffer, torch.Tensor)
-        ]
-
-    @torch.no_grad()
-    def sync(self) -> None:
-        """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
-        if self.mesh.data.size == 1:
-            return
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for owner, name in self._places:
-            # Scripted modules have no get().
-            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
-            if buffer is not None and _has_elements_of_its_own(buffer):
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            # As bytes, which every backend broadcasts.
-            with during(self.mesh.clock, "ranks"):
-                self.mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
-            if self.mesh.rank != 0:
-                pieces = flat.split([buffer.numel() for buffer in buffers])
-                pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
-                plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
-                if plain:
-                    foreach_copy_(*map(list, zip(*plain, strict=True)))
-                for buffer, piece in pairs if len(plain) < len(pairs) else ():
-                    buffer.copy_(piece)
-
-
-def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
-    """Whether every element of a buffer has memory of its own.
-
-    Elements of sparse, nested, quantized and expanded buffers do not.
-    """
-    if (
-        buffer.layout is not torch.strided
-        or buffer.is_nested
-        or buffer.is_quantized
-        or not buffer.numel()
-    ):
-        return False
-    return not overlaps_itself(buffer)
-
-
-# -- Tensors in inputs and outputs of a module
-
-
-def find_tensors(value: Any) -> list[torch.Tensor]:
-    """Tensors in mappings, sequences, sets and dataclasses; other objects are not searched."""
-    return list(_tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (str, bytes)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (Sequence, Set)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-# -- Hooks of units: forwards and gradients
-
-_never_traced = never_traced(
-    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
-    "Compile units one by one (block.compile()) to have each in one graph, or compile what "
-    "contains units without fullgraph=True"
-)
-
-
-class UnitHook:
-    """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
-
-    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its
-    ``forward``, and a module that ``torch.compile`` has wrapped for what is inside. So everything
-    here is an end of a graph for dynamo, and stands where a call is sure to pass:
-
-    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes
-      on inside;
-    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code,
-      so the compiled call itself is put in brackets;
-    - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
-    """
-
-    def __init__(self, runtime: Runtime, progress: UnitProgress) -> None:
-        self.runtime = runtime
-        self._unit_progress = progress
-        # Handles of module hooks; None before the first follow().
-        self._handles: list[RemovableHandle] | None = None
-        # The replacement of the compiled call.
-        self._bracketed: Callable[..., Any] | None = None
-        self._compiled: Callable[..., Any] | None = None  # that call
-
-    @_never_traced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook."""
-        if self.belongs_to(module):
-            self.runtime.enter(self._unit_progress)
-
-    @_never_traced
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook, called after an exception as well."""
-        if self.belongs_to(module):
-            self.runtime.leave(self._unit_progress, (args, kwargs), output)
-
-    def belongs_to(self, module: nn.Module) -> bool:
-        """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""
-        return module is self._unit_progress.unit.spec.module
-
-    def follow(self) -> None:
-        """Attach to the module's call as it is now; users may compile after sharding."""
-        module = self._unit_progress.unit.spec.module
-        compiled = _compiled_call(module)
-        if self._handles is not None and compiled is self._bracketed:
-            return
-        for handle in self._handles or ():
-            handle.remove()
-        self._compiled = compiled
-        self._bracketed = None if compiled is None else self._bracket(compiled)
-        if self._bracketed is None:
-            self._handles = [
-                module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-            ]
-        elif module._compiled_call_impl is None:
-            self._handles = []
-            module.forward = self._bracketed
-        else:
-            self._handles = [module.register_forward_pre_hook(_not_only_forward)]
-            module._compiled_call_impl = self._bracketed
-
-    def detach(self) -> None:
-        """Leave the module's call as it was before :meth:`follow`."""
-        module = self._unit_progress.unit.spec.module
-        for handle in self._handles or ():
-            handle.remove()
-        if self._bracketed is not None and _compiled_call(module) is self._bracketed:
-            if module._compiled_call_impl is None:
-                module.forward = self._compiled  # type: ignore[assignment]
-            else:
-                module._compiled_call_impl = self._compiled
-        self._handles = self._bracketed = self._compiled = None
-
-    def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        @_never_traced
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.runtime.enter(self._unit_progress)
-            output = None
-            try:
-                output = compiled(*args, **kwargs)
-            finally:
-                self.runtime.leave(self._unit_progress, (args, kwargs), output)
-            return output
-
-        return call
-
-    def __deepcopy__(self, memo: Any) -> UnitHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopUnitHook, ()
-
-
-class EncoderHook:
-    """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, ahead of the layer's forward.
-
-    The encoder looks at weights of its first layer and, where they are plain tensors, leaves padded
-    positions out and writes zeros there.
-    """
-
-    def __init__(self, runtime: Runtime, encoder: nn.Module, first: Sequence[UnitProgress]) -> None:
-        self.runtime, self._encoder, self._first = runtime, encoder, first
-        self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
-
-    @_never_traced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook."""
-        if (
-            module is self._encoder
-            and not (module.training or torch.is_grad_enabled())
-            and not are_transforms_active()
-        ):
-            self.runtime.gather_ahead(self._first)
-
-    def follow(self) -> None:
-        """There is nothing to follow."""
-
-    def detach(self) -> None:
-        """Leave the encoder's call as it was."""
-        self._handle.remove()
-
-    def __deepcopy__(self, memo: Any) -> EncoderHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopUnitHook, ()
-
-
-class NoopUnitHook:
-    """Hook of an unpickled module, which does nothing: its parameters are whole."""
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Do nothing."""
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Function that a call of a compiled module runs; None for a module that is not compiled."""
-    if module._compiled_call_impl is not None:
-        return module._compiled_call_impl
-    return module.forward if isinstance(module, OptimizedModule) else None
-
-
-def _not_only_forward(module: nn.Module, args: Any) -> None:
-    """Do nothing; only the presence of a hook matters.
-
-    Code that dynamo traces around a module without hooks goes straight to its ``forward``.
-
-    With one it asks for the module's compiled call, which is in brackets that it cannot trace.
-    """
-
-
-_RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-"""By identity of the root module; it is the module's hooks that keep a runtime alive."""
-
-
-def runtime_of(module: nn.Module) -> Runtime | None:
-    """The runtime that drives a module sharded as a root; None for any other module."""
-    runtime = _RUNTIMES.get(id(module))
-    return runtime if runtime is not None and runtime.root_module is module else None
-
-
-def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
-    """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
-    for runtime in list(_RUNTIMES.values()):
-        mine = [
-            each for each in stepped if each.is_of_a_unit and each.spec.mesh.whole is runtime.mesh
-        ]
-        if mine:
-            runtime.parameters_changed(mine)
-
-
-def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Take hooks of forwards off a module itself, without the handles that setting them has given.
-
-    A deep copy of a module keeps its hooks, and has no handles.
-    """
-    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
-    after = module._forward_hooks, module._forward_hooks_with_kwargs
-    for hooks, *flags in (before, (*after, module._forward_hooks_always_called)):
-        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-            for each in (hooks, *flags):
-                each.pop(key, None)
-
-
-def runtimes_around(module: nn.Module) -> list[Runtime]:
-    """The runtimes that drive a module, parts of it, or something that it is a part of."""
-    modules = {id(each) for each in module.modules()}
-    parameters = {id(each) for each in module.parameters()}
-
-    def meets(runtime: Runtime) -> bool:
-        specs = [progress.unit.spec for progress in runtime.progresses]
-        return any(id(spec.module) in modules for spec in specs) or any(
-            id(each.parameter) in parameters
-            for spec in specs
-            for each in (*spec.parameters, *spec.passthrough)
-        )
-
-    return [runtime for runtime in list(_RUNTIMES.values()) if meets(runtime)]
-
-
-def units_of_all() -> list[Unit]:
-    """The units of all runtimes, in an order that is the same on all ranks."""
-    return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]
-
-
-def is_unit_hook(hook: Any) -> bool:
-    """Whether a hook of a module tells a runtime, one of another module for a deep copy."""
-    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
-
-
-class _Structure:
-    """The modules of a model, their parameters, and the names of their buffers."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
-            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
-            for name, module in root.named_modules(remove_duplicate=False)
-        ]
-
-    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
-        """Whether the other has the same modules at the same places, with the same parameters.
-
-        Args:
-            other: The other.
-            same: Identity of a temporary parameter -> identity of the parameter it replaces.
-        """
-        return len(self._places) == len(other._places) and all(
-            name == its_name
-            and module is its_module
-            and buffers == its_buffers
-            and parameters.keys() == its_parameters.keys()
-            and all(
-                same.get(id(its_parameters[key]), its_parameters[key]) is each
-                for key, each in parameters.items()
-            )
-            for (name, module, parameters, buffers), (
-                its_name,
-                its_module,
-                its_parameters,
-                its_buffers,
-            ) in zip(self._places, other._places, strict=True)
-        )
-
-
-def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
-    """Report forwards of a unit's module and gradients of its parameters to the runtime."""
-    hook = UnitHook(runtime, progress)
-    hook.follow()
-    parameters = progress.unit.unsharded_parameters()
-    progress.expected = set(range(len(parameters)))
-    places = [
-        (group.gradients, index)
-        for group in progress.unit.groups
-        for index in range(len(group.unsharded))
-    ]
-    with without_torch_function():
-        for index, parameter in enumerate(parameters):
-            if not (parameter.is_floating_point() or parameter.is_complex()):
-                continue
-            # A frozen parameter takes no hook, and may be unfrozen later.
-            trainable = parameter.requires_grad
-            torch.Tensor.requires_grad_(parameter, True)
-            torch.Tensor.register_post_accumulate_grad_hook(
-                parameter, _gradient_hook(runtime, progress.index, index)
-            )
-            view: Any = parameter.view_as(parameter)
-            accumulator = view.grad_fn.next_functions[0][0]
-            progress.accumulators.append(accumulator)
-            gradients, place = places[index]
-            if gradients.adds_up_wider:
-                accumulator.register_prehook(_arrival_hook(gradients, place))
-            del view  # it refers to the parameter, whose references are counted below
-            torch.Tensor.requires_grad_(parameter, trainable)
-    first = 0
-    for group in progress.unit.groups:
-        group.buffer.count_references()
-        group.gradients.attach(_outside_hook(runtime, progress.index, first))
-        first += len(group.unsharded)
-    return hook
-
-
-def _outside_hook(runtime: Runtime, unit: int, first: int) -> Callable[[int], None]:
-    reference = weakref.ref(runtime)
-
-    def ready(index: int) -> None:
-        runtime = reference()
-        if runtime is not None:
-            runtime.outside_gradient_ready(runtime.progresses[unit], first + index)
-
-    return ready
-
-
-def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the
-    # model for ever.
-    reference = weakref.ref(runtime)
-
-    def ready(parameter: torch.Tensor) -> None:
-        runtime = reference()
-        if runtime is not None:
-            runtime.gradient_ready(runtime.progresses[unit], index)
-
-    return ready
-
-
-def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None]:
-    reference = weakref.ref(gradients)
-
-    def arrives(_: Any) -> None:
-        gradients = reference()
-        if gradients is not None:
-            gradients.arrives(index)
-
-    return arrives
-
-
-def _call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:
-    """Call a function in each backward when all gradients of some tensors that it brings are there.
-
-    torch's own ``register_multi_grad_hook`` fails where ``autograd.grad`` asks for one of them that
-    is a leaf.
-    """
-    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
-    awaited: dict[int, int] = {}  # by backward
-
-    def arrive(gradient: torch.Tensor) -> None:
-        backward = current_backward()
-        rest = awaited.pop(backward, None) or sum(map(_is_reached, nodes))
-        if rest > 1:
-            awaited[backward] = rest - 1
-        else:
-            call(gradient)
-
-    for tensor in tensors:
-        tensor.register_hook(arrive)
-
-
-def _is_reached(node: Node) -> bool:
-    try:
-        return bool(will_execute.current(node))
-    except RuntimeError:
-        return True  # that of a leaf which `autograd.grad` asks for
-
-
-def _weakly(
-    runtime: Runtime, method: Callable[..., None], progress: UnitProgress, *args: object
-) -> Callable[[Any], None]:
-    """A hook of a graph's node.
-
-    Weak for the same reason: a module may keep an output, and with it the graph that led there.
-    """
-    reference, unit, label = weakref.ref(runtime), progress.index, progress.unit.label
-
-    def call(gradients: Any) -> None:
-        runtime = reference()
-        if runtime is None or not runtime.progresses:
-            raise RuntimeError(
-                f"backward comes to {label}, and the sharded model that it belongs to is gone, or "
-                f"has been sharded anew: its gradients would reach no parameter. Keep a reference "
-                f"to the model, and set up no other run of it, until backward has run"
-            )
-        method(runtime, runtime.progresses[unit], *args)
-
-    return call
-
-
-# -- Runtime: when units are unsharded and resharded
-#
-# It is the only caller of units.
 
 
 class Phase(Enum):
@@ -942,13 +476,13 @@ class Runtime:
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
         # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
-            node.register_prehook(_weakly(self, Runtime._reach, progress, use))
+            node.register_prehook(weakly(self, Runtime._reach, progress, use))
         unit = progress.unit
         if len(unit.trainable()) < len(unit.unsharded_parameters()):
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1
-                _call_when_complete(leaves, _weakly(self, Runtime._use_finished, progress))
+                call_when_complete(leaves, weakly(self, Runtime._use_finished, progress))
 
     # -- Backward
 
@@ -1080,3 +614,80 @@ class Runtime:
                 unit.reshard()
             if unit.registration_pending:
                 unit.restore_registration()
+
+
+# -- All runtimes of this process
+
+_RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+"""By identity of the root module; it is the module's hooks that keep a runtime alive."""
+
+
+def runtime_of(module: nn.Module) -> Runtime | None:
+    """The runtime that drives a module sharded as a root; None for any other module."""
+    runtime = _RUNTIMES.get(id(module))
+    return runtime if runtime is not None and runtime.root_module is module else None
+
+
+def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
+    """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
+    for runtime in list(_RUNTIMES.values()):
+        mine = [
+            each for each in stepped if each.is_of_a_unit and each.spec.mesh.whole is runtime.mesh
+        ]
+        if mine:
+            runtime.parameters_changed(mine)
+
+
+def runtimes_around(module: nn.Module) -> list[Runtime]:
+    """The runtimes that drive a module, parts of it, or something that it is a part of."""
+    modules = {id(each) for each in module.modules()}
+    parameters = {id(each) for each in module.parameters()}
+
+    def meets(runtime: Runtime) -> bool:
+        specs = [progress.unit.spec for progress in runtime.progresses]
+        return any(id(spec.module) in modules for spec in specs) or any(
+            id(each.parameter) in parameters
+            for spec in specs
+            for each in (*spec.parameters, *spec.passthrough)
+        )
+
+    return [runtime for runtime in list(_RUNTIMES.values()) if meets(runtime)]
+
+
+def units_of_all() -> list[Unit]:
+    """The units of all runtimes, in an order that is the same on all ranks."""
+    return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]
+
+
+class _Structure:
+    """The modules of a model, their parameters, and the names of their buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
+            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
+            for name, module in root.named_modules(remove_duplicate=False)
+        ]
+
+    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the other has the same modules at the same places, with the same parameters.
+
+        Args:
+            other: The other.
+            same: Identity of a temporary parameter -> identity of the parameter it replaces.
+        """
+        return len(self._places) == len(other._places) and all(
+            name == its_name
+            and module is its_module
+            and buffers == its_buffers
+            and parameters.keys() == its_parameters.keys()
+            and all(
+                same.get(id(its_parameters[key]), its_parameters[key]) is each
+                for key, each in parameters.items()
+            )
+            for (name, module, parameters, buffers), (
+                its_name,
+                its_module,
+                its_parameters,
+                its_buffers,
+            ) in zip(self._places, other._places, strict=True)
+        )

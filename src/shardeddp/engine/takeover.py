@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardeddp.engine.hooks import drop_forward_hooks, is_unit_hook
 from shardeddp.engine.recording import storage_of
-from shardeddp.engine.runtime import drop_forward_hooks, is_unit_hook, runtimes_around
+from shardeddp.engine.runtime import runtimes_around
 from shardeddp.engine.unit import Unit, register
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.gradient_hooks import take_hooks

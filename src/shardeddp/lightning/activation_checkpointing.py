@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_modules
-from shardeddp.engine.runtime import find_tensors
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.torch_private import pytree
 from shardeddp.wrap import AutoPolicy, Policy

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from shardeddp.checkpoint.restore import load_model
 from shardeddp.comm import Mesh
 from shardeddp.config import UnevenBatches
-from shardeddp.engine.runtime import BufferSync, Runtime, runtime_of
+from shardeddp.engine.buffers import BufferSync
+from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (

@@ -22,7 +22,7 @@ from shardeddp.engine.autocast_copies import (
     is_cast_by_autocast,
     is_used_by_torch,
 )
-from shardeddp.engine.runtime import drop_forward_hooks
+from shardeddp.engine.hooks import drop_forward_hooks
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     DoublePrecision,

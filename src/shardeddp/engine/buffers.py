@@ -1,0 +1,70 @@
+"""Buffers: they follow rank 0, as under DistributedDataParallel.
+
+Buffers that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each
+rank's own, as they do there with ``broadcast_buffers=False``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardeddp.comm import Mesh, during
+from shardeddp.tensor.operations import overlaps_itself
+from shardeddp.torch_private import (
+    foreach_copy_,
+)
+
+
+class BufferSync:
+    """Broadcasts the buffers that a model has when it is set up."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        """Another one once the run goes on with another sharding strategy."""
+        self._places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if isinstance(buffer, torch.Tensor)
+        ]
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
+        if self.mesh.data.size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for owner, name in self._places:
+            # Scripted modules have no get().
+            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
+            if buffer is not None and _has_elements_of_its_own(buffer):
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            # As bytes, which every backend broadcasts.
+            with during(self.mesh.clock, "ranks"):
+                self.mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
+            if self.mesh.rank != 0:
+                pieces = flat.split([buffer.numel() for buffer in buffers])
+                pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
+                plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
+                if plain:
+                    foreach_copy_(*map(list, zip(*plain, strict=True)))
+                for buffer, piece in pairs if len(plain) < len(pairs) else ():
+                    buffer.copy_(piece)
+
+
+def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
+    """Whether every element of a buffer has memory of its own.
+
+    Elements of sparse, nested, quantized and expanded buffers do not.
+    """
+    if (
+        buffer.layout is not torch.strided
+        or buffer.is_nested
+        or buffer.is_quantized
+        or not buffer.numel()
+    ):
+        return False
+    return not overlaps_itself(buffer)

@@ -1,0 +1,374 @@
+"""Hooks of units: forwards of modules and gradients of parameters, told to a runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from shardeddp.engine.gradients import GroupGradients
+from shardeddp.engine.unit import UnitProgress
+from shardeddp.torch_private import (
+    OptimizedModule,
+    are_transforms_active,
+    current_backward,
+    never_traced,
+    will_execute,
+    without_torch_function,
+)
+
+
+class Listener(Protocol):
+    """What hooks tell of forwards and backwards: a runtime."""
+
+    progresses: list[UnitProgress]
+
+    def enter(self, progress: UnitProgress) -> None:
+        """A unit's module is called."""
+
+    def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
+        """It has returned, or raised."""
+
+    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
+        """Code around units looks at their parameters."""
+
+    def gradient_ready(self, progress: UnitProgress, index: int) -> None:
+        """A parameter's gradient of this backward is complete."""
+
+    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None:
+        """So is the one that it has from uses outside of its unit."""
+
+
+# -- Hooks of units: forwards and gradients
+
+_never_traced = never_traced(
+    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
+    "Compile units one by one (block.compile()) to have each in one graph, or compile what "
+    "contains units without fullgraph=True"
+)
+
+
+class UnitHook:
+    """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
+
+    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its
+    ``forward``, and a module that ``torch.compile`` has wrapped for what is inside. So everything
+    here is an end of a graph for dynamo, and stands where a call is sure to pass:
+
+    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes
+      on inside;
+    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code,
+      so the compiled call itself is put in brackets;
+    - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
+    """
+
+    def __init__(self, runtime: Listener, progress: UnitProgress) -> None:
+        self.runtime = runtime
+        self._unit_progress = progress
+        # Handles of module hooks; None before the first follow().
+        self._handles: list[RemovableHandle] | None = None
+        # The replacement of the compiled call.
+        self._bracketed: Callable[..., Any] | None = None
+        self._compiled: Callable[..., Any] | None = None  # that call
+
+    @_never_traced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook."""
+        if self.belongs_to(module):
+            self.runtime.enter(self._unit_progress)
+
+    @_never_traced
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook, called after an exception as well."""
+        if self.belongs_to(module):
+            self.runtime.leave(self._unit_progress, (args, kwargs), output)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""
+        return module is self._unit_progress.unit.spec.module
+
+    def follow(self) -> None:
+        """Attach to the module's call as it is now; users may compile after sharding."""
+        module = self._unit_progress.unit.spec.module
+        compiled = _compiled_call(module)
+        if self._handles is not None and compiled is self._bracketed:
+            return
+        for handle in self._handles or ():
+            handle.remove()
+        self._compiled = compiled
+        self._bracketed = None if compiled is None else self._bracket(compiled)
+        if self._bracketed is None:
+            self._handles = [
+                module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+            ]
+        elif module._compiled_call_impl is None:
+            self._handles = []
+            module.forward = self._bracketed
+        else:
+            self._handles = [module.register_forward_pre_hook(_not_only_forward)]
+            module._compiled_call_impl = self._bracketed
+
+    def detach(self) -> None:
+        """Leave the module's call as it was before :meth:`follow`."""
+        module = self._unit_progress.unit.spec.module
+        for handle in self._handles or ():
+            handle.remove()
+        if self._bracketed is not None and _compiled_call(module) is self._bracketed:
+            if module._compiled_call_impl is None:
+                module.forward = self._compiled  # type: ignore[assignment]
+            else:
+                module._compiled_call_impl = self._compiled
+        self._handles = self._bracketed = self._compiled = None
+
+    def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @_never_traced
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.runtime.enter(self._unit_progress)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self.runtime.leave(self._unit_progress, (args, kwargs), output)
+            return output
+
+        return call
+
+    def __deepcopy__(self, memo: Any) -> UnitHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopUnitHook, ()
+
+
+class EncoderHook:
+    """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, ahead of the layer's forward.
+
+    The encoder looks at weights of its first layer and, where they are plain tensors, leaves padded
+    positions out and writes zeros there.
+    """
+
+    def __init__(
+        self, runtime: Listener, encoder: nn.Module, first: Sequence[UnitProgress]
+    ) -> None:
+        self.runtime, self._encoder, self._first = runtime, encoder, first
+        self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
+
+    @_never_traced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook."""
+        if (
+            module is self._encoder
+            and not (module.training or torch.is_grad_enabled())
+            and not are_transforms_active()
+        ):
+            self.runtime.gather_ahead(self._first)
+
+    def follow(self) -> None:
+        """There is nothing to follow."""
+
+    def detach(self) -> None:
+        """Leave the encoder's call as it was."""
+        self._handle.remove()
+
+    def __deepcopy__(self, memo: Any) -> EncoderHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopUnitHook, ()
+
+
+class NoopUnitHook:
+    """Hook of an unpickled module, which does nothing: its parameters are whole."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do nothing."""
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Do nothing."""
+
+
+def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Function that a call of a compiled module runs; None for a module that is not compiled."""
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl
+    return module.forward if isinstance(module, OptimizedModule) else None
+
+
+def _not_only_forward(module: nn.Module, args: Any) -> None:
+    """Do nothing; only the presence of a hook matters.
+
+    Code that dynamo traces around a module without hooks goes straight to its ``forward``.
+
+    With one it asks for the module's compiled call, which is in brackets that it cannot trace.
+    """
+
+
+def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    """Take hooks of forwards off a module itself, without the handles that setting them has given.
+
+    A deep copy of a module keeps its hooks, and has no handles.
+    """
+    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after = module._forward_hooks, module._forward_hooks_with_kwargs
+    for hooks, *flags in (before, (*after, module._forward_hooks_always_called)):
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            for each in (hooks, *flags):
+                each.pop(key, None)
+
+
+def is_unit_hook(hook: Any) -> bool:
+    """Whether a hook of a module tells a runtime, one of another module for a deep copy."""
+    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
+
+
+def attach_hooks(runtime: Listener, progress: UnitProgress) -> UnitHook:
+    """Report forwards of a unit's module and gradients of its parameters to the runtime."""
+    hook = UnitHook(runtime, progress)
+    hook.follow()
+    parameters = progress.unit.unsharded_parameters()
+    progress.expected = set(range(len(parameters)))
+    places = [
+        (group.gradients, index)
+        for group in progress.unit.groups
+        for index in range(len(group.unsharded))
+    ]
+    with without_torch_function():
+        for index, parameter in enumerate(parameters):
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            # A frozen parameter takes no hook, and may be unfrozen later.
+            trainable = parameter.requires_grad
+            torch.Tensor.requires_grad_(parameter, True)
+            torch.Tensor.register_post_accumulate_grad_hook(
+                parameter, _gradient_hook(runtime, progress.index, index)
+            )
+            view: Any = parameter.view_as(parameter)
+            accumulator = view.grad_fn.next_functions[0][0]
+            progress.accumulators.append(accumulator)
+            gradients, place = places[index]
+            if gradients.adds_up_wider:
+                accumulator.register_prehook(_arrival_hook(gradients, place))
+            del view  # it refers to the parameter, whose references are counted below
+            torch.Tensor.requires_grad_(parameter, trainable)
+    first = 0
+    for group in progress.unit.groups:
+        group.buffer.count_references()
+        group.gradients.attach(_outside_hook(runtime, progress.index, first))
+        first += len(group.unsharded)
+    return hook
+
+
+def _outside_hook(runtime: Listener, unit: int, first: int) -> Callable[[int], None]:
+    reference = weakref.ref(runtime)
+
+    def ready(index: int) -> None:
+        runtime = reference()
+        if runtime is not None:
+            runtime.outside_gradient_ready(runtime.progresses[unit], first + index)
+
+    return ready
+
+
+def _gradient_hook(runtime: Listener, unit: int, index: int) -> Callable[[torch.Tensor], None]:
+    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the
+    # model for ever.
+    reference = weakref.ref(runtime)
+
+    def ready(parameter: torch.Tensor) -> None:
+        runtime = reference()
+        if runtime is not None:
+            runtime.gradient_ready(runtime.progresses[unit], index)
+
+    return ready
+
+
+def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None]:
+    reference = weakref.ref(gradients)
+
+    def arrives(_: Any) -> None:
+        gradients = reference()
+        if gradients is not None:
+            gradients.arrives(index)
+
+    return arrives
+
+
+# -- Hooks of a graph
+
+
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors in mappings, sequences, sets and dataclasses; other objects are not searched."""
+    return list(_tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (str, bytes)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (Sequence, Set)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:
+    """Call a function in each backward when all gradients of some tensors that it brings are there.
+
+    torch's own ``register_multi_grad_hook`` fails where ``autograd.grad`` asks for one of them that
+    is a leaf.
+    """
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    awaited: dict[int, int] = {}  # by backward
+
+    def arrive(gradient: torch.Tensor) -> None:
+        backward = current_backward()
+        rest = awaited.pop(backward, None) or sum(map(_is_reached, nodes))
+        if rest > 1:
+            awaited[backward] = rest - 1
+        else:
+            call(gradient)
+
+    for tensor in tensors:
+        tensor.register_hook(arrive)
+
+
+def _is_reached(node: Node) -> bool:
+    try:
+        return bool(will_execute.current(node))
+    except RuntimeError:
+        return True  # that of a leaf which `autograd.grad` asks for
+
+
+def weakly(
+    runtime: Listener, method: Callable[..., None], progress: UnitProgress, *args: object
+) -> Callable[[Any], None]:
+    """A hook of a graph's node.
+
+    Weak for the same reason: a module may keep an output, and with it the graph that led there.
+    """
+    reference, unit, label = weakref.ref(runtime), progress.index, progress.unit.label
+
+    def call(gradients: Any) -> None:
+        runtime = reference()
+        if runtime is None or not runtime.progresses:
+            raise RuntimeError(
+                f"backward comes to {label}, and the sharded model that it belongs to is gone, or "
+                f"has been sharded anew: its gradients would reach no parameter. Keep a reference "
+                f"to the model, and set up no other run of it, until backward has run"
+            )
+        method(runtime, runtime.progresses[unit], *args)
+
+    return call
