@@ -1,8 +1,11 @@
 """States that cannot be loaded again are refused by their place; warnings name what needs pickle."""
 
+import enum
+import math
 import os
 import threading
 import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from shardeddp import ShardedDP
+from shardeddp import CheckpointError, ShardedDP
 from shardeddp.config import StateDictType
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -147,3 +150,42 @@ def test_a_save_names_what_resumes_with_pickle_alone(world: Worlds, tmp_path: Pa
     [warning] = said
     assert "callbacks.Keeps.kept.0 in the checkpoint" in warning and "weights_only=False" in warning
     assert not other
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+NEED_PICKLE = {
+    "keys": {Color.RED: Color.RED, (Color.RED, 2): 3, math.nan: Color.RED, "plain": 1},
+    "queue": deque([1, Color.RED], maxlen=3),
+    "counts": Counter({Color.RED: 2, "x": 1}),
+    "lists": defaultdict(list, {"a": [Color.RED]}),
+    "ordered": OrderedDict(a=(Color.RED, [Color.RED])),
+}
+
+
+def load_what_needs_pickle(name: str, path: str) -> tuple[str, bool]:
+    """What is said by default, and whether pickle brings back values and types."""
+    keeps, value = Keeps(), NEED_PICKLE[name]
+    keeps.state = value
+    strategy: Any = ShardedDP(state_dict_type="sharded")
+    trainer = make_trainer(strategy, max_steps=1, callbacks=[keeps])
+    trainer.fit(TinyGpt(), token_loader(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError) as refused:
+        strategy.load_checkpoint(path)
+    read = strategy.load_checkpoint(path, weights_only=False)
+    [loaded] = read["callbacks"]["Keeps"]["kept"]
+    return str(refused.value), repr(loaded) == repr(value)
+
+
+@pytest.mark.parametrize("name", NEED_PICKLE)
+def test_what_needs_pickle_is_refused_without_and_comes_back_with_it(
+    world: Worlds, tmp_path: Path, name: str
+) -> None:
+    for said, same in world(2).run(load_what_needs_pickle, name, str(tmp_path / "x.ckpt")):
+        assert "objects that only pickle can save, at callbacks.Keeps.kept.0" in said
+        assert same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -221,15 +222,24 @@ def _filled(value: Any, pickled: Any) -> Any:
     """
     if isinstance(value, Opaque):
         return pickled
-    if isinstance(value, dict) and isinstance(pickled, Mapping):
-        return {key: _filled(item, pickled.get(key)) for key, item in value.items()}
+    if not opaque_paths(value):
+        return value
+    if isinstance(value, dict) and isinstance(pickled, Mapping) and len(value) == len(pickled):
+        # By order, since keys may be such objects, too.
+        pairs = [*zip(value.items(), pickled.items(), strict=True)]
+        filled = copy.copy(value)  # a Counter, or a dict with a default
+        filled.clear()
+        for own, other in pairs:
+            key, item = map(_filled, own, other)
+            filled[key] = item
+        return filled
     if (
         isinstance(value, (list, tuple))
         and isinstance(pickled, (list, tuple))
         and len(value) == len(pickled)
     ):
         return type(value)(_filled(*pair) for pair in zip(value, pickled, strict=True))
-    return value if not opaque_paths(value) else pickled
+    return pickled
 
 
 def _pruned(value: Any) -> Any:

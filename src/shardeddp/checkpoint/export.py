@@ -35,7 +35,7 @@ from shardeddp.checkpoint.safetensors import (
 )
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
-from shardeddp.checkpoint.state_codec import plain
+from shardeddp.checkpoint.state_codec import plain, versions_of, with_versions
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
@@ -276,9 +276,11 @@ def _weights(
     return checkpoint[WEIGHTS]
 
 
-def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _names(weights: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    if not prefix:
+        return weights
     renamed = {name.removeprefix(prefix): value for name, value in weights.items()}
-    if prefix and renamed.keys() == weights.keys():
+    if renamed.keys() == weights.keys():
         raise CheckpointError(
             f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}"
         )
@@ -286,7 +288,9 @@ def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         raise CheckpointError(
             f"without {prefix!r} some names are the same: leave --strip-prefix out"
         )
-    return renamed
+    noted = versions_of(weights) or {}
+    inside = {f"{name}.".removeprefix(prefix)[:-1]: it for name, it in noted.items()}
+    return with_versions(renamed, inside)
 
 
 def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:

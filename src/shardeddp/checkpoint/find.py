@@ -19,6 +19,7 @@ from shardeddp.checkpoint.durable import (
     Location,
     StrPath,
     disk_errors,
+    is_directory,
     is_remote,
     kind_of,
     location,
@@ -28,7 +29,7 @@ from shardeddp.checkpoint.durable import (
     read_into,
     read_text,
 )
-from shardeddp.checkpoint.items import records_of
+from shardeddp.checkpoint.items import checksum, records_of
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     FORMAT,
@@ -65,6 +66,31 @@ def is_checkpoint(directory: StrPath | RemotePath) -> bool:
 
 
 _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
+
+
+def content_id(path: Location) -> bytes:
+    """An id of a checkpoint: 16 bytes of the content of its manifest, or of its archive's records.
+
+    Zeros where there is neither, and for files in stores.
+    """
+    with disk_errors("reading", path):
+        if is_directory(path):
+            try:
+                with open_source(path / MANIFEST) as (source, nbytes):
+                    content = bytearray(nbytes)
+                    read_into(source, memoryview(content), 0)
+            except FileNotFoundError:
+                return bytes(16)
+        elif isinstance(path, RemotePath):
+            return bytes(16)
+        else:
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    records = [(it.filename, it.CRC, it.file_size) for it in archive.infolist()]
+            except zipfile.BadZipFile:
+                return bytes(16)
+            content = repr(records).encode()
+    return bytes.fromhex(checksum(content))
 
 
 def carries_manifest(path: StrPath | RemotePath) -> bool:

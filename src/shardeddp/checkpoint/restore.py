@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.safetensors import names_in_model
-from shardeddp.checkpoint.state_codec import tensors_in
+from shardeddp.checkpoint.state_codec import tensors_in, versions_of, with_versions
 from shardeddp.errors import CheckpointError, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.operations import overlaps_itself
@@ -178,7 +178,7 @@ def load_model(
     if replaced is not None:
         read = [name for name, value in state.items() if isinstance(value, LazyTensor)]
         replaced.keep(module, own, parts, read)
-    module.load_state_dict(parts, strict=strict)
+    module.load_state_dict(with_versions(parts, versions_of(state)), strict=strict)
 
 
 def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -544,7 +544,7 @@ def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, It
 
 def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[ItemPath, Any]]:
     return [
-        (path, value if path[0] == "model" else _without_shards(value))
+        (path, _without_shards(value))
         for path, value in _values(checkpoint, names)
         if not isinstance(value, torch.Tensor)
     ]

@@ -159,14 +159,35 @@ def tensors_in(
         yield from tensors_in(item, (*keys, key), (*around, id(tree)))
 
 
+def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:
+    """Versions of modules' states, by fqn, as torch notes them in a state dict.
+
+    ``nn.Module.load_state_dict`` hands them to modules, which convert states of older versions.
+    """
+    return getattr(state, "_metadata", None)
+
+
+def with_versions(
+    state: Mapping[Any, Any], versions: Mapping[str, dict[str, Any]] | None
+) -> dict[Any, Any]:
+    """A copy of a state dict, with versions noted in it."""
+    copied = OrderedDict(state)
+    if versions is not None:
+        vars(copied)["_metadata"] = OrderedDict(versions)
+    return copied
+
+
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
     """A tree in containers that ``weights_only=True`` reads; ``leaf`` makes what else is to be there."""
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
         mapping = cast("dict[Any, Any]", tree)
         if are_leaves(mapping) and are_leaves(mapping.values()):
-            return kind(mapping)
-        return kind((plain(key, leaf), plain(item, leaf)) for key, item in mapping.items())
+            copied = kind(mapping)
+        else:
+            copied = kind((plain(key, leaf), plain(item, leaf)) for key, item in mapping.items())
+        noted = versions_of(tree)
+        return copied if noted is None else with_versions(copied, noted)
     if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
         kept = cast("Sequence[Any]", tree)
         values = list(kept) if are_leaves(kept) else [plain(item, leaf) for item in kept]
@@ -330,7 +351,7 @@ def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]
             # A key of many digits cannot even be printed.
             name = str(key) if _is_plain_scalar(key) else f"({type(key).__name__})"
             yield from _opaque_paths(item, (*path, name))
-    elif isinstance(value, (list, tuple, set, frozenset)) and not are_leaves(value):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)) and not are_leaves(value):
         for index, item in enumerate(value):
             yield from _opaque_paths(item, (*path, str(index)))
 
@@ -354,6 +375,27 @@ def _pairs(value: Mapping[Any, Any]) -> Any:
     if _is_table(value):
         return dict(value)
     return [list(pair) for pair in zip(_apart(value), value.values(), strict=True)]
+
+
+def _state_dict(value: OrderedDict[Any, Any]) -> Any:
+    """Pairs, and what torch has noted of the modules that they are of: versions of their states."""
+    noted = vars(value)
+    if not noted.get("_metadata") or len(noted) > 1:
+        return NotImplemented
+    versions = {
+        name: it["version"] if it.keys() == {"version"} else it
+        for name, it in noted["_metadata"].items()
+    }
+    return [_pairs(value), versions]
+
+
+def _build_state_dict(parts: Any) -> dict[Any, Any]:
+    pairs, versions = _list(parts)
+    noted = {
+        name: it if isinstance(it, dict) else {"version": it}
+        for name, it in _dict(versions).items()
+    }
+    return with_versions(_dict(pairs), noted)
 
 
 def _dict(parts: Any) -> dict[Any, Any]:
@@ -599,6 +641,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),
     (dict, "table", _table, _build_table),
     (dict, "dict", _pairs, _dict),
+    (OrderedDict, "state_dict", _state_dict, _build_state_dict),
     (OrderedDict, "ordered_dict", _pairs, lambda parts: OrderedDict(_dict(parts))),
     (Counter, "counter", _pairs, lambda parts: Counter(_dict(parts))),
     (defaultdict, "default_dict", _default_dict_parts, _build_default_dict),

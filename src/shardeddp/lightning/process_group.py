@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.checkpoint.full import whole
 from shardeddp.checkpoint.interop import lightning_meta
+from shardeddp.checkpoint.items import DataFile
 from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_on_all_ranks
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
@@ -481,6 +482,11 @@ def _note_functions_of_one_rank() -> None:
         lightning_meta,
         "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their "
         "parameters are saved as the model's: save_hyperparameters(ignore=[...])",
+    )
+    note_that_runs_alone(
+        DataFile.put_object,
+        "what rank 0 saves of a module's extra state and of optimizers beside tensors. Keep tensors "
+        "in dicts, lists and tuples there",
     )
 
 

@@ -26,6 +26,7 @@ from shardeddp.checkpoint.durable import Location, disk_errors, location
 from shardeddp.checkpoint.find import (
     carries_manifest,
     checkpoints_in,
+    content_id,
     is_checkpoint,
     what_lies_beside,
 )
@@ -44,7 +45,7 @@ from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS, check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
-from shardeddp.comm import gather_results
+from shardeddp.comm import agree_on_highest_alike, gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.engine.shard_model import place_module
@@ -61,6 +62,9 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.wrap.tree import first_three
+
+_ATTEMPTS = 3
+"""Times that a checkpoint is read which somebody replaces meanwhile."""
 
 _ADVICE_S = 60.0
 """Longest search for a checkpoint to use instead of a damaged one, while all ranks wait."""
@@ -153,10 +157,35 @@ class Restore:
                     f"{path} is no checkpoint that can be read, or was cut off while it was "
                     f"written or copied: {type(error).__name__}: {error}"
                 ) from error
+
+        def read() -> tuple[bytes, dict[str, Any]]:
+            return content_id(place), reading()
+
+        for _ in range(_ATTEMPTS):
+            try:
+                content, found = self._group.run_on_all_ranks("reading the checkpoint", read)
+            except CheckpointError as error:
+                raise self._with_advice(error) from error
+            if self._is_what_all_have(content, place):
+                return found
+        raise CheckpointError(
+            f"{path} is being replaced again and again: ranks have read different checkpoints "
+            f"{_ATTEMPTS} times. Load one that nothing writes to any more, such as a copy"
+        )
+
+    def _is_what_all_have(self, read: bytes, path: Location) -> bool:
+        """Whether all ranks have read the same checkpoint, which nobody has replaced meanwhile."""
         try:
-            return self._group.run_on_all_ranks("reading the checkpoint", reading)
-        except CheckpointError as error:
-            raise self._with_advice(error) from error
+            stays = content_id(path) == read
+        except CheckpointError:  # it is gone
+            stays = False
+        mesh = self._group.current
+        if mesh is None:
+            return stays
+        (replaced,), same = agree_on_highest_alike(
+            [not stays], read, mesh.world_control, "agreement on the checkpoint that was read"
+        )
+        return same and not replaced
 
     def _kind_of(self, path: str) -> str:
         """Kind of what every rank sees there: directory, missing, safetensors, archive or file."""
