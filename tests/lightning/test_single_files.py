@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +347,32 @@ def save_and_resume_by_address(folder: str, kind: Any) -> int:
 def test_the_address_of_a_local_file_is_its_path(world: Worlds, tmp_path: Path, kind: str) -> None:
     assert world(2).run(save_and_resume_by_address, str(tmp_path), kind) == [8, 8]
     assert sorted(os.listdir(tmp_path)) == ["x.ckpt", "y.ckpt"]
+
+
+def save_over(folder: str) -> dict[str, str]:
+    """What a save says of each thing that is already there; empty: it was replaced."""
+    trainer = make_trainer(ShardedDP(state_dict_type="full"), max_steps=1)
+    trainer.fit(TinyGpt(), same_batches())
+    found: dict[str, str] = {}
+    for name in ("train.csv", "thesis.docx", "pipe", "empty", "former.pt", "any.ckpt"):
+        try:
+            trainer.save_checkpoint(os.path.join(folder, name))
+            found[name] = ""
+        except CheckpointError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_file_that_is_no_checkpoint_is_not_replaced(world: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("1, 2")
+    with zipfile.ZipFile(tmp_path / "thesis.docx", "w") as document:
+        document.writestr("word/document.xml", "<all/>")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    torch.save({"x": 1}, tmp_path / "former.pt")
+    (tmp_path / "any.ckpt").write_text("cut off")
+    for found in world(2).run(save_over, str(tmp_path)):
+        refused = {name for name, said in found.items() if "is no checkpoint, expected" in said}
+        assert refused == {"train.csv", "thesis.docx", "pipe"}
+        assert not any(said for name, said in found.items() if name not in refused)
+    assert (tmp_path / "train.csv").read_text() == "1, 2"

@@ -50,7 +50,7 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     is_part,
 )
-from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
+from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX, is_archive_of_torch
 from shardeddp.checkpoint.remote import RemotePath, Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
@@ -290,6 +290,26 @@ def require_replaceable(target: Path) -> None:
         f"{target} is {kind_of(mode)} that is no checkpoint of this package, expected nothing "
         f"there, a sharded checkpoint (a directory with {MANIFEST}), or a file named "
         f"*{PLAIN_SUFFIX}. Move it, or save elsewhere."
+    )
+
+
+def require_replaceable_file(target: Path) -> None:
+    """Refuse to write a plain checkpoint over a file, a pipe or the like that is none."""
+    try:
+        found = os.lstat(target)
+    except FileNotFoundError:
+        return
+    mode = found.st_mode
+    if stat.S_ISLNK(mode) or stat.S_ISDIR(mode):
+        return
+    with disk_errors("reading", target):
+        if stat.S_ISREG(mode) and (
+            target.suffix == PLAIN_SUFFIX or not found.st_size or is_archive_of_torch(target)
+        ):
+            return
+    raise CheckpointError(
+        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a file of "
+        f"torch.save, or a file named *{PLAIN_SUFFIX}. Move it, or save elsewhere."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from shardeddp.checkpoint import remote_directory
-from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.directory import new_files, require_replaceable_file
 from shardeddp.checkpoint.durable import Location, disk_errors, make_directories, preflight
 from shardeddp.checkpoint.items import TensorPickler
 from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
@@ -154,6 +154,7 @@ def _new_file(path: Location, nbytes: int, options: CheckpointOptions) -> Genera
     if not isinstance(path, RemotePath):
         make_directories(path.parent, permissions, options.durability)
         preflight(path.parent, nbytes)
+        require_replaceable_file(path)
         with new_files([path], True, permissions, options.durability) as (opened,):
             yield opened
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ def read_index(path: StrPath | RemotePath) -> Manifest:
     """What this package says of a plain checkpoint that it has written; elements are not read."""
     with opened_file(path) as (descriptor, item):
         return _index(descriptor, item, records_of(descriptor, item))[0]
+
+
+def is_archive_of_torch(path: Path) -> bool:
+    """Whether a file is what ``torch.save`` writes, by the names in its zip directory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 def carries_index(path: StrPath | RemotePath) -> bool:
