@@ -237,14 +237,19 @@ def load_optimizer(
     states = {
         index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
-        if isinstance(index, int) and index < len(parameters)
+        if _is_place(index, parameters)
     }
+    others = {key: it for key, it in state["state"].items() if not _is_place(key, parameters)}
     try:
-        optimizer.load_state_dict({**state, "state": states})
+        optimizer.load_state_dict({**state, "state": {**states, **others}})
     except ValueError as error:
         raise CheckpointError(
             f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}"
         ) from error
+
+
+def _is_place(key: object, parameters: Sequence[torch.Tensor]) -> bool:
+    return isinstance(key, int) and 0 <= key < len(parameters)
 
 
 def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +259,10 @@ def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [
         number for number in state["state"] if isinstance(number, int) and number not in places
     ]
-    if len(places) < len(numbers) or unknown:
+    # An optimizer may keep states under any key. Where only that of some parameter is missing, it may
+    # be under another number.
+    have = {number in state["state"] for number in numbers}
+    if len(places) < len(numbers) or (unknown and len(have) > 1):
         what = (
             f"of parameter {unknown[0]}, which is in no group"
             if unknown

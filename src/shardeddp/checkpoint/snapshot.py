@@ -558,7 +558,8 @@ def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tu
     for number, (optimizer, fqns) in enumerate(optimizers):
         root = f"optimizer_{number}"
         for index, state in optimizer.get("state", {}).items():
-            if isinstance(index, int):  # else it is kept of no parameter
+            # Else it is kept of no parameter.
+            if isinstance(index, int) and 0 <= index < len(fqns):
                 for key, value in state.items():
                     yield (root, "state", fqns[index], key), value
         # A placeholder of Lightning, for a module without optimizers, has no groups.

@@ -6,7 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -329,11 +329,18 @@ class LocalStates(OutsideStates):
         self.refused = False
         """Whether neighbours were left apart when runs were arranged, because of their states."""
 
-    def __getitem__(self, parameter: torch.Tensor) -> State:
+    # A key that is no tensor is an optimizer's own: its state is kept as it is.
+
+    def __getitem__(self, parameter: Any) -> State:
+        if not isinstance(parameter, torch.Tensor):
+            return self.inside[parameter]
         parameter = outside_of(parameter)
         return _StateView(self.inside[self._alone(parameter)], parameter)
 
-    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+    def __setitem__(self, parameter: Any, state: Mapping[str, Any]) -> None:
+        if not isinstance(parameter, torch.Tensor):
+            self.inside[parameter] = dict(state)
+            return
         parameter = outside_of(parameter)
         device = (
             self._memory.device_of(parameter.raw_local)
@@ -344,21 +351,23 @@ class LocalStates(OutsideStates):
             name: _as_local(name, value, parameter, device) for name, value in state.items()
         }
 
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self.inside[self._alone(outside_of(parameter))]
+    def __delitem__(self, parameter: Any) -> None:
+        known = isinstance(parameter, torch.Tensor)
+        del self.inside[self._alone(outside_of(parameter)) if known else parameter]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         parameters = [
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
-        return (parameter for parameter in parameters if parameter in self)
+        others = (key for key in self.inside if not isinstance(key, torch.Tensor))
+        return chain(filter(self.__contains__, parameters), others)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
         if not isinstance(parameter, torch.Tensor):
-            return False
+            return parameter in self.inside
         parameter = outside_of(parameter)
         if isinstance(parameter, ShardTensor):
             return self.run_of(parameter).tensor in self.inside

@@ -184,7 +184,7 @@ def _optimizer(tree: Any) -> Any:
 
 def _weights(tree: Any) -> list[list[Any]]:
     """Pairs of names and references to tensors."""
-    return tree["state_dict"]["$ordered_dict"]
+    return tree["state_dict"]["$state_dict"][0]
 
 
 def _exchange(tree: Any) -> None:
