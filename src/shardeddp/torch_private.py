@@ -389,3 +389,7 @@ def content_of_fsdp_policy(policy: Any) -> Any:
     raise _changed(
         f"{type(policy).__name__}: expected _module_classes or _lambda_fn, found neither"
     )
+
+
+STATE_VERSIONS = "_metadata"
+"""Attribute of a state dict: versions of modules' states, by fqn."""

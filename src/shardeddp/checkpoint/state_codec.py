@@ -21,6 +21,7 @@ import torch
 
 from shardeddp.checkpoint.strict_json import MAX_INTEGER
 from shardeddp.errors import CheckpointError
+from shardeddp.torch_private import STATE_VERSIONS
 
 # A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the
 # *parts* of the value, a simpler value that is encoded in turn, so the codec of a type says only
@@ -164,7 +165,7 @@ def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:
 
     ``nn.Module.load_state_dict`` hands them to modules, which convert states of older versions.
     """
-    return getattr(state, "_metadata", None)
+    return vars(state).get(STATE_VERSIONS) if isinstance(state, OrderedDict) else None
 
 
 def with_versions(
@@ -173,7 +174,7 @@ def with_versions(
     """A copy of a state dict, with versions noted in it."""
     copied = OrderedDict(state)
     if versions is not None:
-        vars(copied)["_metadata"] = OrderedDict(versions)
+        vars(copied)[STATE_VERSIONS] = OrderedDict(versions)
     return copied
 
 
@@ -380,11 +381,11 @@ def _pairs(value: Mapping[Any, Any]) -> Any:
 def _state_dict(value: OrderedDict[Any, Any]) -> Any:
     """Pairs, and what torch has noted of the modules that they are of: versions of their states."""
     noted = vars(value)
-    if not noted.get("_metadata") or len(noted) > 1:
+    if not noted.get(STATE_VERSIONS) or len(noted) > 1:
         return NotImplemented
     versions = {
         name: it["version"] if it.keys() == {"version"} else it
-        for name, it in noted["_metadata"].items()
+        for name, it in noted[STATE_VERSIONS].items()
     }
     return [_pairs(value), versions]
 

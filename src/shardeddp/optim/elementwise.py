@@ -359,7 +359,7 @@ class LocalStates(OutsideStates):
         parameters = [
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
-        others = (key for key in self.inside if not isinstance(key, torch.Tensor))
+        others = [key for key in self.inside if not isinstance(key, torch.Tensor)]
         return chain(filter(self.__contains__, parameters), others)
 
     def __len__(self) -> int:
