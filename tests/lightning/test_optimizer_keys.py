@@ -37,7 +37,7 @@ class Stateless(Counted):
     momentum = 0.0
 
 
-def count(model: type[Counted], kind: str, path: str) -> list[int]:
+def count(model: type[Counted], scope: Any, kind: str, path: str) -> list[int]:
     """Steps under each key after two epochs, the second of a resumed run."""
     data = token_loader(8 * dist.get_world_size())
 
@@ -47,7 +47,7 @@ def count(model: type[Counted], kind: str, path: str) -> list[int]:
             None,
             {Block},
             state_dict_type=kind,
-            optimizer_scope={"Keeps": "element"},
+            optimizer_scope={"Keeps": scope},
         )
         trainer = make_trainer(strategy, max_steps=-1, max_epochs=epochs)
         trainer.fit(model(), data, ckpt_path=resumed)
@@ -61,9 +61,49 @@ def count(model: type[Counted], kind: str, path: str) -> list[int]:
     return [state[key]["steps"] - second.global_step for key in KEYS]
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("model", [Counted, Stateless])
+@pytest.mark.parametrize(
+    ("model", "scope", "kind"),
+    [
+        (Counted, "element", "full"),
+        (Stateless, "element", "sharded"),
+        (Counted, "parameter", "sharded"),
+        (Stateless, "model", "full"),
+    ],
+)
 def test_states_under_other_keys_than_parameters_are_resumed(
-    world: Worlds, tmp_path: Path, model: type[Counted], kind: str
+    world: Worlds, tmp_path: Path, model: type[Counted], scope: str, kind: str
 ) -> None:
-    assert world(2).run(count, model, kind, str(tmp_path / "x.ckpt")) == [[0] * len(KEYS)] * 2
+    path = str(tmp_path / "x.ckpt")
+    assert world(2).run(count, model, scope, kind, path) == [[0] * len(KEYS)] * 2
+
+
+class Noted(TinyGpt):
+    """Notes something among the states of an optimizer whose states are checked."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for key in KEYS:
+            self.trainer.optimizers[0].state[key] = {"sum": torch.ones(2), "step": 1}
+
+
+def resume_noted(kind: str, path: str) -> list[bool]:
+    data = token_loader(8 * dist.get_world_size())
+
+    def fit(epochs: int, resumed: str | None) -> Any:
+        strategy = ShardedDP("full_shard", None, {Block}, state_dict_type=kind)
+        trainer = make_trainer(strategy, max_steps=-1, max_epochs=epochs)
+        trainer.fit(Noted(), data, ckpt_path=resumed)
+        return trainer
+
+    fit(1, None).save_checkpoint(path)
+    state = fit(1, path).optimizers[0].state  # nothing is left to train
+    return [key in state and torch.equal(state[key]["sum"], torch.ones(2)) for key in KEYS]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_tensors_under_other_keys_are_resumed_beside_states_that_are_checked(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
+    assert world(2).run(resume_noted, kind, str(tmp_path / "x.ckpt")) == [[True] * len(KEYS)] * 2

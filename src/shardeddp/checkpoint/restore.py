@@ -381,7 +381,7 @@ def _check_states(
         kept += [states] * len(group["params"])
     problems: list[str] = []
     for index, state in saved["state"].items():
-        if not isinstance(index, int) or index >= min(len(kept), len(parameters)) or not state:
+        if not _is_place(index, parameters[: len(kept)]) or not state:
             continue
         missing = kept[index].keys() - state.keys()
         problems += [f"{name} of parameter {index} is missing" for name in sorted(missing)]

@@ -6,7 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -318,9 +318,8 @@ class LocalStates(OutsideStates):
     """
 
     def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         self._slices = slices
-        self._optimizer = optimizer
         self._memory = memory
         self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
         self.changed = False
@@ -328,8 +327,6 @@ class LocalStates(OutsideStates):
 
         self.refused = False
         """Whether neighbours were left apart when runs were arranged, because of their states."""
-
-    # A key that is no tensor is an optimizer's own: its state is kept as it is.
 
     def __getitem__(self, parameter: Any) -> State:
         if not isinstance(parameter, torch.Tensor):
@@ -354,16 +351,6 @@ class LocalStates(OutsideStates):
     def __delitem__(self, parameter: Any) -> None:
         known = isinstance(parameter, torch.Tensor)
         del self.inside[self._alone(outside_of(parameter)) if known else parameter]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        parameters = [
-            parameter for group in self._optimizer.param_groups for parameter in group["params"]
-        ]
-        others = [key for key in self.inside if not isinstance(key, torch.Tensor)]
-        return chain(filter(self.__contains__, parameters), others)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
         if not isinstance(parameter, torch.Tensor):

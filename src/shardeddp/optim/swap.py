@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -25,13 +25,29 @@ OnStep = Callable[[list[ShardTensor]], None]
 
 
 class OutsideStates(MutableMapping[torch.Tensor, State]):
-    """Optimizer states as seen outside of a step: by sharded parameter, as sharded tensors."""
+    """Optimizer states as seen outside of a step: by sharded parameter, as sharded tensors.
+
+    A key that is no tensor is an optimizer's own: its state is kept as it is.
+    """
 
     inside: MutableMapping[Any, State]
     """The optimizer's own states, by the plain tensor that it steps on."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self.inside = defaultdict(dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        others = [key for key in self.inside if not isinstance(key, torch.Tensor)]
+        return chain(filter(self.__contains__, self._parameters()), others)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     def sync_forms(self) -> None:
         """A step has ended on all ranks: exchange the forms of changed states."""

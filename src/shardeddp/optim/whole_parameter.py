@@ -350,8 +350,8 @@ class OwnedStates(OutsideStates):
     """
 
     def __init__(self, optimizer: optim.Optimizer, wholes: WholeParameters, mesh: Mesh) -> None:
-        super().__init__()
-        self._optimizer, self._wholes, self._mesh = optimizer, wholes, mesh
+        super().__init__(optimizer)
+        self._wholes, self._mesh = wholes, mesh
         self._shown: dict[torch.Tensor, State] = {}
         self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
         self._have_numbers = False  # states of those forms
@@ -385,22 +385,11 @@ class OwnedStates(OutsideStates):
         self._shown.pop(parameter, None)
         self._forms.pop(parameter, None)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter in self._parameters() if parameter in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
     def __contains__(self, parameter: object) -> bool:
         parameter = outside_of(parameter)
         if isinstance(parameter, ShardTensor):
             return parameter in self._shown or parameter in self._forms
         return parameter in self.inside
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [
-            parameter for group in self._optimizer.param_groups for parameter in group["params"]
-        ]
 
     def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Parameters that this rank steps on: number, sharded parameter, whole one."""
