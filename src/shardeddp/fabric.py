@@ -23,6 +23,7 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
 )
 from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
@@ -204,7 +205,8 @@ class ShardedDP(DDPStrategy):
         plain = {k: it.state_dict() if isinstance(it, Stateful) else it for k, it in bare.items()}
         if self._kind == "full":
             for key, keeps in (filter or {}).items():
-                plain[key] = {name: it for name, it in plain[key].items() if keeps(name, it)}
+                kept = {name: it for name, it in plain[key].items() if keeps(name, it)}
+                plain[key] = with_versions(kept, versions_of(plain[key]))
             target, write = self.broadcast(str(path)), self.checkpoint_io.save_checkpoint
             mesh = self._group.current
             save_full(plain, target, lambda full: write(full, target, storage_options), mesh)
@@ -296,4 +298,5 @@ def _entries(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, 
 
 
 def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    return {k.removeprefix(prefix): it for k, it in weights.items() if k.startswith(prefix)}
+    own = {name: it for name, it in weights.items() if name.startswith(prefix)}
+    return without_prefix(with_versions(own, versions_of(weights)), prefix)

@@ -35,7 +35,7 @@ from shardeddp.checkpoint.safetensors import (
 )
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
-from shardeddp.checkpoint.state_codec import plain, versions_of, with_versions
+from shardeddp.checkpoint.state_codec import plain, without_prefix
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
@@ -276,11 +276,9 @@ def _weights(
     return checkpoint[WEIGHTS]
 
 
-def _names(weights: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    if not prefix:
-        return weights
-    renamed = {name.removeprefix(prefix): value for name, value in weights.items()}
-    if renamed.keys() == weights.keys():
+def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    renamed = without_prefix(weights, prefix)
+    if prefix and renamed.keys() == weights.keys():
         raise CheckpointError(
             f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}"
         )
@@ -288,9 +286,7 @@ def _names(weights: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
         raise CheckpointError(
             f"without {prefix!r} some names are the same: leave --strip-prefix out"
         )
-    noted = versions_of(weights) or {}
-    inside = {f"{name}.".removeprefix(prefix)[:-1]: it for name, it in noted.items()}
-    return with_versions(renamed, inside)
+    return renamed
 
 
 def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:

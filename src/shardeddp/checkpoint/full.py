@@ -31,6 +31,7 @@ from shardeddp.checkpoint.snapshot import (
     memory_of_shards,
     refuse_tensors,
 )
+from shardeddp.checkpoint.state_codec import versions_of, with_versions
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -171,11 +172,11 @@ def _new_file(path: Location, nbytes: int, options: CheckpointOptions) -> Genera
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The original where nothing in it had to be gathered, else its items in a plain dict."""
+    """The original where nothing in it had to be gathered, else its items in a dict."""
     unchanged = len(original) == len(items) and all(
         items[key] is value for key, value in original.items()
     )
-    return original if unchanged else items
+    return original if unchanged else with_versions(items, versions_of(original))
 
 
 # -- Streaming writer of the ``torch.save`` format

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from shardeddp.checkpoint.state_codec import versions_of
 from shardeddp.errors import CheckpointError
 
 # -- Names of entries
@@ -186,6 +187,10 @@ def _names(value: Any, path: str) -> None:
     for key in value:
         if not isinstance(key, str):
             raise _WrongError(f"{path}: expected names, found a key that is a {type(key).__name__}")
+    versions = versions_of(value)
+    _check(
+        {} if versions is None else versions, {"*": {"version": "a count?"}}, f"versions of {path}"
+    )
 
 
 def _callbacks(value: Any, path: str) -> None:

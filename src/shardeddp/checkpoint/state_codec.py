@@ -169,13 +169,24 @@ def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:
 
 
 def with_versions(
-    state: Mapping[Any, Any], versions: Mapping[str, dict[str, Any]] | None
+    state: dict[Any, Any], versions: Mapping[str, dict[str, Any]] | None
 ) -> dict[Any, Any]:
-    """A copy of a state dict, with versions noted in it."""
+    """A copy of a state dict with versions noted in it; the state dict itself where there are none."""
+    if versions is None:
+        return state
     copied = OrderedDict(state)
-    if versions is not None:
-        vars(copied)[STATE_VERSIONS] = OrderedDict(versions)
+    vars(copied)[STATE_VERSIONS] = OrderedDict(versions)
     return copied
+
+
+def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """A copy of a state dict, in which a prefix is gone from names of tensors and of modules."""
+    versions = versions_of(state)
+    if versions is not None:
+        # The names with the prefix last: those that they become are theirs.
+        names = sorted((f"{name}." for name in versions), key=lambda name: name.startswith(prefix))
+        versions = {name.removeprefix(prefix)[:-1]: versions[name[:-1]] for name in names}
+    return with_versions({name.removeprefix(prefix): it for name, it in state.items()}, versions)
 
 
 def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -187,8 +198,7 @@ def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
             copied = kind(mapping)
         else:
             copied = kind((plain(key, leaf), plain(item, leaf)) for key, item in mapping.items())
-        noted = versions_of(tree)
-        return copied if noted is None else with_versions(copied, noted)
+        return with_versions(copied, versions_of(tree))
     if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
         kept = cast("Sequence[Any]", tree)
         values = list(kept) if are_leaves(kept) else [plain(item, leaf) for item in kept]
@@ -383,11 +393,13 @@ def _state_dict(value: OrderedDict[Any, Any]) -> Any:
     noted = vars(value)
     if not noted.get(STATE_VERSIONS) or len(noted) > 1:
         return NotImplemented
-    versions = {
-        name: it["version"] if it.keys() == {"version"} else it
-        for name, it in noted[STATE_VERSIONS].items()
+    versions = noted[STATE_VERSIONS]
+    if odd := [name for name, it in versions.items() if type(it.get("version", 0)) is not int]:
+        raise ValueError(f"the version of the state of module {odd[0]!r} is no integer")
+    short = {
+        name: it["version"] if it.keys() == {"version"} else it for name, it in versions.items()
     }
-    return [_pairs(value), versions]
+    return [_pairs(value), short]
 
 
 def _build_state_dict(parts: Any) -> dict[Any, Any]:
