@@ -71,25 +71,22 @@ _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EN
 def content_id(path: Location) -> bytes:
     """An id of a checkpoint: 16 bytes of the content of its manifest, or of its archive's records.
 
-    Zeros where there is neither, and for files in stores.
+    Zeros where neither can be read, and for files in stores.
     """
-    with disk_errors("reading", path):
-        if is_directory(path):
-            try:
-                with open_source(path / MANIFEST) as (source, nbytes):
-                    content = bytearray(nbytes)
-                    read_into(source, memoryview(content), 0)
-            except FileNotFoundError:
-                return bytes(16)
+    try:
+        with disk_errors("reading", path):
+            directory = is_directory(path)
+        if directory:
+            with opened_file(path / MANIFEST) as (source, item):
+                content = bytearray(item.nbytes)
+                read_into(source, memoryview(content), 0)
         elif isinstance(path, RemotePath):
             return bytes(16)
         else:
-            try:
-                with zipfile.ZipFile(path) as archive:
-                    records = [(it.filename, it.CRC, it.file_size) for it in archive.infolist()]
-            except zipfile.BadZipFile:
-                return bytes(16)
-            content = repr(records).encode()
+            with opened_file(path) as (source, item):
+                content = repr(records_of(source, item)).encode()
+    except CheckpointError:
+        return bytes(16)
     return bytes.fromhex(checksum(content))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,11 +53,11 @@ def read_index(path: StrPath | RemotePath) -> Manifest:
 
 
 def is_archive_of_torch(path: Path) -> bool:
-    """Whether a file is what ``torch.save`` writes, by the names in its zip directory."""
+    """Whether a file is what ``torch.save`` writes, by the names of its records."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:
+        with opened_file(path) as (descriptor, item):
+            return any(it.name.endswith("/data.pkl") for it in records_of(descriptor, item))
+    except CheckpointError:
         return False
 
 

@@ -175,11 +175,7 @@ class Restore:
 
     def _is_what_all_have(self, read: bytes, path: Location) -> bool:
         """Whether all ranks have read the same checkpoint, which nobody has replaced meanwhile."""
-        try:
-            stays = content_id(path) == read
-        except CheckpointError:  # it is gone
-            stays = False
-        mesh = self._group.current
+        stays, mesh = content_id(path) == read, self._group.current
         if mesh is None:
             return stays
         (replaced,), same = agree_on_highest_alike(
