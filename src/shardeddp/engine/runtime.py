@@ -616,6 +616,40 @@ class Runtime:
                 unit.restore_registration()
 
 
+class _Structure:
+    """The modules of a model, their parameters, and the names of their buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
+            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
+            for name, module in root.named_modules(remove_duplicate=False)
+        ]
+
+    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the other has the same modules at the same places, with the same parameters.
+
+        Args:
+            other: The other.
+            same: Identity of a temporary parameter -> identity of the parameter it replaces.
+        """
+        return len(self._places) == len(other._places) and all(
+            name == its_name
+            and module is its_module
+            and buffers == its_buffers
+            and parameters.keys() == its_parameters.keys()
+            and all(
+                same.get(id(its_parameters[key]), its_parameters[key]) is each
+                for key, each in parameters.items()
+            )
+            for (name, module, parameters, buffers), (
+                its_name,
+                its_module,
+                its_parameters,
+                its_buffers,
+            ) in zip(self._places, other._places, strict=True)
+        )
+
+
 # -- All runtimes of this process
 
 _RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
@@ -657,37 +691,3 @@ def runtimes_around(module: nn.Module) -> list[Runtime]:
 def units_of_all() -> list[Unit]:
     """The units of all runtimes, in an order that is the same on all ranks."""
     return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]
-
-
-class _Structure:
-    """The modules of a model, their parameters, and the names of their buffers."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
-            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
-            for name, module in root.named_modules(remove_duplicate=False)
-        ]
-
-    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
-        """Whether the other has the same modules at the same places, with the same parameters.
-
-        Args:
-            other: The other.
-            same: Identity of a temporary parameter -> identity of the parameter it replaces.
-        """
-        return len(self._places) == len(other._places) and all(
-            name == its_name
-            and module is its_module
-            and buffers == its_buffers
-            and parameters.keys() == its_parameters.keys()
-            and all(
-                same.get(id(its_parameters[key]), its_parameters[key]) is each
-                for key, each in parameters.items()
-            )
-            for (name, module, parameters, buffers), (
-                its_name,
-                its_module,
-                its_parameters,
-                its_buffers,
-            ) in zip(self._places, other._places, strict=True)
-        )
