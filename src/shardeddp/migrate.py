@@ -223,9 +223,13 @@ _LAUNCH = (
 
 def _of_accelerate(config: Mapping[str, Any], path: Path) -> Migrated:
     kind = str(config["distributed_type"]).upper()
+    axes = _axes(config.get("parallelism_config") or {})
     given: dict[str, Any] = {}
     if kind == "FSDP":
-        made = translate("FSDPStrategy", _fsdp_arguments(config.get("fsdp_config") or {}))
+        given = _fsdp_arguments(config.get("fsdp_config") or {})
+        if {"dp_replicate", "dp_shard"} <= axes.keys():
+            given["device_mesh"] = axes.pop("dp_replicate"), axes.pop("dp_shard")
+        made = translate("FSDPStrategy", given)
     elif kind == "DEEPSPEED":
         made = translate("DeepSpeedStrategy", _deepspeed_arguments(config, path))
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
@@ -235,6 +239,7 @@ def _of_accelerate(config: Mapping[str, Any], path: Path) -> Migrated:
         made.lose("distributed_type", f"{kind} is not read: layers are split over ranks by "
                                       f"tensor_parallel_size=, pipelines are not there")  # fmt: skip
     _set_trainer(made, config)
+    _set_axes(made, axes)
     for key in config:
         if key not in _LAUNCH:
             made.lose(key, "no counterpart is known")
@@ -261,29 +266,28 @@ def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
                                      "or torchrun, or SLURM")  # fmt: skip
     if config.get("dynamo_config"):
         made.note("dynamo_config", "torch.compile(module) before Trainer.fit does that")
-    if config.get("parallelism_config"):
-        _set_axes(made, config["parallelism_config"])
 
 
-def _set_axes(made: Translation, config: Mapping[str, Any]) -> None:
-    """Take over the sizes of Accelerate's ``ParallelismConfig``."""
-    prefix, suffix = "parallelism_config_", "_size"
+def _axes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
     sizes = {
-        key.removeprefix(prefix).removesuffix(suffix): int(value)
+        key.removeprefix("parallelism_config_").removesuffix("_size"): int(value or 1)
         for key, value in config.items()
-        if key.endswith(suffix) and int(value) > 1
+        if key.endswith("_size")
     }
-    if (ranks := sizes.pop("tp", 1)) > 1:
-        made.options["tensor_parallel_size"] = ranks
-        made.options["tensor_parallel_plan"] = "auto"
-    replicas, shards = sizes.pop("dp_replicate", 1), sizes.pop("dp_shard", 1)
-    if replicas > 1:
-        made.options["sharding_strategy"] = "hybrid_shard" if shards > 1 else "no_shard"
-    if replicas > 1 and shards > 1:
-        made.options["shard_size"] = shards
-    for axis, ranks in sizes.items():
-        made.lose(f"{prefix}{axis}{suffix}", f"{ranks} ranks split something else than layers and "
-                                             f"batches, which is not there")  # fmt: skip
+    return {axis: ranks for axis, ranks in sizes.items() if ranks > 1}
+
+
+def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
+    for axis, ranks in axes.items():
+        if axis == "tp":
+            made.options["tensor_parallel_size"] = ranks
+            made.options["tensor_parallel_plan"] = "auto"
+        elif axis == "dp_replicate":
+            made.options["sharding_strategy"] = "no_shard"
+        elif axis != "dp_shard":
+            made.lose(f"parallelism_config_{axis}_size", f"{ranks} ranks split something else than "
+                                                         f"layers and batches, which is not there")  # fmt: skip
 
 
 def _fsdp_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
