@@ -91,16 +91,25 @@ class Measured:
 BF16_MIXED = "bf16-mixed"
 
 
-class TorchFSDP1(DDPStrategy):
-    """torch's FullyShardedDataParallel, which Lightning's own strategy refuses on CPU.
+class TorchDDP(DDPStrategy):
+    """Lightning's DDP, with torch's checkpointing.
 
     Args:
-        setting: Precision is torch's own.
+        setting: Precision is the Trainer's for DDP, and torch's own otherwise.
     """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self._setting = setting
+
+    def configure_ddp(self) -> None:
+        """Wrap the whole."""
+        _checkpoint(self.lightning_module, self._setting)
+        super().configure_ddp()
+
+
+class TorchFSDP1(TorchDDP):
+    """torch's FullyShardedDataParallel, which Lightning's own strategy refuses on CPU."""
 
     def configure_ddp(self) -> None:
         """Wrap blocks and root."""
@@ -116,7 +125,7 @@ class TorchFSDP1(DDPStrategy):
         _checkpoint(self.model, self._setting)
 
 
-class TorchFSDP2(DDPStrategy):
+class TorchFSDP2(TorchDDP):
     """torch's fully_shard on every block and on the whole.
 
     Args:
@@ -125,8 +134,8 @@ class TorchFSDP2(DDPStrategy):
     """
 
     def __init__(self, setting: Setting, shard_size: int | None = None) -> None:
-        super().__init__()
-        self._setting, self._shard_size = setting, shard_size
+        super().__init__(setting)
+        self._shard_size = shard_size
 
     def configure_ddp(self) -> None:
         """Shard in place."""
@@ -143,23 +152,6 @@ class TorchFSDP2(DDPStrategy):
         for block in gpt.blocks:
             fully_shard(block, **options)
         fully_shard(gpt, **options)
-
-
-class TorchDDP(DDPStrategy):
-    """Lightning's, with torch's checkpointing.
-
-    Args:
-        setting: Precision is the Trainer's.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__()
-        self._setting = setting
-
-    def configure_ddp(self) -> None:
-        """Wrap the whole."""
-        _checkpoint(self.lightning_module, self._setting)
-        super().configure_ddp()
 
 
 class Unsynchronised(TorchDDP):
