@@ -394,20 +394,23 @@ def test_a_run_that_cannot_be_planned_records_nothing_and_says_why(tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
-def printed() -> str:
+def printed() -> tuple[str, list[str]]:
+    """What is shown, and the units that gathers were waited for longest of."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        fit()
-    return text.getvalue()
+        units = fit().units
+    waited = {unit: took for (part, unit), took in units.items() if part == "gather" and took > 0}
+    return text.getvalue(), sorted(waited, key=lambda unit: -waited[unit])[:3]
 
 
 def test_rank_0_shows_a_table_at_the_end(world: Worlds) -> None:
-    shown, nothing = world(2).run(printed)
+    (shown, most), (nothing, _) = world(2).run(printed)
     assert nothing == ""
+    assert most
     assert shown.startswith(f"Steps of rank 0: mean of {STEPS - 1}\n")
     for text in (
         "waiting for gathers",
-        "- blocks.",  # of units, those that were waited for longest
+        *(f"- {unit} " for unit in most),
         "waiting for slower ranks",
         "rest",
         "100.0 %",
