@@ -16,7 +16,6 @@ import ctypes
 import gc
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -53,7 +52,7 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.checkpoint.pieces import Pieces, runs_of
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.snapshot import Snapshot, take_snapshot
-from shardeddp.checkpoint.write import Report, index, take_reports, write_data_file
+from shardeddp.checkpoint.write import Report, index, write_data_file
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import FlatLayout, Interval, boxes
 from shardeddp.plan.topology import Topology
@@ -254,7 +253,7 @@ def prepare(folder: Path, model: Model) -> dict[str, Any]:
     told, pieces = list[bytes](), 0
     for rank in range(model.ranks):
         report = simulated.write(rank, folder)
-        told.append(pickle.dumps(report))
+        told.append(report.to_bytes())
         pieces += report.file.pieces
     (folder / "told").write_bytes(b"".join(told))
     (folder / "lengths.json").write_text(json.dumps([*map(len, told)]))
@@ -272,12 +271,8 @@ def rank_0(folder: Path, model: Model) -> dict[str, Any]:
             arrived = torch.empty(model.ranks, max(lengths[1:]), dtype=torch.uint8)
             for rank, length in enumerate(lengths[1:], start=1):
                 file.readinto(arrived[rank, :length].numpy())  # type: ignore[arg-type]
-        told = [
-            own,
-            *(arrived[rank, : lengths[rank]].numpy().tobytes() for rank in range(1, model.ranks)),
-        ]
-        del arrived
-        reports = take_reports(told)
+        rows = (arrived[rank, : lengths[rank]].numpy() for rank in range(1, model.ranks))
+        reports = [*map(Report.from_bytes, (own, *map(memoryview, rows)))]
         manifest, placement = index(without_objects(snapshot), RUN, reports, [])
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
@@ -304,7 +299,7 @@ def write_one(folder: Path, model: Model) -> dict[str, Any]:
         start = time.perf_counter()
         written = write_data_file(snapshot, own, ONE, CheckpointOptions(durability="process"))
         writing = time.perf_counter() - start
-        message = pickle.dumps(written.report)
+        message = written.report.to_bytes()
     name = f"__{ONE}_0.distcp"
     expected = (folder / name).stat().st_size
     stored = written.report.file

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardeddp.checkpoint.schema import check_fields, check_like
+from shardeddp.checkpoint.schema import (
+    check_callbacks,
+    check_fields,
+    check_like,
+    check_optimizers,
+    count_in,
+    optimizers_in,
+)
 from shardeddp.errors import CheckpointError
 
 PROGRESS = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
@@ -84,15 +91,7 @@ def test_what_runs_save_is_let_through(name: str) -> None:
 
 WRONG: dict[str, Any] = {
     "its root: expected a mapping, found a list": [1],
-    "epoch: expected a count, found -1": {"epoch": -1},
-    "epoch: expected a count, found True": {"epoch": True},
-    "global_step: expected a count, found a str": {"global_step": "7"},
     "state_dict: expected names, found a key that is a int": {"state_dict": {1: 2}},
-    "optimizer_states: expected a list, found a dict": {"optimizer_states": {0: {}}},
-    "optimizer_states.1: expected a mapping, found 3": {"optimizer_states": [{}, 3]},
-    "optimizer_states.0.param_groups.0: expected params in it": {
-        "optimizer_states": [{"param_groups": [{"lr": 0.1}]}]
-    },
     "loops.fit_loop: expected a mapping": {"loops": {"fit_loop": [1]}},
     "loops.fit_loop.epoch_progress.total.ready: expected a count": {
         "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": "x"}, "current": {}}}}
@@ -116,8 +115,36 @@ WRONG: dict[str, Any] = {
             "test_loop": {"batch_progress": {"total": PROGRESS, "current": PROGRESS}},
         }
     },
+    "shardeddp.optimizer_parameters.0.0: expected text": {
+        "shardeddp": {"optimizer_parameters": [[1]]}
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_fields(WRONG[message], "a.ckpt")
+    assert message in str(caught.value)
+    assert "a.ckpt" in str(caught.value)
+
+
+USED_LATER: dict[str, Any] = {
+    "epoch: expected a count, found -1": {"epoch": -1},
+    "epoch: expected a count, found True": {"epoch": True},
+    "global_step: expected a count, found a str": {"global_step": "7"},
+    "optimizer_states: expected a list, found a dict": {"optimizer_states": {0: {}}},
+    "optimizer_states.1: expected a mapping, found 3": {"optimizer_states": [{}, 3]},
+    "optimizer_states.0.param_groups.0: expected params in it": {
+        "optimizer_states": [{"param_groups": [{"lr": 0.1}]}]
+    },
+    "lr_schedulers: expected a list, found a dict": {"lr_schedulers": {"last_epoch": 3}},
+    "callbacks: expected a mapping, found a list": {"callbacks": [1]},
+}
+OF_CALLBACKS: dict[str, Any] = {
+    "callbacks: expected a mapping, found a list": {"callbacks": [1]},
     "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
-        "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1], "best_model_path": ""}}
+        "callbacks": {"ModelCheckpoint": {"best_k_models": [1], "best_model_path": ""}}
     },
     "callbacks.EarlyStopping.best_score: expected a scalar tensor, found a NoneType": {
         "callbacks": {"EarlyStopping": {**STOPPING, "best_score": None}}
@@ -131,20 +158,57 @@ WRONG: dict[str, Any] = {
     "callbacks.Timer.time_elapsed.train: expected a number": {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}
     },
-    "lr_schedulers: expected a list, found a dict": {"lr_schedulers": {"last_epoch": 3}},
-    "lr_schedulers.0: expected a mapping": {"lr_schedulers": [1]},
-    "shardeddp.optimizer_parameters.0.0: expected text": {
-        "shardeddp": {"optimizer_parameters": [[1]]}
-    },
 }
+CLASSES = {name: name for name in ("ModelCheckpoint", "EarlyStopping", "Timer")}
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        check_fields(WRONG[message], "a.ckpt")
-    assert message in str(caught.value)
-    assert "a.ckpt" in str(caught.value)
+@pytest.mark.parametrize("message", USED_LATER)
+def test_what_hooks_may_undo_is_left_to_them_unless_lightning_migrates_it_before(
+    message: str,
+) -> None:
+    for release in ("2.0.0", "2.6.0"):
+        check_fields({**USED_LATER[message], "pytorch-lightning_version": release}, "a.ckpt")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_fields({**USED_LATER[message], "pytorch-lightning_version": "1.9.5"}, "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "message", [it for it in USED_LATER if it.startswith(("optimizer", "lr_schedulers"))]
+)
+def test_states_of_optimizers_are_checked_as_they_are_loaded(message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_optimizers(USED_LATER[message], "a.ckpt")
+
+
+@pytest.mark.parametrize("message", OF_CALLBACKS)
+def test_states_of_lightnings_callbacks_are_checked_under_the_keys_that_theirs_have(
+    message: str,
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_callbacks(OF_CALLBACKS[message], CLASSES, "a.ckpt")
+    if isinstance(OF_CALLBACKS[message]["callbacks"], dict):
+        check_callbacks(OF_CALLBACKS[message], {"Other": "Timer"}, "a.ckpt")
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_what_runs_save_is_let_through_as_it_is_used(name: str) -> None:
+    check_callbacks(LEGITIMATE[name], CLASSES, "a.ckpt")
+    check_optimizers(LEGITIMATE[name], "a.ckpt")
+
+
+ODD: list[Any] = [None, 3, {0: {}}, [None], [{"param_groups": 3}], [{"state": []}], "adam"]
+
+
+@pytest.mark.parametrize("states", ODD, ids=str)
+def test_optimizer_states_in_a_form_of_a_hook_are_none_of_torchs(states: Any) -> None:
+    assert optimizers_in({"optimizer_states": states}) == ()
+
+
+@pytest.mark.parametrize("value", [None, -1, True, torch.tensor(3), "3", 2.0], ids=str)
+def test_a_step_that_is_no_count_is_not_taken_for_one(value: Any) -> None:
+    assert count_in({"global_step": value}, "global_step", 7) == 7
+    assert count_in({"global_step": 3}, "global_step", 7) == 3
+    assert count_in({}, "global_step", 7) == 7
 
 
 @pytest.mark.parametrize("name", ["state_dict", "pytorch-lightning_version"])

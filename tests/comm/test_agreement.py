@@ -58,7 +58,7 @@ def test_messages_are_on_the_host_whatever_device_is_the_default() -> None:
 
 
 def send_to_first(payloads: Sequence[bytes]) -> list[bytes]:
-    return gather_to_first("sending", lambda: payloads[dist.get_rank()], all_ranks())
+    return [*map(bytes, gather_to_first("sending", lambda: payloads[dist.get_rank()], all_ranks()))]
 
 
 @pytest.mark.parametrize(

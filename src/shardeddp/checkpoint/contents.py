@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import tempfile
 import warnings
 import zipfile
@@ -23,7 +24,7 @@ from shardeddp.checkpoint.durable import Location, disk_errors, preflight
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
-from shardeddp.checkpoint.plain_file import require_intact
+from shardeddp.checkpoint.plain_file import load_data, require_data, require_intact
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import (
@@ -125,7 +126,13 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
         )
     require_intact(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+        checkpoint = (
+            torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            if trust_pickle
+            else load_data(path)
+        )
+    except CheckpointError:
+        raise
     except Exception as error:  # torch has no class for what is wrong with a file
         hint = (
             ""
@@ -344,13 +351,30 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
     """
     require_intact(path, part)
     try:
+        if weights_only is not False:
+            require_data(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except pickle.UnpicklingError:
-        raise  # says what to do about code in it
+    except CheckpointError:
+        raise
     except Exception as error:  # torch has no class for what is wrong with a file
-        raise CheckpointError(
-            f"{path} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+        raise refusal_of(path, error) from error
+
+
+def refusal_of(path: str, error: Exception) -> CheckpointError:
+    """What to say of a file that ``torch.load`` does not read, and what to do about it."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}")
+    why = _UNPICKLER.search(str(error))
+    return CheckpointError(
+        f"{path} holds more than numbers, text, tensors and containers of them, or is damaged: "
+        f"{why[1] if why else str(error).splitlines()[0]}. If you trust whoever wrote it, allow the "
+        f"class with torch.serialization.add_safe_globals([...]), or unpickle everything with "
+        f"trainer.fit(..., weights_only=False), which can run any code in it"
+    )
+
+
+_UNPICKLER = re.compile(r"WeightsUnpickler error: *(.+?)(?:\.? Please|\.? *$)", re.MULTILINE)
+"""What torch says of the object itself, among advice for ``torch.load``."""
 
 
 def open_remote_file(

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from shardeddp.checkpoint.durable import (
     Location,
     StrPath,
@@ -37,9 +35,15 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     manifest_from_bytes,
 )
-from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX, carries_index, opened_file, read_index
+from shardeddp.checkpoint.plain_file import (
+    PLAIN_SUFFIX,
+    carries_index,
+    load_data,
+    opened_file,
+    read_index,
+)
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import check_fields, count_in
 from shardeddp.errors import CheckpointError, printable
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
@@ -372,13 +376,12 @@ def _candidate(path: str) -> _Candidate:
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
         )
-    with opened_file(path) as (descriptor, item):
-        records_of(descriptor, item)  # what is compressed may take any amount of memory
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = load_data(path)
     except pickle.UnpicklingError:
         # The file holds objects of others, so its step is unknown.
         return _Candidate(True, -1, True, path)
     check_fields(content, path)
-    step = content.get("global_step", -1)  # files that others have put together may leave it out
+    # Files that others have put together may leave it out.
+    step = count_in(content, "global_step", -1)
     return _Candidate("optimizer_states" in content, step, True, path)

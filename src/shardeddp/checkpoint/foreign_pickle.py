@@ -6,10 +6,11 @@ import io
 import math
 import pickletools
 import re
-from collections import OrderedDict
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -335,6 +336,121 @@ def check_tree(value: Any, where: str) -> None:
                 f"{MAX_VALUES:,} values: it is refused as too expensive to read"
             )
         open_values.extend((part, depth + 1) for part in parts if type(part) not in _SCALARS)
+
+
+# -- Traps for the reader of ``torch.load(weights_only=True)``
+#
+# It runs no code, but it allocates the lengths that a pickle asks for, hashes tuples in tuples until
+# the C stack overflows, and fills dictionaries with keys of one hash. These are found before it reads,
+# by the instructions that it knows and what would be on its stack: for each value how deep its tuples
+# are, and whether it is a number, or something that makes memory of a number.
+
+_NUMBER, _SIZED, _NUMBERS, _KINDS = 1, 2, 3, 4
+_MAX_TUPLES = 500
+_MAX_SAME_HASH = 1000
+_SIZED_NAMES = re.compile(
+    r"(__builtin__|builtins)\W(bytearray|bytes)|torch\W([\w.]+\W)?\w*(Storage|Tensor)"
+)
+
+
+def refuse_traps(stream: BinaryIO, where: str, pickles: int = 1) -> None:
+    """Refuse what torch's reader of data would not survive; what it refuses itself is left to it.
+
+    Args:
+        stream: At the start of a pickle.
+        where: What the bytes are, for errors.
+        pickles: Number of them in the stream, one behind the other.
+
+    Raises:
+        CheckpointError: There is a trap in one.
+    """
+    try:
+        for _ in range(pickles):
+            _look_for_traps(stream)
+    except _TrapError as error:
+        raise CheckpointError(
+            f"{where} {error}: no run has saved that, and it is not read"
+        ) from None
+    except (IndexError, KeyError, ValueError):
+        return  # no pickle, as torch says better
+
+
+class _TrapError(Exception):
+    pass
+
+
+def _look_for_traps(stream: BinaryIO) -> None:
+    stack, marks, memo = list[int](), list[int](), dict[int, int]()
+    same_hash = defaultdict[int, set[int]](set)
+
+    def tuple_of(items: list[int]) -> None:
+        depth = 1 + max((item // _KINDS for item in items), default=0)
+        if depth > _MAX_TUPLES:
+            raise _TrapError(f"has tuples in tuples, {depth} deep")
+        begins = bool(items) and items[0] % _KINDS == _NUMBER
+        stack.append(depth * _KINDS + (_NUMBERS if begins else 0))
+
+    def popped(count: int) -> list[int]:
+        start = marks.pop() if count < 0 else len(stack) - count
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    while (found := _SCANNED.get(stream.read(1))) is not None:
+        name, reader, pops = found
+        argument: Any = reader(stream) if reader else None
+        match name:
+            case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "BININT" | "BININT1" | "BININT2" | "LONG1":
+                if abs(argument) >= _HASH_MODULUS:
+                    others = same_hash[hash(argument)]
+                    others.add(argument)
+                    if len(others) > _MAX_SAME_HASH:
+                        raise _TrapError(f"has more than {_MAX_SAME_HASH:,} numbers of one hash")
+                stack.append(_NUMBER)
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                tuple_of(popped(pops))
+            case "GLOBAL" | "STACK_GLOBAL":
+                popped(pops)
+                stack.append(_SIZED if argument and _SIZED_NAMES.fullmatch(argument) else 0)
+            case "REDUCE" | "NEWOBJ":
+                maker, arguments = popped(2)
+                if maker % _KINDS == _SIZED and arguments % _KINDS == _NUMBERS:
+                    raise _TrapError("asks for memory by a number")
+                stack.append(arguments // _KINDS * _KINDS)  # a size is a tuple
+            case "MARK":
+                marks.append(len(stack))
+            case "STOP":
+                return
+            case _:
+                popped(pops)
+                if name not in _FILLING:
+                    stack.append(0)
+    raise ValueError("torch's reader does not know the instruction, or there is none")
+
+
+_HASH_MODULUS = sys.hash_info.modulus
+_FILLING = frozenset(
+    {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD", "PROTO", "FRAME"}
+)
+"""Instructions that put nothing on the stack."""
+
+_POPPED = {
+    **dict.fromkeys(("APPEND", "BUILD", "BINPERSID", "TUPLE1"), 1),
+    **dict.fromkeys(("SETITEM", "TUPLE2", "STACK_GLOBAL"), 2),
+    **dict.fromkeys(("APPENDS", "SETITEMS", "ADDITEMS", "TUPLE", "FROZENSET"), -1),
+    "TUPLE3": 3,
+}
+"""Values that an instruction takes from the stack; -1: all from the last mark on."""
+
+_SCANNED = {
+    it.code.encode("latin-1"): (it.name, it.arg.reader if it.arg else None, _POPPED.get(it.name, 0))
+    for it in pickletools.opcodes
+    if it.name in {*_NAMES.split(), "SHORT_BINSTRING", "BINSTRING"} - {"BYTEARRAY8"}
+}
 
 
 # -- Items of ``torch.save``: a pickle and records of elements

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shardeddp.checkpoint.durable import Source, StrPath, disk_errors, location, open_source
+from shardeddp.checkpoint.foreign_pickle import refuse_traps
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
 from shardeddp.checkpoint.manifest import INDEX, Item, Manifest, index_from_bytes
 from shardeddp.checkpoint.remote import RemotePath
@@ -50,6 +55,36 @@ def read_index(path: StrPath | RemotePath) -> Manifest:
     """What this package says of a plain checkpoint that it has written; elements are not read."""
     with opened_file(path) as (descriptor, item):
         return _index(descriptor, item, records_of(descriptor, item))[0]
+
+
+def load_data(path: StrPath) -> Any:
+    """Read a plain checkpoint by torch's reader of data, which runs no code; elements stay on the disk.
+
+    Raises:
+        CheckpointError: It would take torch more memory or stack than it has.
+        pickle.UnpicklingError: It holds more than data.
+    """
+    require_data(path)
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def require_data(path: StrPath) -> None:
+    """Refuse a file of ``torch.save`` that ``torch.load(weights_only=True)`` would not survive."""
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            refuse_traps(file, str(path), _PICKLES_BEFORE_1_6)
+        return
+    with opened_file(path) as (descriptor, item):
+        records = records_of(descriptor, item)
+    with open(path, "rb") as file:
+        for record in records:
+            if record.name.endswith("/data.pkl"):
+                file.seek(record.offset)
+                refuse_traps(file, str(path))
+
+
+_PICKLES_BEFORE_1_6 = 5
+"""Of a file that torch wrote before 1.6: a number, a version, the system, the state, and its storages."""
 
 
 def is_archive_of_torch(path: Path) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -41,22 +42,68 @@ LOADERS = "loader_states"
 
 
 def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
-    """Check the fields of a checkpoint that Lightning or this package uses; others may be anything.
+    """Check the fields that are used as a checkpoint is read; others may be anything.
 
-    A field may be missing: files that other tools have put together leave some out.
+    What hooks of the user's see before it is used is checked as it is used: hooks may undo there what
+    they have done to a checkpoint as it was saved. A field may be missing: files that other tools have
+    put together leave some out.
 
     Args:
         checkpoint: As it was read; it is returned.
         source: Its path, for errors.
         loads: Whether Lightning is going to load it, which takes weights and a version.
     """
-    try:
-        _check(checkpoint, _CHECKPOINT, "")
+    with _named(source):
+        _check(checkpoint, _READ, "")
         if loads:
             _check(checkpoint, _LOADED, "")
-    except _WrongError as error:
-        raise CheckpointError(f"{source} is no checkpoint of Lightning: {error}") from None
+        release = checkpoint.get("pytorch-lightning_version")
+        if release is not None and release.split(".")[0] in ("0", "1"):
+            # Lightning brings it up to date before anybody sees it.
+            _check(checkpoint, _MIGRATED, "")
     return checkpoint
+
+
+def check_optimizers(checkpoint: Mapping[str, Any], source: object) -> None:
+    """Check the states of optimizers and schedulers, after the hooks that see a checkpoint."""
+    with _named(source):
+        _check(checkpoint, _TRAINING, "")
+
+
+def optimizers_in(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """States of optimizers; none where a hook of the user's keeps them in a form of its own."""
+    states = checkpoint.get(OPTIMIZERS, ())
+    try:
+        _check(states, [_OPTIMIZER], "")
+    except _WrongError:
+        return ()
+    return states
+
+
+def check_callbacks(
+    checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source: object
+) -> None:
+    """Check the states that callbacks of Lightning's own are going to load.
+
+    Args:
+        checkpoint: As the hooks of the module have left it.
+        classes: Names of their classes by the keys of the states; states under other keys are of
+            anybody's callbacks, and may be anything.
+        source: Path of the checkpoint, for errors.
+    """
+    with _named(source):
+        states = checkpoint.get("callbacks")
+        _check(states, "a mapping?", "callbacks")
+        for key, name in classes.items():
+            # Lightning loads nothing that is empty.
+            if states and states.get(key):
+                _check(states[key], _CALLBACKS.get(name), f"callbacks.{name}")
+
+
+def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:
+    """A count of a checkpoint, such as its step; ``otherwise`` where a hook has left no such thing."""
+    value = checkpoint.get(name)
+    return value if type(value) is int and value >= 0 else otherwise
 
 
 def check_like(saved: Any, own: Any, path: str) -> None:
@@ -101,6 +148,14 @@ def _kind(value: Any) -> str:
 
 class _WrongError(Exception):
     pass
+
+
+@contextmanager
+def _named(source: object) -> Generator[None]:
+    try:
+        yield
+    except _WrongError as error:
+        raise CheckpointError(f"{source} is no checkpoint of Lightning: {error}") from None
 
 
 def _fail(value: Any, path: str, expected: str) -> None:
@@ -193,14 +248,6 @@ def _names(value: Any, path: str) -> None:
     )
 
 
-def _callbacks(value: Any, path: str) -> None:
-    """States by key; early releases of Lightning had classes for keys."""
-    _check(value, "a mapping", path)
-    for key, state in value.items():
-        kind = str(key).split("{")[0]
-        _check(state, _CALLBACKS.get(kind), f"{path}.{kind}")
-
-
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.?dev|\.?post)\d*)*(\+[a-z0-9.]+)?", re.IGNORECASE)
 
 _COUNTS = {"*": _count_or_flag}
@@ -234,24 +281,27 @@ _CALLBACKS: dict[str, Any] = {
     "EarlyStopping": _STOPPING,
     "Timer": {"time_elapsed": {"*": "a number"}},
 }
-"""Of Lightning's own, by class; their keys are ``"Class"`` or ``"Class{arguments}"``."""
+"""Of Lightning's own, by class."""
 
 _OPTIMIZER = {"state": "a mapping", "param_groups": [{"params!": ["a number or a name"]}]}
-_CHECKPOINT = {
+_READ = {
     WEIGHTS: _names,
-    "epoch": "a count",
-    "global_step": "a count",
     "pytorch-lightning_version": _version,
-    OPTIMIZERS: [_OPTIMIZER, {}],
-    "lr_schedulers": ["a mapping", {}],
     "loops": {
         "fit_loop!": _LOOP,
         "validate_loop": _EVALUATION,
         "test_loop": _EVALUATION,
         "*": _LOOP,
     },
-    "callbacks": _callbacks,
     "hparams_name": "text?",
     KEY: {LOADERS: "a list", KEPT: ["a list"], NAMES: [["text"]]},
 }
 _LOADED = {f"{WEIGHTS}!": None, "pytorch-lightning_version!": None}
+_TRAINING = {OPTIMIZERS: [_OPTIMIZER, {}], "lr_schedulers": [None, {}]}
+_MIGRATED = {
+    "epoch": "a count",
+    "global_step": "a count",
+    "callbacks": "a mapping",
+    OPTIMIZERS: [_OPTIMIZER, {}],
+    "lr_schedulers": ["a mapping", {}],
+}

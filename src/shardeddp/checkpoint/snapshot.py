@@ -17,7 +17,7 @@ from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import block_digests, digest, memory_of
 from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
 from shardeddp.checkpoint.state_codec import (
     Codec,
     are_leaves,
@@ -125,7 +125,7 @@ def compare_replicas(
         own.extend(digests())
         return part.to_bytes(8, "little") + digest(b"".join(own))
 
-    told = gather_to_first(step, one, group)
+    told = [*map(bytes, gather_to_first(step, one, group))]
     if not agree_on_any([len(set(told)) > len({each[:8] for each in told})], group)[0]:
         return
 
@@ -554,7 +554,7 @@ def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tu
     """Every value of the model, and those of optimizers under the names of parameters."""
     for key, value in checkpoint.get(WEIGHTS, {}).items():
         yield ("model", key), value
-    optimizers = zip(checkpoint.get(OPTIMIZERS, ()), names, strict=False)
+    optimizers = zip(optimizers_in(checkpoint), names, strict=False)
     for number, (optimizer, fqns) in enumerate(optimizers):
         root = f"optimizer_{number}"
         for index, state in optimizer.get("state", {}).items():

@@ -44,7 +44,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
     stored_tensors,
 )
-from shardeddp.checkpoint.pieces import Pieces, Rows, placement_of, runs_of
+from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
 from shardeddp.checkpoint.remote import RemotePath, repeated
 from shardeddp.checkpoint.remote_directory import RemoteStaging
 from shardeddp.checkpoint.snapshot import (
@@ -86,11 +86,17 @@ class Report:
     runs: Rows
     """What it has written of each section."""
 
+    def to_bytes(self) -> bytes:
+        """As a rank of the same job tells it."""
+        head = pickle.dumps((self.file, self.layout))
+        return len(head).to_bytes(4, "little") + head + self.runs.tobytes()
 
-def take_reports(told: list[bytes]) -> list[Report]:
-    """What the ranks have told, by rank; each message is let go as it is read, since all take megabytes."""
-    told.reverse()
-    return [pickle.loads(told.pop()) for _ in range(len(told))]
+    @classmethod
+    def from_bytes(cls, told: bytes | memoryview) -> Report:
+        """As it was told; runs stay where they are, since those of thousands of ranks take megabytes."""
+        start = 4 + int.from_bytes(told[:4], "little")
+        file, layout = pickle.loads(told[4:start])
+        return cls(file, layout, np.frombuffer(told, dtype=RUN, offset=start))
 
 
 @dataclass(frozen=True)
@@ -257,7 +263,9 @@ class _Writing:
     def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
         return [action()] if self.group is None else gather_results(step, action, self.group)
 
-    def _gather_to_first(self, step: str, action: Callable[[], bytes]) -> list[bytes]:
+    def _gather_to_first(
+        self, step: str, action: Callable[[], bytes]
+    ) -> Sequence[bytes | memoryview]:
         return [action()] if self.group is None else gather_to_first(step, action, self.group)
 
     def _compare_replicas(self) -> None:
@@ -285,13 +293,13 @@ class _Writing:
         # An upload that has failed begins again.
         remote = isinstance(self.folder, RemotePath)
         self.own = repeated(write, (CheckpointError,)) if remote else write()
-        return pickle.dumps(self.own.report)  # for a rank of the same job
+        return self.own.report.to_bytes()
 
-    def _commit(self, told: list[bytes]) -> bytes:
+    def _commit(self, told: Sequence[bytes | memoryview]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
         if self.staging is None or self.own is None:
             return b""
-        reports = take_reports(told)
+        reports = [*map(Report.from_bytes, told)]
         manifest, placement = index(self.snapshot, self.run, reports, self.own.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,

@@ -283,9 +283,14 @@ def _block(payload: bytes, step: int) -> torch.Tensor:
 
 
 def _unpack(block: torch.Tensor) -> bytes:
-    octets = block.numpy()
-    length = int.from_bytes(octets[:_LENGTH_NBYTES].tobytes(), "big")
-    return octets[_LENGTH_NBYTES : _LENGTH_NBYTES + length].tobytes()
+    return bytes(_payload(block))
+
+
+def _payload(block: torch.Tensor) -> memoryview:
+    """What is in a block, without a copy; it holds the memory of all blocks."""
+    octets = block.numpy().data.toreadonly()
+    length = int.from_bytes(octets[:_LENGTH_NBYTES], "big")
+    return octets[_LENGTH_NBYTES : _LENGTH_NBYTES + length]
 
 
 def run_on_all_ranks(step: str, action: Callable[[], T], group: HostGroup) -> T:
@@ -325,11 +330,13 @@ def gather_results(step: str, action: Callable[[], bytes], group: HostGroup) -> 
     return [text[1:] for text in sent]
 
 
-def gather_to_first(step: str, action: Callable[[], bytes], group: HostGroup) -> list[bytes]:
+def gather_to_first(
+    step: str, action: Callable[[], bytes], group: HostGroup
+) -> list[bytes | memoryview]:
     """The same for the first rank alone, through a tree of ranks: log2 N hops on it.
 
     Returns:
-        Every rank's result, by rank; nothing on other ranks than the first.
+        Every rank's result, by rank, where it has arrived; nothing on other ranks than the first.
     """
     result, failure = _attempt(action)
     first = group.rank == 0
@@ -341,7 +348,7 @@ def gather_to_first(step: str, action: Callable[[], bytes], group: HostGroup) ->
         texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
         _raise_failures(step, texts, failure)
     blocks = group.gather_to_first(_block(sent, room), group.channel.next_tag())
-    return [] if blocks is None else [result, *map(_unpack, blocks[1:])]
+    return [] if blocks is None else [result, *map(_payload, blocks[1:])]
 
 
 class _Failure(NamedTuple):

@@ -190,17 +190,19 @@ class HostGroup:
     def _gather_to_first(self, block: torch.Tensor, tag: int) -> torch.Tensor | None:
         for axis in self._axes:
             rank, size, distance = axis.rank(), axis.size(), 1
-            blocks = [block.view(1, -1)]
+            # This rank's and those of the ranks behind it: on the first of thousands it is what all
+            # tell, so it is received where it stays.
+            known = min(rank & -rank or size, size - rank)
+            blocks = torch.zeros(known, block.numel(), dtype=torch.uint8, device="cpu")
+            blocks[0] = block.view(-1)
             while distance < size and rank % (2 * distance) == 0:
-                if rank + distance < size:
-                    more = min(distance, size - rank - distance)
-                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8, device="cpu")
+                if distance < known:
+                    arrived = blocks[distance : 2 * distance]
                     self._wait(axis.recv([arrived], rank + distance, tag))
                     if self._mirrors:
                         arrived.copy_(block.view(1, -1))
-                    blocks.append(arrived)
                 distance *= 2
-            block = torch.cat(blocks)
+            block = blocks
             if rank:
                 self._wait(axis.send([block], rank - distance, tag))
                 return None

@@ -144,8 +144,9 @@ PUBLIC = {
     "pytorch": "LightningDataModule LightningModule Trainer",
     "pytorch.accelerators": "Accelerator",
     "pytorch.callbacks": (
-        "Callback Checkpoint GradientAccumulationScheduler ModelCheckpoint ModelPruning "
-        "ModelSummary OnExceptionCheckpoint StochasticWeightAveraging WeightAveraging"
+        "Callback Checkpoint EarlyStopping GradientAccumulationScheduler ModelCheckpoint "
+        "ModelPruning ModelSummary OnExceptionCheckpoint StochasticWeightAveraging Timer "
+        "WeightAveraging"
     ),
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.plugins.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
@@ -173,12 +174,14 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import (
         Callback,
         Checkpoint,
+        EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
         OnExceptionCheckpoint,
         StochasticWeightAveraging,
+        Timer,
         WeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer

@@ -23,6 +23,7 @@ from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full import save_full, stream_full
 from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.remote import RemotePath, require_writable
+from shardeddp.checkpoint.schema import count_in
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
@@ -95,6 +96,7 @@ class Checkpoints:
         storage_options: Any,
         io: CheckpointIO,
         names: Callable[[], ParameterNames],
+        trainer: Trainer | None = None,
     ) -> None:
         """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks.
 
@@ -104,6 +106,7 @@ class Checkpoints:
             storage_options: Options for the plugin, which writes single files then.
             io: Plugin of the Trainer.
             names: Function that finds the names of the parameters of each optimizer.
+            trainer: The Trainer that saves; None under Fabric.
         """
         if not os.fspath(filepath) or "\0" in os.fspath(filepath):
             raise ValueError(
@@ -117,7 +120,7 @@ class Checkpoints:
         # Rank 0 decides for all: others may have other callbacks, and paths of their own.
         why = self._why_directory(checkpoint, storage_options, io) if mesh.rank == 0 else None
         path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
-        place = location(path)
+        place, described = location(path), self._describe(checkpoint, mesh, trainer)
         if why is None:
             self.wait()
             if _streams(storage_options, io):
@@ -126,7 +129,7 @@ class Checkpoints:
                     place,
                     mesh,
                     names(),
-                    self._describe(checkpoint, mesh),
+                    described,
                     self.options.checkpoint_options,
                 )
             else:
@@ -145,7 +148,7 @@ class Checkpoints:
             partial(take_snapshot, checkpoint, names(), mesh, CODECS),
             mesh.world_control,
         )
-        self._saver.save(snapshot, place, self._describe(checkpoint, mesh), mesh.saving)
+        self._saver.save(snapshot, place, described, mesh.saving)
 
     def _why_directory(
         self,
@@ -169,11 +172,15 @@ class Checkpoints:
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
 
-    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> TrainingRun:
+    def _describe(
+        self, checkpoint: Mapping[str, Any], mesh: Mesh, trainer: Trainer | None
+    ) -> TrainingRun:
+        # A hook of the user's may have put something else into the checkpoint.
+        step, epoch = (trainer.global_step, trainer.current_epoch) if trainer else (0, 0)
         return TrainingRun(
             uuid=uuid.uuid4().hex,
-            step=checkpoint.get("global_step", 0),
-            epoch=checkpoint.get("epoch", 0),
+            step=count_in(checkpoint, "global_step", step),
+            epoch=count_in(checkpoint, "epoch", epoch),
             world_size=mesh.topology.world_size,
             shard_size=mesh.topology.shard_size,
             sharding_strategy=self.options.sharding_strategy,
@@ -234,7 +241,7 @@ class Checkpoints:
 
         Rank 0 looks for all: other ranks have to go on with the same names.
         """
-        states = checkpoint.get("callbacks", {})
+        states = checkpoint.get("callbacks")
         if trainer is not None and states:
             local, moved = os.path.expanduser(local_path(path)), dict[str, Any]()
             if self._group.is_rank_zero:

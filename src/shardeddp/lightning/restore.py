@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.contents import (
@@ -21,6 +23,7 @@ from shardeddp.checkpoint.contents import (
     open_file,
     open_remote_file,
     read_foreign_contents,
+    refusal_of,
 )
 from shardeddp.checkpoint.durable import Location, disk_errors, location
 from shardeddp.checkpoint.find import (
@@ -31,6 +34,7 @@ from shardeddp.checkpoint.find import (
     what_lies_beside,
 )
 from shardeddp.checkpoint.manifest import DCP_METADATA
+from shardeddp.checkpoint.plain_file import require_data
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
     Replaced,
@@ -42,7 +46,16 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
 )
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
-from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS, check_fields, check_like
+from shardeddp.checkpoint.schema import (
+    KEY,
+    NAMES,
+    OPTIMIZERS,
+    WEIGHTS,
+    check_callbacks,
+    check_fields,
+    check_like,
+    check_optimizers,
+)
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
 from shardeddp.comm import agree_on_highest_alike, gather_results
@@ -53,9 +66,13 @@ from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     AttributeDict,
+    Callback,
     CheckpointIO,
+    EarlyStopping,
     LightningModule,
     LightningOptimizer,
+    ModelCheckpoint,
+    Timer,
     TorchCheckpointIO,
     rank_zero_info,
     rank_zero_warn,
@@ -79,7 +96,9 @@ class Restore:
     def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
         self._group = group
         self._options = options
-        self._path: Location = Path()  # of the checkpoint that was read last
+        self.path: Location = Path()
+        """Of the checkpoint that was read last."""
+
         self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
         self._is_start = False  # what was read last are the weights of a model, and no run
         # Set from the reading of a checkpoint until the model is sharded.
@@ -118,14 +137,14 @@ class Restore:
             FileNotFoundError: Nothing is there; names the checkpoints beside it.
             CheckpointError: As :meth:`open` has it.
         """
-        self._path = place = location(os.path.expanduser(path))
+        self.path = place = location(os.path.expanduser(path))
         path = str(place)
         self._is_start = False
         kind = self._kind_of(path)
         if kind == "missing":
             if self._group.is_rank_zero:
                 # An interrupted replacement may have left it under a temporary name.
-                clear_away([self._path.parent])
+                clear_away([self.path.parent])
             self._group.barrier()
             kind = self._kind_of(path)
         if kind == "missing" and type(io) is TorchCheckpointIO:
@@ -148,11 +167,16 @@ class Restore:
             )
         else:
             torch.cuda.empty_cache()  # as Lightning does here
+            torchs = type(io) is TorchCheckpointIO
+            if torchs and kind == "file" and isinstance(place, Path) and weights_only is not False:
+                require_data(path)
             try:
                 return io.load_checkpoint(path, weights_only=weights_only)
-            except (EOFError, OSError, RuntimeError) as error:
-                if type(io) is not TorchCheckpointIO:
+            except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+                if not torchs:
                     raise
+                if isinstance(error, pickle.UnpicklingError):
+                    raise refusal_of(path, error) from error
                 raise CheckpointError(
                     f"{path} is no checkpoint that can be read, or was cut off while it was "
                     f"written or copied: {type(error).__name__}: {error}"
@@ -214,6 +238,17 @@ class Restore:
             )
         return kinds[0]
 
+    def check_callbacks(self, checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+        """Check the states that callbacks of Lightning's load next; a collective of all ranks."""
+        classes = dict[Any, str]()
+        for callback in callbacks:
+            for base in (ModelCheckpoint, EarlyStopping, Timer):
+                if type(callback).load_state_dict is base.load_state_dict:
+                    # The class itself was the key in early releases.
+                    classes |= dict.fromkeys((callback.state_key, type(callback)), base.__name__)
+        check = partial(check_callbacks, checkpoint, classes, self.path)
+        self._group.run_on_all_ranks("reading the states of callbacks", check)
+
     def load_model(
         self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool
     ) -> None:
@@ -242,13 +277,13 @@ class Restore:
         load_model(module, placed, strict, cast=True, replaced=self._replaced)
         own = module.state_dict(keep_vars=True)
         if missing := [name for name in own if name not in placed]:
-            rank_zero_warn(f"{self._path} has nothing for {first_three(missing)}: as initialized")
+            rank_zero_warn(f"{self.path} has nothing for {first_three(missing)}: as initialized")
         if left := [name for name in placed if name not in own]:
-            rank_zero_warn(f"{self._path} has more than the model: {first_three(left)} left out")
+            rank_zero_warn(f"{self.path} has more than the model: {first_three(left)} left out")
         dtypes = sorted({str(it.dtype).removeprefix("torch.") for it in weights.values()})
         rank_zero_info(
             f"ShardedDP: {len(placed) - len(left)} tensors ({', '.join(dtypes)}) loaded from "
-            f"{self._path}; it has weights alone"
+            f"{self.path}; it has weights alone"
         )
 
     def take_pending(self) -> Callable[[], None] | None:
@@ -279,6 +314,8 @@ class Restore:
 
         Those of schedulers, which Lightning loads next, are looked at before.
         """
+        check = partial(check_optimizers, checkpoint, self.path)
+        self._group.run_on_all_ranks("reading the states of optimizers", check)
         states: Sequence[Any] = checkpoint["optimizer_states"]
         if not states and optimizers and not self._is_start:
             rank_zero_warn(
@@ -289,7 +326,7 @@ class Restore:
         def load() -> None:
             saved_schedulers = checkpoint.get("lr_schedulers", ())
             for number, pair in enumerate(zip(saved_schedulers, schedulers, strict=False)):
-                check_like(pair[0], pair[1].state_dict(), f"lr_schedulers.{number}")
+                _check_scheduler(*pair, f"lr_schedulers.{number}")
             if states and len(states) != len(optimizers):
                 raise CheckpointError(
                     f"the checkpoint has the states of {len(states)} optimizers, expected "
@@ -322,7 +359,7 @@ class Restore:
         if stored != own and set(stored) == set(own):
             moved = [name for name, other in zip(own, stored, strict=True) if name != other]
             rank_zero_warn(
-                f"{self._path} does not name the parameters that optimizer states are of, and has "
+                f"{self.path} does not name the parameters that optimizer states are of, and has "
                 f"parameters in another order: {first_three(moved)}. States without names are "
                 f"loaded by number: check that each optimizer gets its parameters in the same "
                 f"order as when it was saved"
@@ -336,26 +373,40 @@ class Restore:
 
     def _nothing_there(self) -> str:
         """Error about a path where there is nothing, with the checkpoints beside it; for rank 0."""
-        beside = what_lies_beside(self._path) if self._group.is_rank_zero else ""
-        return f"Checkpoint file not found: {self._path}{beside}"  # as Lightning says it
+        beside = what_lies_beside(self.path) if self._group.is_rank_zero else ""
+        return f"Checkpoint file not found: {self.path}{beside}"  # as Lightning says it
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
         """The error with the name of a checkpoint to use instead; a collective of all ranks."""
-        advice, folder = "", self._path.parent
+        advice, folder = "", self.path.parent
         if self._group.is_rank_zero:
             try:
-                if isinstance(self._path, Path) and self._path.is_dir():
+                if isinstance(self.path, Path) and self.path.is_dir():
                     # Of a directory of checkpoints, one that is in it.
-                    folder = self._path if checkpoints_in(self._path) else folder
+                    folder = self.path if checkpoints_in(self.path) else folder
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
                     f"The newest that is whole is {newest}"
-                    if newest and newest != self._path
+                    if newest and newest != self.path
                     else "No whole one lies beside it"
                 )
             except (CheckpointError, TimeoutError):
                 advice = f"Find a whole one with: shardeddp verify {folder}"
         return type(error)(f"{error}. {self._group.broadcast(advice)}")
+
+
+def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
+    """Check what torch's own code reads of a scheduler's state; the rest is of who wrote its class."""
+    own: Any = scheduler.state_dict()
+    if not type(scheduler).__module__.startswith("torch."):
+        if type(scheduler).load_state_dict is not LRScheduler.load_state_dict:
+            return
+        own = {key: own[key] for key in _OF_SCHEDULERS if key in own}
+    check_like(saved, own, path)
+
+
+_OF_SCHEDULERS = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
+"""State that torch's base class of schedulers goes on from."""
 
 
 def _kind_in_store(path: RemotePath) -> bytes:

@@ -46,7 +46,7 @@ def gather_loader_states(checkpoint: dict[str, Any], group: HostGroup) -> list[A
     # Pickled on the way between ranks of one job only.
     own = _fit_loop(checkpoint).get(_PLACE)
     sent = gather_to_first("saving the states of data loaders", lambda: pickle.dumps(own), group)
-    return [pickle.loads(each) for each in sent] if len(set(sent)) > 1 else []
+    return [pickle.loads(each) for each in sent] if len({*map(bytes, sent)}) > 1 else []
 
 
 def take_loader_state(

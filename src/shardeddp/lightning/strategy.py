@@ -918,7 +918,9 @@ class ShardedDP(ParallelStrategy):
             extended = self._resume.extended(checkpoint, self.lightning_module, names)
             if self.chosen is not None and KEY in extended:
                 extended[KEY]["chosen"] = dict(vars(self.chosen))
-            self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
+            self._checkpoints.save(
+                extended, filepath, storage_options, self.checkpoint_io, names, self.trainer
+            )
             if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to
 
@@ -951,7 +953,6 @@ class ShardedDP(ParallelStrategy):
             self.wait_for_checkpoint()
             path = self.broadcast(checkpoint_path)
             checkpoint = self._restore.open(path, weights_only, self.checkpoint_io)
-            self._checkpoints.follow_move(checkpoint, path, self.trainer)
         self._resume.take(checkpoint, self._fitting)
         module = self.lightning_module
         if module is not None and runtime_of(module) is not None:
@@ -965,6 +966,9 @@ class ShardedDP(ParallelStrategy):
         What callbacks load after it waits for shards as well.
         """
         trainer = self._trainer_at_work()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._restore.check_callbacks(checkpoint, callbacks)
+        self._checkpoints.follow_move(checkpoint, str(self._restore.path), trainer)
         self._restore.load_model(
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
