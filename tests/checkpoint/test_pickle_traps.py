@@ -1,4 +1,4 @@
-"""Files that would take the reader of torch more memory, stack or time than they are worth are refused before it reads."""
+"""Files that would take torch more memory, stack or time than they are worth are refused before it reads them."""
 
 import io
 import pickle
