@@ -159,6 +159,9 @@ OF_CALLBACKS: dict[str, Any] = {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}
     },
 }
+OF_CALLBACKS["callbacks.Timer: expected a mapping, found a Tensor"] = {
+    "callbacks": {"Timer": torch.ones(2)}
+}
 CLASSES = {name: name for name in ("ModelCheckpoint", "EarlyStopping", "Timer")}
 
 
@@ -188,6 +191,7 @@ def test_states_of_lightnings_callbacks_are_checked_under_the_keys_that_theirs_h
         check_callbacks(OF_CALLBACKS[message], CLASSES, "a.ckpt")
     if isinstance(OF_CALLBACKS[message]["callbacks"], dict):
         check_callbacks(OF_CALLBACKS[message], {"Other": "Timer"}, "a.ckpt")
+        check_callbacks({"callbacks": {"Timer": {}}}, CLASSES, "a.ckpt")
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)

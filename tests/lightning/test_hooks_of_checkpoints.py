@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 
 from shardeddp import CheckpointError, ShardedDP
 from support.tasks import Block, TinyGpt, token_loader
@@ -43,6 +43,28 @@ class OwnStopping(EarlyStopping):
 
 
 OwnStopping.__qualname__ = "EarlyStopping"
+
+
+class OwnSaves(Checkpoint):
+    """Keeps checkpoints by rules of its own."""
+
+    loaded: Any = None
+
+    def __init__(self, state: Any) -> None:
+        self.dirpath, self.state = "somewhere", state
+
+    @property
+    def state_key(self) -> str:
+        return f"OwnSaves of a {type(self.state).__name__}"
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.loaded = state_dict
+
+
+OF_SAVES = ([1, 2], {"dirpath": "elsewhere", "best_k_models": ["a.ckpt"]})
 
 
 class Phases(torch.optim.lr_scheduler.LRScheduler):
@@ -97,12 +119,16 @@ def resume_own_classes(kind: str, path: str, listed: bool) -> tuple[Any, ...]:
     """What own callbacks and an own scheduler have loaded, and the latter's state when it was saved."""
 
     def make() -> tuple[Any, Any, list[Any]]:
-        model, callbacks = (
-            Scheduled(),
-            [Timer(), OwnStopping("loss", check_on_train_epoch_end=False)],
-        )
+        stops = OwnStopping("loss", check_on_train_epoch_end=False)
+        model, callbacks = Scheduled(), [Timer(), stops, *map(OwnSaves, OF_SAVES)]
         model.listed = listed
-        return model, make_trainer(strategy(kind), callbacks=callbacks, max_epochs=2), callbacks
+        return (
+            model,
+            make_trainer(
+                strategy(kind), callbacks=callbacks, max_epochs=2, enable_checkpointing=True
+            ),
+            callbacks,
+        )
 
     model, trainer, _ = make()
     trainer.fit(model, data())
@@ -121,7 +147,7 @@ def test_own_classes_go_on_whatever_their_states_and_names_are(
 ) -> None:
     for found in world(2).run(resume_own_classes, kind, str(tmp_path / "a.ckpt"), listed):
         loaded, saved, again = found
-        assert loaded == [{"time_elapsed": "long"}, {"patience": "three"}]
+        assert loaded == [{"time_elapsed": "long"}, {"patience": "three"}, *OF_SAVES]
         assert saved == again
         assert saved not in (0, [0])
 

@@ -95,9 +95,9 @@ def check_callbacks(
         states = checkpoint.get("callbacks")
         _check(states, "a mapping?", "callbacks")
         for key, name in classes.items():
-            # Lightning loads nothing that is empty.
-            if states and states.get(key):
-                _check(states[key], _CALLBACKS.get(name), f"callbacks.{name}")
+            state = (states or {}).get(key)
+            if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
+                _check(state, _CALLBACKS[name], f"callbacks.{name}")
 
 
 def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:

@@ -274,7 +274,11 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
         return {}
     moved = dict[str, Any]()
     for callback in trainer.checkpoint_callbacks:
-        state, own = states.get(callback.state_key, {}), getattr(callback, "dirpath", None) or ""
+        state, own = states.get(callback.state_key), getattr(callback, "dirpath", None) or ""
+        if not isinstance(state, Mapping) or not isinstance(
+            state.get("best_k_models", {}), Mapping
+        ):
+            continue  # of a class of the user's
         former = state.get("dirpath")
         stays = bool(own) and not is_remote(own) and _lies_in(path, own)
         here = own if stays else os.path.dirname(_place_of(path))

@@ -243,7 +243,7 @@ class Restore:
         classes = dict[Any, str]()
         for callback in callbacks:
             for base in (ModelCheckpoint, EarlyStopping, Timer):
-                if type(callback).load_state_dict is base.load_state_dict:
+                if getattr(type(callback), "load_state_dict", None) is base.load_state_dict:
                     # The class itself was the key in early releases.
                     classes |= dict.fromkeys((callback.state_key, type(callback)), base.__name__)
         check = partial(check_callbacks, checkpoint, classes, self.path)
@@ -399,7 +399,7 @@ def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
     """Check what torch's own code reads of a scheduler's state; the rest is of who wrote its class."""
     own: Any = scheduler.state_dict()
     if not type(scheduler).__module__.startswith("torch."):
-        if type(scheduler).load_state_dict is not LRScheduler.load_state_dict:
+        if getattr(type(scheduler), "load_state_dict", None) is not LRScheduler.load_state_dict:
             return
         own = {key: own[key] for key in _OF_SCHEDULERS if key in own}
     check_like(saved, own, path)

@@ -967,8 +967,9 @@ class ShardedDP(ParallelStrategy):
         """
         trainer = self._trainer_at_work()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._restore.check_callbacks(checkpoint, callbacks)
-        self._checkpoints.follow_move(checkpoint, str(self._restore.path), trainer)
+        with self._group.explaining():
+            self._restore.check_callbacks(checkpoint, callbacks)
+            self._checkpoints.follow_move(checkpoint, str(self._restore.path), trainer)
         self._restore.load_model(
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
