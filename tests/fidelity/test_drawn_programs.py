@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.drawn_comparison import Outcome, run
+from support.drawn_comparison import RANKS_RUN, Outcome, run
 from support.drawn_model import DrawnModel
 from support.drawn_programs import Program, draw
-from world import Worlds
+from world import Pool
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -42,12 +42,18 @@ def tally() -> Iterator[Counter[str]]:
         )
 
 
+@pytest.fixture(autouse=True)
+def _young_ranks(world: Pool, tally: Counter[str]) -> None:
+    if tally.total() % RANKS_RUN == RANKS_RUN - 1:
+        world.kill()
+
+
 @pytest.mark.parametrize(
     "seed",
     [*QUICK, *(pytest.param(seed, marks=pytest.mark.torture) for seed in LONG)],
     ids=lambda seed: f"seed{seed}-",
 )
-def test_a_drawn_program_trains_as_under_ddp(world: Worlds, tally: Counter[str], seed: int) -> None:
+def test_a_drawn_program_trains_as_under_ddp(world: Pool, tally: Counter[str], seed: int) -> None:
     program = draw(seed)
     outcome = run(world, program)
     kind = "refused" if outcome.kind == "raises" and is_refusal(program, outcome) else outcome.kind

@@ -40,6 +40,14 @@ TIMEOUT_S = 100.0
 """Of one program under both strategies, on a machine that has other work."""
 
 
+RANKS_RUN = 25
+"""How many programs rank processes run.
+
+Torch never frees a module that keeps an output of its own reentrant checkpointing, and with it the
+threads and connections of the process groups that trained it.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What came of a program."""

@@ -17,18 +17,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from support.drawn_comparison import Outcome, run
+from support.drawn_comparison import RANKS_RUN, Outcome, run
 from support.drawn_model import DrawnModel
 from support.drawn_programs import Block, Program, draw, legal
 from support.drawn_variations import simpler, singles
 from world import Pool
-
-RANKS_RUN = 25
-"""How many programs rank processes run.
-
-Torch never frees a module that keeps an output of its own reentrant checkpointing, and with it the
-threads and connections of the process groups that trained it.
-"""
 
 
 def _kind(outcome: Outcome) -> str:
