@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.schema import (
-    check_callbacks,
     check_fields,
     check_like,
     check_optimizers,
+    check_run,
     count_in,
     optimizers_in,
 )
@@ -176,6 +176,14 @@ def test_what_hooks_may_undo_is_left_to_them_unless_lightning_migrates_it_before
 
 
 @pytest.mark.parametrize(
+    "message", [it for it in USED_LATER if not it.startswith(("optimizer", "lr_schedulers"))]
+)
+def test_counters_and_callbacks_are_checked_after_hooks(message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_run(USED_LATER[message], {}, "a.ckpt")
+
+
+@pytest.mark.parametrize(
     "message", [it for it in USED_LATER if it.startswith(("optimizer", "lr_schedulers"))]
 )
 def test_states_of_optimizers_are_checked_as_they_are_loaded(message: str) -> None:
@@ -188,15 +196,15 @@ def test_states_of_lightnings_callbacks_are_checked_under_the_keys_that_theirs_h
     message: str,
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        check_callbacks(OF_CALLBACKS[message], CLASSES, "a.ckpt")
+        check_run(OF_CALLBACKS[message], CLASSES, "a.ckpt")
     if isinstance(OF_CALLBACKS[message]["callbacks"], dict):
-        check_callbacks(OF_CALLBACKS[message], {"Other": "Timer"}, "a.ckpt")
-        check_callbacks({"callbacks": {"Timer": {}}}, CLASSES, "a.ckpt")
+        check_run(OF_CALLBACKS[message], {"Other": "Timer"}, "a.ckpt")
+        check_run({"callbacks": {"Timer": {}}}, CLASSES, "a.ckpt")
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_what_runs_save_is_let_through_as_it_is_used(name: str) -> None:
-    check_callbacks(LEGITIMATE[name], CLASSES, "a.ckpt")
+    check_run(LEGITIMATE[name], CLASSES, "a.ckpt")
     check_optimizers(LEGITIMATE[name], "a.ckpt")
 
 

@@ -175,10 +175,11 @@ class Packed(TinyGpt):
 
 
 class Forgets(Packed):
-    """Undoes nothing of it."""
+    """Undoes a part of it."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Nothing."""
+        checkpoint["global_step"] = int(checkpoint["global_step"])
+        checkpoint["epoch"] = 0
 
 
 def resume_packed(kind: str, folder: str, model: type[Packed]) -> tuple[float, Any]:

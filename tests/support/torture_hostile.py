@@ -284,7 +284,7 @@ CASES: dict[str, Spoil] = {
     "progress that is text": _state(
         lambda state: state["loops"]["fit_loop"].update(epoch_progress={"total": {"ready": "1"}})
     ),
-    "schedulers of numbers": _state(lambda state: state.update(lr_schedulers=[1])),
+    "schedulers that are text": _state(lambda state: state.update(lr_schedulers="all")),
     "a callback's best models that are a list": _state(
         lambda state: state.update(callbacks={"ModelCheckpoint{}": {"best_k_models": [1]}})
     ),

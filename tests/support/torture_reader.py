@@ -10,15 +10,22 @@ import warnings
 from pathlib import Path
 
 from shardeddp.checkpoint.contents import open_checkpoint
+from shardeddp.checkpoint.schema import check_optimizers, check_run
 from shardeddp.errors import CheckpointError
 from support.hostile_reader import peak, reset_peak
 from support.torture_training import whole
+
+CLASSES = {"ModelCheckpoint{}": "ModelCheckpoint", "EarlyStopping{}": "EarlyStopping"}
+"""Callbacks of the run that goes on, by the keys of their states."""
 
 
 def attempt(folder: Path) -> str:
     """What came of it: the text of the documented error, or what must not be."""
     try:
-        whole(open_checkpoint(folder, None))
+        opened = open_checkpoint(folder, None)
+        check_run(opened, CLASSES, folder)
+        check_optimizers(opened, folder)
+        whole(opened)
     except CheckpointError as error:
         return f"refused: {error}"
     except BaseException as error:  # noqa: BLE001 - any other kind is a finding

@@ -473,3 +473,58 @@ def test_a_rank_may_look_at_its_part_of_what_it_is_writing(strategy: str) -> Non
                 sharded.to_local().sum()
         outputs.pop().backward()
     assert torch.equal(sharded.full_tensor(), torch.full((5, 6), 1.75))
+
+
+def tie_outside(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data
+
+
+def tie_the_parameter(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight
+
+
+def tie_a_detached(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.detach()
+
+
+def take_values(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data.clone()
+
+
+def take_others(model: nn.Sequential) -> None:
+    model[1].weight.data = model[0].weight.data * 1.0
+
+
+def take_its_own_back(model: nn.Sequential) -> None:
+    backup = model[1].weight.data
+    model[1].weight.data = torch.ones(4, 4)
+    model[1].weight.data = backup
+
+
+def change_places(model: nn.Sequential) -> None:
+    one, other = model[0].weight, model[1].weight
+    one.data, other.data = other.data, one.data
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a step"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(2)
+def test_the_step_after_a_parameter_was_assigned_another_one_says_that_they_share_no_memory(
+    strategy: str, inside: bool
+) -> None:
+    silent = take_values, take_others, take_its_own_back, change_places
+    for assign in (tie_outside, tie_the_parameter, tie_a_detached, *silent):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        runtime = Sharding(strategy=strategy, units=()).apply(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not inside:
+                assign(model)
+            for number in range(3):
+                with runtime.step("training_step"):
+                    if inside and number == 0:
+                        assign(model)
+        said = [str(it.message) for it in caught if "memory of others" in str(it.message)]
+        expected = 0 if assign in silent or dist.get_rank() else 1
+        assert len(said) == expected, assign.__name__
+        assert all("1.weight that of 0.weight" in text for text in said)

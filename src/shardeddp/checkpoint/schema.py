@@ -80,10 +80,8 @@ def optimizers_in(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return states
 
 
-def check_callbacks(
-    checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source: object
-) -> None:
-    """Check the states that callbacks of Lightning's own are going to load.
+def check_run(checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source: object) -> None:
+    """Check counters, and the states that callbacks of Lightning's own are going to load.
 
     Args:
         checkpoint: As the hooks of the module have left it.
@@ -92,8 +90,8 @@ def check_callbacks(
         source: Path of the checkpoint, for errors.
     """
     with _named(source):
+        _check(checkpoint, _RUN, "")
         states = checkpoint.get("callbacks")
-        _check(states, "a mapping?", "callbacks")
         for key, name in classes.items():
             state = (states or {}).get(key)
             if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
@@ -298,10 +296,5 @@ _READ = {
 }
 _LOADED = {f"{WEIGHTS}!": None, "pytorch-lightning_version!": None}
 _TRAINING = {OPTIMIZERS: [_OPTIMIZER, {}], "lr_schedulers": [None, {}]}
-_MIGRATED = {
-    "epoch": "a count",
-    "global_step": "a count",
-    "callbacks": "a mapping",
-    OPTIMIZERS: [_OPTIMIZER, {}],
-    "lr_schedulers": ["a mapping", {}],
-}
+_RUN = {"epoch": "a count", "global_step": "a count", "callbacks": "a mapping?"}
+_MIGRATED = {**_RUN, **_TRAINING, "lr_schedulers": ["a mapping", {}]}

@@ -410,6 +410,9 @@ class Mesh:
         self.in_step = False
         """Whether a step of the user's module runs."""
 
+        self.untied: dict[str, str] = {}
+        """Parameters that were assigned the memory of another one, by name, since the last step began."""
+
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         self._whole: Mesh | None = None

@@ -6,6 +6,7 @@ Hooks on modules and gradients (``hooks.py``) tell it what happens. It is the on
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,6 +249,8 @@ class Runtime:
             yield outputs
             return
         self._step_name = name
+        if self.mesh.untied:
+            self._warn_of_untied()
         self._enter(self._root)
         self.mesh.in_step = True
         try:
@@ -261,6 +264,18 @@ class Runtime:
             self.mesh.in_step = False
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
+
+    def _warn_of_untied(self) -> None:
+        pairs = [f"{name} that of {other}" for name, other in self.mesh.untied.items()]
+        self.mesh.untied.clear()
+        if self.mesh.rank == 0:
+            warnings.warn(
+                f"parameters were assigned the memory of others by `.data = ...`: {first_three(pairs)}. "
+                f"They have taken the values and stay in memory of their own: what is written to one "
+                f"does not reach the other, as it would if they were not sharded. Let parameters share "
+                f"memory before the model is sharded; to take values alone, assign a clone()",
+                stacklevel=3,
+            )
 
     def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
         """Note that an optimizer has stepped.

@@ -51,10 +51,10 @@ from shardeddp.checkpoint.schema import (
     NAMES,
     OPTIMIZERS,
     WEIGHTS,
-    check_callbacks,
     check_fields,
     check_like,
     check_optimizers,
+    check_run,
 )
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
@@ -238,16 +238,16 @@ class Restore:
             )
         return kinds[0]
 
-    def check_callbacks(self, checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
-        """Check the states that callbacks of Lightning's load next; a collective of all ranks."""
+    def check_run(self, checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+        """Check counters, and what callbacks of Lightning's load next; a collective of all ranks."""
         classes = dict[Any, str]()
         for callback in callbacks:
             for base in (ModelCheckpoint, EarlyStopping, Timer):
                 if getattr(type(callback), "load_state_dict", None) is base.load_state_dict:
                     # The class itself was the key in early releases.
                     classes |= dict.fromkeys((callback.state_key, type(callback)), base.__name__)
-        check = partial(check_callbacks, checkpoint, classes, self.path)
-        self._group.run_on_all_ranks("reading the states of callbacks", check)
+        check = partial(check_run, checkpoint, classes, self.path)
+        self._group.run_on_all_ranks("reading the checkpoint", check)
 
     def load_model(
         self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool

@@ -968,7 +968,7 @@ class ShardedDP(ParallelStrategy):
         trainer = self._trainer_at_work()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         with self._group.explaining():
-            self._restore.check_callbacks(checkpoint, callbacks)
+            self._restore.check_run(checkpoint, callbacks)
             self._checkpoints.follow_move(checkpoint, str(self._restore.path), trainer)
         self._restore.load_model(
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting

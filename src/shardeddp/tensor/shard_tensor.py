@@ -52,6 +52,7 @@ from shardeddp.tensor.unsharded import (
     SameParameter,
     UnshardedBase,
     keep_shared_memory,
+    parameter_in,
     part_from_aliases,
     sharded_of,
     without_released,
@@ -413,6 +414,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._source = self._writes = None
             return
         keep_shared_memory(self._spec.fqn, self.memory_of)
+        self.note_memory_of(_parameter_with_memory_of(data))
         self.leave_values()
         self._warn_of_held_parts()
         with torch.no_grad():
@@ -428,6 +430,18 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             and _is_same_memory(sharded._local, self._local)
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
+
+    def note_memory_of(self, other: ShardTensor | None) -> None:
+        """Note that this parameter is assigned, by ``.data = ...``, the memory of another one, or of none.
+
+        It takes the values, and stays where it is. Where the other one is not assigned something in
+        turn (two parameters that change places), the next step says so.
+        """
+        untied, own = self._spec.mesh.whole.untied, self._spec.fqn
+        for name in [it for it, its_other in untied.items() if own in (it, its_other)]:
+            del untied[name]
+        if other is not None and other is not self:
+            untied[own] = other._spec.fqn
 
     def leave_values(self) -> None:
         """Leave the values to the tensors and views that share them, as a tensor with new memory does."""
@@ -1088,6 +1102,18 @@ class _Average(torch.autograd.Function):
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are apart by more than rounding."""
     return bool((one - other).norm() > 1e-3 * one.norm())
+
+
+def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
+    """The parameter that a tensor is, or of which it is an alias (`p.data`); None: of none."""
+    if not isinstance(data, ShardTensor):
+        unsharded = parameter_in(data)
+        if unsharded is None or unsharded.data_ptr() != data.data_ptr():
+            return None
+        return sharded_of(unsharded)
+    origin = data.origin
+    shares = isinstance(origin, nn.Parameter) and _is_same_memory(origin._local, data._local)
+    return origin if shares else None
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
