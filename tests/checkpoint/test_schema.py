@@ -2,6 +2,7 @@
 
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,13 @@ def test_what_hooks_may_undo_is_left_to_them_unless_lightning_migrates_it_before
         check_fields({**USED_LATER[message], "pytorch-lightning_version": release}, "a.ckpt")
     with pytest.raises(CheckpointError, match=re.escape(message)):
         check_fields({**USED_LATER[message], "pytorch-lightning_version": "1.9.5"}, "a.ckpt")
+
+
+def test_a_checkpoint_that_lightning_migrates_has_callbacks_to_go_through() -> None:
+    for release, error in ("1.8.0", CheckpointError), ("2.6.0", None):
+        checkpoint = {"callbacks": None, "pytorch-lightning_version": release}
+        with pytest.raises(error, match="callbacks: expected") if error else nullcontext():
+            check_fields(checkpoint, "a.ckpt")
 
 
 @pytest.mark.parametrize(

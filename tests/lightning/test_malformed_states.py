@@ -85,3 +85,55 @@ def test_a_state_that_no_step_has_made_is_refused_and_named(
     for message, unchanged in world(2).run(resume_changed, str(tmp_path / "a.ckpt"), name):
         assert re.search(CHANGES[name][1], message), message
         assert unchanged
+
+
+class Warming(torch.optim.lr_scheduler.LRScheduler):
+    """One of a user's own, with the state of torch's."""
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+class Scheduled(TinyGpt):
+    """Under a scheduler of torch's, or under one's own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [Warming(optimizer) if self.own else scheduler]
+
+
+def resume_schedulers(path: str, own: bool) -> list[str]:
+    """The errors of states that are none."""
+    trainer = make_trainer(in_one_file(), max_epochs=1)
+    trainer.fit(Scheduled(own), token_loader(8))
+    trainer.save_checkpoint(path)
+    errors = list[str]()
+    for state in (1, [1], {"last_epoch": "3"}, {"_last_lr": ["0.1"]}):
+        if torch.distributed.get_rank() == 0:
+            content = torch.load(path, weights_only=True)
+            torch.save({**content, "lr_schedulers": [state]}, path)
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            make_trainer(full_shard(), max_epochs=2).fit(
+                Scheduled(own), token_loader(8), ckpt_path=path
+            )
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of torch", "of a user"])
+def test_a_state_of_a_scheduler_that_torch_cannot_go_on_from_is_refused_and_named(
+    world: Worlds, tmp_path: Path, own: bool
+) -> None:
+    for number, state, epoch, rates in world(2).run(
+        resume_schedulers, str(tmp_path / "a.ckpt"), own
+    ):
+        assert "lr_schedulers.0 in the checkpoint is a number (int), expected a mapping" in number
+        assert "lr_schedulers.0 in the checkpoint is a list (list), expected a mapping" in state
+        assert "lr_schedulers.0.last_epoch in the checkpoint is text (str)" in epoch
+        assert "lr_schedulers.0._last_lr.0 in the checkpoint is text (str)" in rates

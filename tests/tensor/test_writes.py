@@ -507,15 +507,16 @@ def change_places(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a step"])
+@pytest.mark.parametrize("units", [(), ("0",), ("1",)], ids=["root", "first", "second"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @on_ranks(2)
 def test_the_step_after_a_parameter_was_assigned_another_one_says_that_they_share_no_memory(
-    strategy: str, inside: bool
+    strategy: str, units: tuple[str, ...], inside: bool
 ) -> None:
     silent = take_values, take_others, take_its_own_back, change_places
     for assign in (tie_outside, tie_the_parameter, tie_a_detached, *silent):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        runtime = Sharding(strategy=strategy, units=()).apply(model)
+        runtime = Sharding(strategy=strategy, units=units).apply(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if not inside:

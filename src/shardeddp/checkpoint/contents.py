@@ -24,7 +24,7 @@ from shardeddp.checkpoint.durable import Location, disk_errors, preflight
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
-from shardeddp.checkpoint.plain_file import load_data, require_data, require_intact
+from shardeddp.checkpoint.plain_file import require_data, require_intact
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import (
@@ -125,14 +125,10 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
             f"{path} is not what torch.save writes since torch 1.6: expected a zip archive"
         )
     require_intact(path)
+    if not trust_pickle:
+        require_data(path)
     try:
-        checkpoint = (
-            torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-            if trust_pickle
-            else load_data(path)
-        )
-    except CheckpointError:
-        raise
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
     except Exception as error:  # torch has no class for what is wrong with a file
         hint = (
             ""
@@ -350,12 +346,10 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
         part: Which part of the file is compared with its checksums here: ``(rank, ranks)``.
     """
     require_intact(path, part)
+    if weights_only is not False:
+        require_data(path)
     try:
-        if weights_only is not False:
-            require_data(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except CheckpointError:
-        raise
     except Exception as error:  # torch has no class for what is wrong with a file
         raise refusal_of(path, error) from error
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from shardeddp.checkpoint.durable import (
     Location,
     StrPath,
@@ -38,9 +40,9 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.checkpoint.plain_file import (
     PLAIN_SUFFIX,
     carries_index,
-    load_data,
     opened_file,
     read_index,
+    require_data,
 )
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields, count_in
@@ -376,8 +378,9 @@ def _candidate(path: str) -> _Candidate:
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
         )
+    require_data(path)
     try:
-        content = load_data(path)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         # The file holds objects of others, so its step is unknown.
         return _Candidate(True, -1, True, path)

@@ -383,13 +383,6 @@ def _look_for_traps(stream: BinaryIO) -> None:
     stack, marks, memo = list[int](), list[int](), dict[int, int]()
     same_hash = defaultdict[int, set[int]](set)
 
-    def tuple_of(items: list[int]) -> None:
-        depth = 1 + max((item // _KINDS for item in items), default=0)
-        if depth > _MAX_TUPLES:
-            raise _TrapError(f"has tuples in tuples, {depth} deep")
-        begins = bool(items) and items[0] % _KINDS == _NUMBER
-        stack.append(depth * _KINDS + (_NUMBERS if begins else 0))
-
     def popped(count: int) -> list[int]:
         start = marks.pop() if count < 0 else len(stack) - count
         items = stack[start:]
@@ -412,7 +405,12 @@ def _look_for_traps(stream: BinaryIO) -> None:
                         raise _TrapError(f"has more than {_MAX_SAME_HASH:,} numbers of one hash")
                 stack.append(_NUMBER)
             case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                tuple_of(popped(pops))
+                items = popped(pops)
+                depth = 1 + max((item // _KINDS for item in items), default=0)
+                if depth > _MAX_TUPLES:
+                    raise _TrapError(f"has tuples in tuples, {depth} deep")
+                begins = bool(items) and items[0] % _KINDS == _NUMBER
+                stack.append(depth * _KINDS + (_NUMBERS if begins else 0))
             case "GLOBAL" | "STACK_GLOBAL":
                 popped(pops)
                 stack.append(_SIZED if argument and _SIZED_NAMES.fullmatch(argument) else 0)

@@ -9,9 +9,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from shardeddp.checkpoint.durable import Source, StrPath, disk_errors, location, open_source
 from shardeddp.checkpoint.foreign_pickle import refuse_traps
@@ -57,27 +54,13 @@ def read_index(path: StrPath | RemotePath) -> Manifest:
         return _index(descriptor, item, records_of(descriptor, item))[0]
 
 
-def load_data(path: StrPath) -> Any:
-    """Read a plain checkpoint by torch's reader of data, which runs no code; elements stay on the disk.
-
-    Raises:
-        CheckpointError: It would take torch more memory or stack than it has.
-        pickle.UnpicklingError: It holds more than data.
-    """
-    require_data(path)
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
 def require_data(path: StrPath) -> None:
     """Refuse a file of ``torch.save`` that ``torch.load(weights_only=True)`` would not survive."""
-    if not zipfile.is_zipfile(path):
-        with open(path, "rb") as file:
+    with opened_file(path) as (descriptor, item), open(path, "rb") as file:
+        if not zipfile.is_zipfile(path):
             refuse_traps(file, str(path), _PICKLES_BEFORE_1_6)
-        return
-    with opened_file(path) as (descriptor, item):
-        records = records_of(descriptor, item)
-    with open(path, "rb") as file:
-        for record in records:
+            return
+        for record in records_of(descriptor, item):
             if record.name.endswith("/data.pkl"):
                 file.seek(record.offset)
                 refuse_traps(file, str(path))

@@ -297,4 +297,4 @@ _READ = {
 _LOADED = {f"{WEIGHTS}!": None, "pytorch-lightning_version!": None}
 _TRAINING = {OPTIMIZERS: [_OPTIMIZER, {}], "lr_schedulers": [None, {}]}
 _RUN = {"epoch": "a count", "global_step": "a count", "callbacks": "a mapping?"}
-_MIGRATED = {**_RUN, **_TRAINING, "lr_schedulers": ["a mapping", {}]}
+_MIGRATED = {**_RUN, **_TRAINING, "callbacks": "a mapping", "lr_schedulers": ["a mapping", {}]}

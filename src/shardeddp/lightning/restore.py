@@ -314,16 +314,10 @@ class Restore:
 
         Those of schedulers, which Lightning loads next, are looked at before.
         """
-        check = partial(check_optimizers, checkpoint, self.path)
-        self._group.run_on_all_ranks("reading the states of optimizers", check)
         states: Sequence[Any] = checkpoint["optimizer_states"]
-        if not states and optimizers and not self._is_start:
-            rank_zero_warn(
-                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin "
-                "as in a new training"
-            )
 
         def load() -> None:
+            check_optimizers(checkpoint, self.path)
             saved_schedulers = checkpoint.get("lr_schedulers", ())
             for number, pair in enumerate(zip(saved_schedulers, schedulers, strict=False)):
                 _check_scheduler(*pair, f"lr_schedulers.{number}")
@@ -347,6 +341,11 @@ class Restore:
                 load_optimizer(inner, state, saved, names[number])
 
         self.load(load, module)
+        if not states and optimizers and not self._is_start:
+            rank_zero_warn(
+                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin "
+                "as in a new training"
+            )
         self._replaced = None
 
     def _warn_of_order(self, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:

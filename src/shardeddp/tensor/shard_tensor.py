@@ -414,7 +414,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._source = self._writes = None
             return
         keep_shared_memory(self._spec.fqn, self.memory_of)
-        self.note_memory_of(_parameter_with_memory_of(data))
+        self.note_memory_of(data)
         self.leave_values()
         self._warn_of_held_parts()
         with torch.no_grad():
@@ -431,8 +431,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
 
-    def note_memory_of(self, other: ShardTensor | None) -> None:
-        """Note that this parameter is assigned, by ``.data = ...``, the memory of another one, or of none.
+    def note_memory_of(self, data: torch.Tensor) -> None:
+        """Note whether this parameter is assigned, by ``.data = ...``, the memory of another one.
 
         It takes the values, and stays where it is. Where the other one is not assigned something in
         turn (two parameters that change places), the next step says so.
@@ -440,6 +440,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         untied, own = self._spec.mesh.whole.untied, self._spec.fqn
         for name in [it for it, its_other in untied.items() if own in (it, its_other)]:
             del untied[name]
+        other = _parameter_with_memory_of(data)
         if other is not None and other is not self:
             untied[own] = other._spec.fqn
 
@@ -1109,7 +1110,7 @@ def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
     if not isinstance(data, ShardTensor):
         unsharded = parameter_in(data)
         if unsharded is None or unsharded.data_ptr() != data.data_ptr():
-            return None
+            return None  # or an alias that the parameter has left
         return sharded_of(unsharded)
     origin = data.origin
     shares = isinstance(origin, nn.Parameter) and _is_same_memory(origin._local, data._local)

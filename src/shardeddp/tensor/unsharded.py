@@ -142,7 +142,6 @@ class WholeParameter(nn.Parameter):
                 f"{tuple(data.shape)}, {data.dtype} on {data.device}. Change values in place, and "
                 f"shape, dtype or device before the model is sharded"
             )
-        other = parameter_in(data)
         has_memory = type(data) is torch.Tensor or isinstance(data, WholeParameter)
         if has_memory and data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
@@ -150,9 +149,7 @@ class WholeParameter(nn.Parameter):
         memory_of = sharded_of(self).memory_of if is_ours else vars(self)[MEMORY_OF]
         keep_shared_memory(vars(self)[OURS[0]], memory_of)
         if is_ours:
-            if other is not None and other.data_ptr() != data.data_ptr():
-                other = None  # an alias that the parameter has left
-            sharded_of(self).note_memory_of(None if other is None else sharded_of(other))
+            sharded_of(self).note_memory_of(data)
             sharded_of(self).leave_values()
         else:
             part_from_aliases(self)
