@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,54 @@ def test_callbacks_keep_the_best_and_the_last(
         for name, weight in answers["weights"].items():
             assert torch.equal(answers["tested"][name], answers["best"][name]), name
             assert torch.equal(answers["resumed"][name], weight), name
+
+
+def links_after_a_resume(folder: str, asynchronous: bool) -> list[dict[str, str]]:
+    """In each of three runs of two steps, the first is better than all before."""
+    scores, found = [0.5, 0.1, 0.6, 0.2, 0.7, 0.3], []
+    for steps, path in ((2, None), (4, "last"), (6, "last")):
+        keeper = ModelCheckpoint(
+            folder,
+            "{step}",
+            monitor="score",
+            mode="max",
+            save_top_k=1,
+            save_last="link",
+            every_n_train_steps=1,
+        )
+        strategy = ShardedDP(
+            state_dict_type="sharded",
+            checkpoint_options=CheckpointOptions(asynchronous=asynchronous),
+        )
+        trainer = make_trainer(
+            strategy, max_steps=steps, callbacks=[keeper], enable_checkpointing=True
+        )
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        trainer.fit(LogsScores(scores), same_batches(), ckpt_path=path)
+        assert Path(keeper.last_model_path).exists()
+        links = (path for path in Path(folder).iterdir() if path.is_symlink())
+        found.append({link.name: os.readlink(link) for link in links})
+    return found
+
+
+class LogsScores(EvaluatedGpt):
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("score", self.scores[self.global_step])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_link_to_the_last_goes_with_what_it_leads_to(
+    world: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
+    (tmp_path / "mine").symlink_to("step=1.ckpt")  # of the user
+    (found,) = world(1).run(links_after_a_resume, str(tmp_path), asynchronous)
+    assert [it.pop("mine") for it in found] == ["step=1.ckpt"] * 3
+    assert found == [{"last.ckpt": f"step={step}.ckpt"} for step in (1, 3, 5)]
 
 
 # -- the last one

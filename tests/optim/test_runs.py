@@ -480,15 +480,17 @@ PARTING = {writes_to_states_it_has_held, shares_states, exchanges_states}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "index", range(len(PROGRAMS)), ids=[program.__name__ for program, *_ in PROGRAMS]
+)
 @on_ranks(2)
-def test_whatever_user_code_does_between_steps_runs_step_as_single_parameters() -> None:
-    sharding = on_one_mesh()
-    for program, make, joined in PROGRAMS:
-        for looks in (False, True):
-            case = f"{program.__name__} with {make.__name__}"
-            quiet = 4 if program in PARTING else 0
-            found = compare(sharding(), make, program, case, looks=looks, quiet=quiet)
-            assert looks or found >= joined, f"{case}: {found} were joined"
+def test_whatever_user_code_does_between_steps_runs_step_as_single_parameters(index: int) -> None:
+    sharding, (program, make, joined) = on_one_mesh(), PROGRAMS[index]
+    for looks in (False, True):
+        case = f"{program.__name__} with {make.__name__}"
+        quiet = 4 if program in PARTING else 0
+        found = compare(sharding(), make, program, case, looks=looks, quiet=quiet)
+        assert looks or found >= joined, f"{case}: {found} were joined"
 
 
 @pytest.mark.slow

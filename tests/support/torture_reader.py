@@ -3,6 +3,7 @@
 Usage: torture_reader.py FOLDER    one line of JSON for each directory in it
 """
 
+import gc
 import json
 import sys
 import time
@@ -38,6 +39,7 @@ if __name__ == "__main__":
     folders = sorted(path for path in Path(sys.argv[1]).iterdir() if path.suffix == ".ckpt")
     attempt(folders[0])  # what is loaded once only
     for folder in folders:
+        gc.collect()  # what the one before has left is not this one's time
         before, start = reset_peak(), time.process_time()
         outcome = attempt(folder)
         seconds = time.process_time() - start

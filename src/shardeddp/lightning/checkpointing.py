@@ -5,6 +5,7 @@ Deleting and clearing them away is here too.
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import posixpath
@@ -222,6 +223,8 @@ class Checkpoints:
                 "ShardedDP knows where its checkpoints are only while a Trainer runs"
             )
         written = _place_of(path) in self._written
+        # The deletion may wait for a save, and a callback that looks before takes another name.
+        unlink_last(path, trainer)
         if _streams(None, io):
             roots = checkpoint_folders(trainer)
             self._saver.then(partial(clean.remove, path, roots, written=written))
@@ -258,6 +261,20 @@ class Checkpoints:
             clear_away(folders)
         found = last_checkpoints(candidates, folders)
         return str(found[0]) if found else None
+
+
+def unlink_last(path: str, trainer: Trainer) -> None:
+    """Take away the links of ``save_last="link"`` that lead to a checkpoint which is being deleted."""
+    if is_remote(path):
+        return
+    place = Path(_place_of(path))
+    for callback in trainer.checkpoint_callbacks:
+        last = getattr(callback, "CHECKPOINT_NAME_LAST", "").partition("{")[0]
+        if getattr(callback, "save_last", None) != "link" or not last:
+            continue
+        for link in filter(Path.is_symlink, place.parent.glob(f"{glob.escape(last)}*")):
+            if os.readlink(link) == place.name:
+                link.unlink(missing_ok=True)
 
 
 def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> dict[str, Any]:
