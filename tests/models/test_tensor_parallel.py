@@ -1,5 +1,6 @@
 """Models of transformers, split over ranks by the plans that they bring along, lose what one process does."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ TRIED = (
 """Families for one step each: dense ones, and experts, latent attention and state spaces."""
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gpt2"])
 def test_losses_of_twenty_steps_are_those_of_one_process(world: Worlds, kind: str) -> None:
     expected = train_alone(kind, {}, 20)
     for found in world(2).run(train_split, kind, {}, 20, 2):
@@ -90,7 +91,7 @@ def refuse(kind: str, size: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "size", "what"),
     [
-        ("gpt2", 2, "found GPT2LMHeadModel, GPT2Model, without one"),
+        ("bloom", 2, "found BloomForCausalLM, BloomModel, without one"),
         ("llama", 4, "'model.model.layers.0.self_attn.k_proj' has 2 attention heads, which"),
     ],
 )
@@ -101,12 +102,82 @@ def test_what_a_plan_cannot_split_is_refused_by_name(
         assert what in message
 
 
-def refuse_convolution() -> str:
+# -- GPT-2, whose weights are transposed, and three of them are one
+
+
+DIVIDED = {"model.transformer.h.*.attn.split_size": "divide"}
+ATTENTION = {
+    "model.transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "model.transformer.h.*.attn.c_proj": "rowwise",
+    "model.transformer.h.*.attn.num_heads": "keep",  # its forward does not look at it
+}
+
+
+def refuse_plan(plan: dict[str, str]) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        train_split("gpt2", {}, 1, 2, {"model.transformer.h.*.mlp.c_fc": "colwise"})
+        train_split("gpt2", {}, 1, 2, plan)
     return str(caught.value)
 
 
-def test_layers_of_gpt2_are_refused_by_name(world: Worlds) -> None:
-    for message in world(2).run(refuse_convolution):
-        assert "found 'model.transformer.h.0.mlp.c_fc', a Conv1D" in message
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (ATTENTION, "'model.transformer.h.0.attn' has split_size=64"),
+        (
+            {**ATTENTION, "model.transformer.h.*.attn.c_attn": "colwise"} | DIVIDED,
+            "'model.transformer.h.0.attn.c_attn' has 192 output features",
+        ),
+    ],
+)
+def test_its_attention_is_not_split_wrongly(world: Worlds, plan: dict[str, str], what: str) -> None:
+    for message in world(2).run(refuse_plan, plan):
+        assert what in message
+
+
+class Crossed(Family):
+    """Looks at an encoder's states as well, with frozen layers in between."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.transformer.h[0].attn.requires_grad_(False)
+        self.model.transformer.h[1].mlp.requires_grad_(False)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        states = torch.sin(torch.arange(batch.numel() * 64.0)).view(*batch.shape, 64)
+        found = self.model(
+            input_ids=batch, labels=batch, encoder_hidden_states=states, use_cache=False
+        )
+        return found.loss
+
+
+CROSSED = {"add_cross_attention": True}
+
+
+def weights_of_ranks(path: str, name: str, precision: str) -> dict[str, torch.Tensor] | None:
+    strategy = ShardedDP(name, tensor_parallel_size=2, tensor_parallel_plan="auto")
+    trainer = make_trainer(
+        strategy,
+        max_steps=3,
+        gradient_clip_val=1.0,
+        use_distributed_sampler=False,
+        precision=precision,
+    )
+    trainer.fit(Crossed("gpt2", CROSSED, 3))
+    trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("full_shard", "32-true"), ("no_shard", "32-true"), ("full_shard", "bf16-mixed")],
+)
+def test_its_weights_are_those_of_one_process(
+    world: Worlds, tmp_path: Path, name: str, precision: str
+) -> None:
+    expected = dict[str, torch.Tensor]()
+    train_alone("gpt2", CROSSED, 3, Crossed, expected)
+    tolerance = 2e-3 if precision == "bf16-mixed" else 1e-5
+    for found in world(2).run(weights_of_ranks, str(tmp_path / "x.ckpt"), name, precision):
+        assert found.keys() == expected.keys()
+        for it, weight in expected.items():
+            torch.testing.assert_close(found[it], weight, rtol=0, atol=tolerance)

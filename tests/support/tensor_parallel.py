@@ -32,6 +32,7 @@ SIZES = {
     "eos_token_id": 2,
     "attention_dropout": 0.0,
     "residual_dropout": 0.0,
+    "attn_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
     "router_jitter_noise": 0.0,
@@ -127,9 +128,15 @@ class Family(LightningModule):
         return optimizer_of(self)
 
 
-def train_alone(kind: str, options: dict[str, Any], steps: int) -> list[float]:
-    """The losses of one process on whole batches."""
-    module = Family(kind, options, steps)
+def train_alone(
+    kind: str,
+    options: dict[str, Any],
+    steps: int,
+    family: type[Family] = Family,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> list[float]:
+    """The losses of one process on whole batches; ``weights`` get what it ends with."""
+    module = family(kind, options, steps)
     module.configure_model()
     module.train()
     optimizer, losses = optimizer_of(module), list[float]()
@@ -140,6 +147,8 @@ def train_alone(kind: str, options: dict[str, Any], steps: int) -> list[float]:
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if weights is not None:
+        weights.update(module.state_dict())
     return losses
 
 

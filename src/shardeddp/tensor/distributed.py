@@ -194,7 +194,7 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
 
 
 def boxes_along(
-    dim: int, shape: Sequence[int], size: int, fused: int = 1
+    dim: int, shape: Sequence[int], size: int, fused: int = 1, *, stacked: bool = False
 ) -> tuple[tuple[Box, ...], ...]:
     """What each of ``size`` ranks has of a tensor that is split along a dim.
 
@@ -204,13 +204,16 @@ def boxes_along(
         size: Number of ranks, which divides the dim's size over ``fused``.
         fused: Number of equal tensors that lie one behind the other along the dim, each of which
             is split.
+        stacked: Whether a rank's parts of them are apart: all of the first one's, then all of the
+            second one's.
 
     Returns:
         By rank, its boxes in the order of the elements of its part.
     """
     part = shape[dim] // fused // size
-    outer = list(product(*map(range, shape[:dim]))) if fused > 1 else [(0,) * dim]
-    sizes = (*((1,) * dim if fused > 1 else shape[:dim]), part, *shape[dim + 1 :])
+    by_row = fused > 1 and not stacked
+    outer = list(product(*map(range, shape[:dim]))) if by_row else [(0,) * dim]
+    sizes = (*((1,) * dim if by_row else shape[:dim]), part, *shape[dim + 1 :])
     behind = (0,) * (len(shape) - dim - 1)
     return tuple(
         tuple(

@@ -204,19 +204,33 @@ ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split
 MARK = "_shardeddp_parallel_style"  # in the dictionary of a module that has been split
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether the rows of a module's weight are its outputs, and its columns its inputs."""
+@dataclass(frozen=True, kw_only=True)
+class LinearSizes:
+    """Sizes of a linear layer."""
+
+    inputs: int
+    outputs: int
+    is_transposed: bool = False
+    """Whether rows of the weight are inputs, and its columns outputs, as in ``Conv1D`` of transformers."""
+
+
+def linear_sizes(module: nn.Module) -> LinearSizes | None:
+    """Sizes of a linear layer, by the attributes that say which dim of its weight is which."""
     weight = module._parameters.get("weight")
-    return weight is not None and tuple(weight.shape) == (
-        getattr(module, "out_features", None),
-        getattr(module, "in_features", None),
-    )
+    if weight is None:
+        return None
+    shape = tuple(weight.shape)
+    if shape == (getattr(module, "out_features", None), getattr(module, "in_features", None)):
+        return LinearSizes(inputs=shape[1], outputs=shape[0])
+    if shape == (getattr(module, "nx", None), getattr(module, "nf", None)):
+        return LinearSizes(inputs=shape[0], outputs=shape[1], is_transposed=True)
+    return None
 
 
 def distribution_of(
-    name: str, parameter: nn.Parameter, style: ParallelStyle, axis: TensorAxis
+    name: str, module: nn.Module, parameter: nn.Parameter, style: ParallelStyle, axis: TensorAxis
 ) -> Distribution | None:
-    """How a style splits a parameter; None: it does nothing to it.
+    """How a style splits a parameter of a module; None: it does nothing to it.
 
     Raises:
         ConfigurationError: The ranks do not divide it.
@@ -238,6 +252,11 @@ def distribution_of(
         return None
     if dim is None:
         return Distribution(shape=shape, boxes=(), wrapper=wrapper)
+    sizes = linear_sizes(module)
+    stacked = False
+    if sizes is not None and sizes.is_transposed and ndim == 2:
+        dim = 1 - dim
+        stacked = dim == 1 and style.fused > 1  # or each row of each layer would be a box
     parts = axis.size * style.fused
     if shape[dim] % parts:
         fused = f", which hold {style.fused} layers one behind the other" if style.fused > 1 else ""
@@ -246,11 +265,18 @@ def distribution_of(
             f"{tuple(shape)}, of which the plan splits the {shape[dim]} elements of dim {dim}"
             f"{fused}. Choose a size that divides them, or leave the layer out of the plan"
         )
+    pieces = style.fused if stacked else 1
+    part = [size // axis.size // pieces if at == dim else size for at, size in enumerate(shape)]
     return Distribution(
         shape=shape,
-        boxes=boxes_along(dim, shape, axis.size, style.fused),
-        part=torch.Size(size // axis.size if at == dim else size for at, size in enumerate(shape)),
+        boxes=boxes_along(dim, shape, axis.size, style.fused, stacked=stacked),
+        part=torch.Size([pieces, *part] if stacked else part),
+        wrapper=partial(_side_by_side, dim) if stacked else None,
     )
+
+
+def _side_by_side(dim: int, stacked: torch.Tensor) -> torch.Tensor:
+    return torch.cat(stacked.unbind(0), dim)
 
 
 def _apply(function: Any, axis: TensorAxis, tensor: torch.Tensor) -> torch.Tensor:
@@ -305,6 +331,9 @@ class SplitLayer:
 
     num_outputs: int = 0
     """Features that a rank's part of a layer has, where those of all ranks are gathered; 0: they are not."""
+
+    num_columns: int = 0
+    """Columns of a transposed weight that a rank has; 0: the weight is not transposed, or split by rows."""
 
     was_called: bool = False
     """Whether its forward has run; what its style exchanges is missing where only its weight is used."""
@@ -396,10 +425,11 @@ def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: 
     layer.was_called = True
     is_index = kind == "own_rows"
     # The forward of a frozen layer, in its dictionary, takes this rank's part of a weight itself.
-    if is_index and "forward" not in vars(module):
-        weight = module._parameters["weight"]
-        if weight is not None and weight.shape[0] != layer.num_rows:
-            _refuse_whole(layer)
+    weight = None if "forward" in vars(module) else module._parameters.get("weight")
+    if weight is not None and is_index and weight.shape[0] != layer.num_rows:
+        _refuse_whole(layer)
+    if weight is not None and layer.num_columns and weight.shape[1] != layer.num_columns:
+        _refuse_whole(layer)
     keys = [*range(len(args)), *kwargs]
     values = [*args, *kwargs.values()]
     wanted = [

@@ -21,7 +21,7 @@ from shardeddp.tensor.distributed import (
     replace_parameters,
 )
 from shardeddp.tensor.expert_dispatch import DividedExperts, Routing, refuse_call
-from shardeddp.tensor.parallel_styles import MARK, TensorAxis, is_linear
+from shardeddp.tensor.parallel_styles import MARK, TensorAxis, linear_sizes
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import join
 
@@ -214,7 +214,7 @@ def _refuse_router(experts: Experts) -> None:
     """Refuse a layer whose router would be divided with its experts, and know a rank's own alone."""
     for name, child in experts.module.named_modules():
         for attribute, parameter in child._parameters.items():
-            is_router = is_linear(child) or _ROUTERS.fullmatch(attribute)
+            is_router = linear_sizes(child) is not None or _ROUTERS.fullmatch(attribute)
             if parameter is not None and parameter.ndim == 2 and is_router:
                 raise ConfigurationError(
                     f"experts: {experts.name!r} has {join(name, attribute)!r} of shape "

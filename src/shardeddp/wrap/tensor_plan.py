@@ -26,7 +26,7 @@ from shardeddp.tensor.parallel_styles import (
     distribution_of,
     forget_inputs_after,
     install,
-    is_linear,
+    linear_sizes,
 )
 from shardeddp.wrap.tree import first_three, has_forward, join, nearest
 
@@ -163,11 +163,11 @@ def split_layers(
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
     siblings: dict[int, Siblings] = {}
     for layer in layers:
-        style = layer.style
+        style, sizes = layer.style, linear_sizes(layer.module)
         if isinstance(style, TorchStyle):
             continue
         for name, parameter in _own_parameters(layer, layers):
-            distribution = distribution_of(name, parameter, style, axis)
+            distribution = distribution_of(name, layer.module, parameter, style, axis)
             if distribution is not None and id(parameter) not in made:
                 kept.append(parameter)
                 local = local_part(parameter, distribution, axis.rank)
@@ -189,10 +189,14 @@ def split_layers(
         know = SplitLayer(axis=axis, siblings=siblings.get(id(around)), name=layer.name)
         if style.splits == "vocabulary":
             _prepare_rows(layer.module, know)
-        if style.splits == "rows":
-            know.num_features = layer.module.in_features // axis.size  # type: ignore[operator]
+        if style.splits == "rows" and sizes is not None:
+            know.num_features = sizes.inputs // axis.size
+        if style.splits == "columns" and sizes is not None and sizes.is_transposed:
+            know.num_columns = sizes.outputs // axis.size
+            vars(layer.module)["nf"] = know.num_columns  # of which it makes its output's shape
         if style.after == "gather_features":
-            know.num_outputs = _features_of(layer.module) // axis.size
+            outputs = layer.module.embedding_dim if sizes is None else sizes.outputs
+            know.num_outputs = cast("int", outputs) // axis.size
         if style.after == "sum_gradient_of_rope":
             know.rope_dim = _rope_dim(layer, parent, root)
         install(layer.module, style, know, sums_input=id(layer.module) not in inside)
@@ -264,6 +268,8 @@ def _plans_of_models(root: nn.Module) -> dict[str, str]:
         if not isinstance(plan, Mapping):
             continue
         plan = cast("Mapping[str, str]", plan)
+        if not any("*" in pattern for pattern in plan) and _is_base_model(module):
+            plan = _PLANS.get(str(getattr(module.config, "model_type", "")), {})
         if not any("*" in pattern for pattern in plan):
             others.append(type(module).__name__)
             continue
@@ -277,6 +283,25 @@ def _plans_of_models(root: nn.Module) -> dict[str, str]:
             f"styles, such as {{'model.layers.*.mlp.up_proj': 'colwise'}}"
         )
     return entries
+
+
+def _is_base_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers without a head."""
+    return getattr(module, "base_model", None) is module
+
+
+_PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise:3",
+        "h.*.crossattention.c_attn": "packed_colwise:2",
+        "h.*.crossattention.q_attn": "colwise",
+        "h.*.*.num_heads": DIVIDE,
+        "h.*.*.split_size": DIVIDE,
+        "h.*.*.c_fc": "colwise",
+        "h.*.*.c_proj": "rowwise",
+    },
+}
+"""By ``model_type``, seen from the base model: of models for which transformers has no plan."""
 
 
 # -- Checks
@@ -313,7 +338,7 @@ def _check_layer(layer: PlannedLayer) -> None:
     if isinstance(style, TorchStyle) or layer.parameter:
         return
     kind = type(module).__name__
-    if style.splits in ("columns", "rows") and not is_linear(module):
+    if style.splits in ("columns", "rows") and linear_sizes(module) is None:
         raise ConfigurationError(
             f"expected linear layers with a weight of (out_features, in_features) for style "
             f"{layer.style_name!r}, found {layer.name!r}, a {kind}. Leave it out of "
@@ -346,6 +371,9 @@ def _without_shared(
         for layer in kept:
             if isinstance(layer.style, ParallelStyle):
                 dim = {"columns": 0, "vocabulary": 0, None: None}.get(layer.style.splits, 1)
+                sizes = linear_sizes(layer.module)
+                if dim is not None and sizes is not None and sizes.is_transposed:
+                    dim = 1 - dim
                 for name, parameter in _own_parameters(layer, kept):
                     if dim is not None:
                         splits.setdefault(id(parameter), {})[name] = dim, layer.style.fused
@@ -411,15 +439,17 @@ def _check_fused(layers: Sequence[PlannedLayer]) -> None:
         if isinstance(layer.style, ParallelStyle) and not layer.parameter
     ]
     for layer, style in split:
-        if style.splits == "rows":
-            features = cast("int", layer.module.in_features) // style.fused
+        sizes = linear_sizes(layer.module)
+        if style.splits == "rows" and sizes is not None:
+            features = sizes.inputs // style.fused
             inputs.setdefault(layer.name.rpartition(".")[0], set()).add(features)
     for layer, style in split:
         around, _, attribute = layer.name.rpartition(".")
         taken = sorted(inputs.get(around, ()))
         if style.splits != "columns" or style.after or not taken or layer.style_name.endswith(":1"):
             continue
-        features = cast("int", layer.module.out_features)
+        sizes = linear_sizes(layer.module)
+        features = 0 if sizes is None else sizes.outputs
         piles = [features / style.fused / it for it in taken]
         if attribute in _PILES:  # keys and values of fewer heads than queries are no third of it
             odd = style.fused > 1 or max(piles) > 1
@@ -463,16 +493,18 @@ def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, str
             continue
         path, _, attribute = layer.name.rpartition(".")
         held = vars(root.get_submodule(path))
-        for count in (it for it in _COUNTS if strict and type(held.get(it)) is int):
+        for count in (
+            it for it in (*_COUNTS, "split_size") if strict and type(held.get(it)) is int
+        ):
             if join(path, count) not in named:
                 pattern = re.sub(r"\.\d+(?=\.|$)", ".*", join(path, count))
                 raise ConfigurationError(
-                    f"{path!r} has {count}={held[count]}, by which its forward may view the "
-                    f"features of {attribute!r} as heads, and a rank has 1/{size} of them: add "
+                    f"{path!r} has {count}={held[count]}, by which its forward may divide "
+                    f"the features of {attribute!r}, and a rank has 1/{size} of them: add "
                     f"{pattern!r}: 'divide' to tensor_parallel_plan if it does, 'keep' if it does "
                     f"not"
                 )
-        if not _PROJECTIONS.fullmatch(attribute) or not is_linear(layer.module):
+        if not _PROJECTIONS.fullmatch(attribute) or linear_sizes(layer.module) is None:
             continue
         around = root.get_submodule(path)
         config = getattr(around, "config", None)
@@ -520,11 +552,6 @@ def _prepare_rows(module: nn.Module, know: SplitLayer) -> None:
         # The kernel compares it with the indices that it is given.
         local = embedding.padding_idx - know.axis.rank * rows
         embedding.padding_idx = local if 0 <= local < rows else None
-
-
-def _features_of(module: nn.Module) -> int:
-    features = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
-    return cast("int", features)
 
 
 def _rope_dim(layer: PlannedLayer, parent: nn.Module, root: nn.Module) -> int:
