@@ -157,6 +157,10 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(
     assert first == second
     assert "full.ckpt is a directory" in first
     assert [path.name for path in tmp_path.iterdir()] == ["full.ckpt"]
+    (tmp_path / "a file").touch()
+    for error in world(2).run(fail_to_stream, str(tmp_path / "a file" / "deeper" / "x.ckpt")):
+        assert "a file/deeper" in error
+        assert "Not a directory" in error
 
 
 def test_lazy_tensors_do_not_share_memory_because_they_have_none() -> None:

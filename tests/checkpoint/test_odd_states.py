@@ -8,7 +8,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,7 +67,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[StateDictType, ...]]] = {
         "more than 16 keys have one hash",
         ("sharded",),
     ),
-    "lock": (threading.Lock, "pickle", ("sharded",)),
+    "lock": (threading.Lock, "pickle", ("sharded", "full")),
+    "function": (lambda: {"a": (1, lambda: 1)}, "pickle", ("sharded", "full")),
     "cycle": (_cycle, "contains itself", ("sharded",)),
     "deep": (lambda: _nested(10_000), "deeper than 200 JSON levels", ("sharded",)),
 }
@@ -156,7 +157,36 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Words(list[str]):
+    """Of somebody's own class, with an attribute."""
+
+    language = "none"
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+def three() -> int:
+    return 3
+
+
+def english() -> Words:
+    made = Words(["a", "b"])
+    made.language = "en"
+    return made
+
+
 NEED_PICKLE = {
+    "named tuple": {"a": [Pair(1, Pair(torch.arange(4)[1:3], "x"))]},
+    "own list": english(),
+    "own dict": Table(a=Table(b=torch.ones(4)[1:], c=english())),
+    "own factory": defaultdict(three, a=1),
     "keys": {Color.RED: Color.RED, (Color.RED, 2): 3, math.nan: Color.RED, "plain": 1},
     "queue": deque([1, Color.RED], maxlen=3),
     "counts": Counter({Color.RED: 2, "x": 1}),
@@ -179,7 +209,75 @@ def load_what_needs_pickle(name: str, path: str) -> tuple[str, bool]:
         strategy.load_checkpoint(path)
     read = strategy.load_checkpoint(path, weights_only=False)
     [loaded] = read["callbacks"]["Keeps"]["kept"]
-    return str(refused.value), repr(loaded) == repr(value)
+    return str(refused.value), picture(loaded) == picture(value)
+
+
+def picture(value: Any) -> str:
+    """Values with the classes of containers and their attributes."""
+    if isinstance(value, dict):
+        items = ", ".join(f"{picture(key)}: {picture(it)}" for key, it in value.items())
+        return f"{type(value).__name__}({items}){getattr(value, 'default_factory', '')}"
+    if isinstance(value, (list, tuple)):
+        own = getattr(value, "__dict__", "")
+        return f"{type(value).__name__}({', '.join(map(picture, value))}){own}"
+    return repr(value)
+
+
+def save_shards_in_a_class(path: str) -> str:
+    keeps = Keeps()
+    trainer = make_trainer(ShardedDP(state_dict_type="sharded"), max_steps=1, callbacks=[keeps])
+    module = TinyGpt()
+    trainer.fit(module, token_loader(8))
+    keeps.state = {"a": Pair(next(module.parameters()).detach(), 1)}
+    with pytest.raises(CheckpointError) as refused:
+        trainer.save_checkpoint(path)
+    return str(refused.value)
+
+
+def test_shards_in_what_needs_pickle_are_refused_by_their_place(
+    world: Worlds, tmp_path: Path
+) -> None:
+    for said in world(2).run(save_shards_in_a_class, str(tmp_path / "x.ckpt")):
+        assert "the Pair at callbacks.Keeps.kept.0.a has sharded tensors" in said
+    assert [*tmp_path.iterdir()] == []
+
+
+def load_kinds_of_torch(path: str) -> list[str]:
+    """What is loaded with and without `weights_only`, by the strategy and by torch."""
+    for said in ("TypedStorage is deprecated", "torch.quantize_per_tensor"):
+        warnings.filterwarnings("ignore", said)
+    keeps, plain = Keeps(), torch.arange(4.0)
+    keeps.state = [
+        torch.quantize_per_tensor(plain, 0.5, 1, torch.quint8)[1:],
+        torch.quantize_per_channel(plain.view(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        plain.untyped_storage(),
+        torch.tensor([1, 2, 3]).storage(),
+    ]
+    strategy: Any = ShardedDP(state_dict_type="full")
+    trainer = make_trainer(strategy, max_steps=1, callbacks=[keeps])
+    trainer.fit(TinyGpt(), token_loader(8))
+    trainer.save_checkpoint(path)
+    found = list[Any]()
+    for weights_only in (True, False):
+        found.append(strategy.load_checkpoint(path, weights_only=weights_only))
+        found.append(torch.load(path, weights_only=weights_only))
+    return [
+        repr(
+            [
+                [*it] if isinstance(it, (torch.UntypedStorage, torch.TypedStorage)) else it
+                for it in kept
+            ]
+        )
+        for kept in (it["callbacks"]["Keeps"]["kept"][0] for it in found)
+    ]
+
+
+def test_whatever_torch_saves_a_full_file_has(world: Worlds, tmp_path: Path) -> None:
+    for found in world(2).run(load_kinds_of_torch, str(tmp_path / "x.ckpt")):
+        assert len({*found}) == 1
+        assert "quantization_scheme=torch.per_tensor_affine, scale=0.5" in found[0]
+        assert "tensor([1., 2., 3.]" in found[0]
+        assert found[0].endswith("[1, 2, 3]]")
 
 
 @pytest.mark.parametrize("name", NEED_PICKLE)

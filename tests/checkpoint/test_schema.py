@@ -23,7 +23,14 @@ PROGRESS = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
 
 STOPPING = {"wait_count": 0, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3}
 
+BEST = {"best_k_models": {"/a/b.ckpt": 0.5, "/a/c.ckpt": 0.4}, "kth_best_model_path": ""}
+KEPT = {"ModelCheckpoint": ("/a", 2)}
+
 LEGITIMATE: dict[str, Any] = {
+    "no loops": {"loops": None},
+    "the best of another directory": {
+        "callbacks": {"ModelCheckpoint": {"best_model_path": "", "dirpath": "/b", **BEST}}
+    },
     "nothing": {},
     "weights alone": {"state_dict": OrderedDict(a=torch.ones(1), extra={"x": 1})},
     "all of it": {
@@ -163,6 +170,9 @@ OF_CALLBACKS: dict[str, Any] = {
 OF_CALLBACKS["callbacks.Timer: expected a mapping, found a Tensor"] = {
     "callbacks": {"Timer": torch.ones(2)}
 }
+OF_CALLBACKS["callbacks.ModelCheckpoint.kth_best_model_path: expected one of its 2 best_k"] = {
+    "callbacks": {"ModelCheckpoint": {"best_model_path": "", "dirpath": "/a", **BEST}}
+}
 CLASSES = {name: name for name in ("ModelCheckpoint", "EarlyStopping", "Timer")}
 
 
@@ -204,15 +214,15 @@ def test_states_of_lightnings_callbacks_are_checked_under_the_keys_that_theirs_h
     message: str,
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        check_run(OF_CALLBACKS[message], CLASSES, "a.ckpt")
+        check_run(OF_CALLBACKS[message], CLASSES, "a.ckpt", KEPT)
     if isinstance(OF_CALLBACKS[message]["callbacks"], dict):
         check_run(OF_CALLBACKS[message], {"Other": "Timer"}, "a.ckpt")
-        check_run({"callbacks": {"Timer": {}}}, CLASSES, "a.ckpt")
+        check_run({"callbacks": {"Timer": {}}}, CLASSES, "a.ckpt", KEPT)
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_what_runs_save_is_let_through_as_it_is_used(name: str) -> None:
-    check_run(LEGITIMATE[name], CLASSES, "a.ckpt")
+    check_run(LEGITIMATE[name], CLASSES, "a.ckpt", KEPT)
     check_optimizers(LEGITIMATE[name], "a.ckpt")
 
 

@@ -170,8 +170,8 @@ def test_two_keys_of_one_class_stay_two() -> None:
     assert list(through_json({object(): 1, object(): 2}).values()) == [1, 2]
 
 
-def test_a_foreign_default_factory_is_dropped() -> None:
-    assert through_json(defaultdict(lambda: 3, a=1)).default_factory is None
+def test_a_dict_with_a_foreign_default_factory_is_opaque() -> None:
+    assert isinstance(through_json(defaultdict(through_json, a=1)), Opaque)
 
 
 @pytest.mark.parametrize(

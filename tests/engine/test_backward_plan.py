@@ -1,6 +1,7 @@
 """Backwards of ranks that use units of their own: planned when they begin, and those of one process."""
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from shardeddp.engine import order
 from shardeddp.engine.order import ForwardRecord
 from shardeddp.engine.unit import UnitProgress
 from shardeddp.errors import DesyncError
+from shardeddp.tensor.shard_tensor import ShardTensor
 from training import WIDTH, Sharding, Trial, another_order, batch
 from world import on_ranks
 
@@ -326,6 +328,76 @@ def test_units_are_reduced_once_and_while_the_backward_goes_on() -> None:
         assert early[-1] - before >= 4, early[-1] - before
         # The root is learnt to have no gradients.
         assert stream.issued - before == (10 if step else 11), stream.issued - before
+
+
+class Wrapping(nn.Module):
+    """A unit whose output is that of a unit inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.before(x).tanh())
+
+
+class Wrapped(nn.Module):
+    """Without parameters of its own: its output is that of its last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList(Wrapping() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
+@pytest.mark.parametrize("uneven", [False, True], ids=["alike", "uneven"])
+@on_ranks(2)
+def test_units_that_have_the_output_of_an_inner_one_are_reduced_once(
+    strategy: str, uneven: bool
+) -> None:
+    size = 1 if strategy == "hybrid_shard" else None
+    sharding = Sharding(strategy=strategy, units=UNITS[:2], shard_size=size, uneven=uneven)
+    trial, counts = Trial(Wrapped(), sharding), list[int]()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+    for step in range(3):
+        before = trial.runtime.mesh.reduce_stream.issued
+        trial.backward(loss, step)
+        counts.append(trial.runtime.mesh.reduce_stream.issued - before)
+        trial.check_gradients()
+        trial.step()
+    assert counts == [6, 6, 6]
+
+
+@on_ranks(2)
+def test_gradients_that_somebody_refers_to_while_autograd_takes_them_are_no_collective() -> None:
+    """As a thread that looks at frames does, on one rank."""
+    trial, held = Trial(Program(), Sharding(units=UNITS)), list[Any]()
+    take = ShardTensor._take_gradient
+
+    def hold(parameter: ShardTensor, gradient: torch.Tensor) -> Any:
+        found = take(parameter, gradient)
+        held.append(found if dist.get_rank() else None)
+        return found
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        mine = model(batch(rank, step, 4, WIDTH), [([0, 1], None)]).pow(2).mean()
+        return mine + sum(parameter.square().sum() for parameter in model.parameters())
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "parameter .* is used outside")
+        patch.setattr(ShardTensor, "_take_gradient", hold)
+        trial.train(loss, steps=3)
+    assert held
 
 
 @on_ranks(2)

@@ -222,6 +222,44 @@ def test_what_no_hook_undoes_is_an_error_with_its_place(
         assert "last.ckpt" in error
 
 
+class Loopless(TinyGpt):
+    """Leaves something else in the place of what loops have saved."""
+
+    loops: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loops"] = self.loops
+
+
+def resume_loopless(kind: str, folder: str) -> list[Any]:
+    """The step after a resume without loops, and errors of the others."""
+    found = list[Any]()
+    for number, loops in enumerate((None, [], {"fit_loop": None}, {"fit_loop": {"state_dict": 1}})):
+        path = f"{folder}/{number}.ckpt"
+        model = Loopless()
+        model.loops = loops
+        trainer = make_trainer(strategy(kind), max_epochs=1)
+        trainer.fit(model, data())
+        trainer.save_checkpoint(path)
+        trainer = make_trainer(strategy(kind), max_epochs=2)
+        try:
+            trainer.fit(Loopless(), data(), ckpt_path=path)
+        except CheckpointError as error:
+            found.append(str(error))
+        else:
+            found.append(trainer.global_step)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_hook_may_take_the_state_of_loops_away(world: Worlds, tmp_path: Path, kind: str) -> None:
+    for step, *errors in world(2).run(resume_loopless, kind, str(tmp_path)):
+        assert step > 0
+        assert "loops: expected a mapping, found a list" in errors[0]
+        assert "loops.fit_loop: expected a mapping, found a NoneType" in errors[1]
+        assert "loops.fit_loop.state_dict: expected a mapping, found 1" in errors[2]
+
+
 class Place:
     """Something that only pickle can keep."""
 

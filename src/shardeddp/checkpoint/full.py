@@ -30,10 +30,12 @@ from shardeddp.checkpoint.snapshot import (
     describe,
     memory_of_shards,
     refuse_tensors,
+    where_pickling_fails,
 )
 from shardeddp.checkpoint.state_codec import versions_of, with_versions
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
+from shardeddp.errors import CheckpointError
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 # -- Full state, gathered to the host one tensor at a time
@@ -115,9 +117,19 @@ def stream_full(
 
     def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
         refuse_tensors(checkpoint, pickled=True)
-        file = TorchFile(checkpoint, memory_of_shards)
+        try:
+            file = TorchFile(checkpoint, memory_of_shards)
+        except Exception as error:  # of any class: it is the user's code that is pickled
+            raise CheckpointError(
+                f"The state cannot be saved: {where_pickling_fails(checkpoint)} cannot be pickled: "
+                f"{type(error).__name__}: {str(error)[:200]}"
+            ) from error
         found, objects, shares, sharded = describe(checkpoint, names, mesh)
-        strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]
+        strided = [
+            (tensor, at)
+            for tensor, at in found
+            if tensor.layout == torch.strided and not tensor.is_quantized
+        ]
         tensors = [
             (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor))
             for tensor, at in strided
@@ -153,7 +165,8 @@ def _new_file(path: Location, nbytes: int, options: CheckpointOptions) -> Genera
     """A file that has its name, or is in a store, when the block ends, and is gone if that fails."""
     permissions = options.permissions or "umask"
     if not isinstance(path, RemotePath):
-        make_directories(path.parent, permissions, options.durability)
+        with disk_errors("making the directory of", path):
+            make_directories(path.parent, permissions, options.durability)
         preflight(path.parent, nbytes)
         require_replaceable_file(path)
         with new_files([path], True, permissions, options.durability) as (opened,):

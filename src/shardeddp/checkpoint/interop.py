@@ -7,6 +7,7 @@ Both are pickles, which this package writes and never reads.
 
 import io
 import pickle
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,19 @@ def to_bytes(metadata: Metadata) -> bytes:
     return pickle.dumps(metadata, protocol=4)  # what every supported Python reads
 
 
-def lightning_meta(tree: Any) -> bytes:
+def lightning_meta(tree: Any, kept: Container[int] = frozenset()) -> bytes:
     """Content of ``meta.pt``: a checkpoint without the tensors of the model and the optimizers.
 
     Containers of other types become plain ones, and tensors come to the CPU without the rest of
     their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless a value in
     it is of a type that it refuses.
+
+    Args:
+        tree: The checkpoint.
+        kept: Identities of containers that keep their class, since they are read from here.
     """
     buffer = io.BytesIO()
-    torch.save(plain(tree, _compact), buffer)
+    torch.save(plain(tree, _compact, kept), buffer)
     return buffer.getvalue()
 
 

@@ -340,12 +340,23 @@ class TensorPickler(pickle.Pickler):
         """Reference to a record."""
         if isinstance(obj, _Storage):
             return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
+        if isinstance(obj, torch.UntypedStorage):
+            return "storage", torch.UntypedStorage, self._record_of(obj), "cpu", obj.nbytes()
+        if isinstance(obj, torch.TypedStorage):
+            kind, numel = vars(torch)[obj._pickle_storage_type()], obj._size()
+            return "storage", kind, self._record_of(obj._untyped_storage), "cpu", numel
         return None
+
+    def _record_of(self, storage: torch.UntypedStorage) -> str:
+        """Number of a record with all bytes of a storage."""
+        elements = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return str(self.key_of(elements.set_(storage)))
 
     def reducer_override(self, obj: Any) -> Any:
         """How to rebuild a tensor."""
-        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
-            return NotImplemented  # a sparse tensor is taken apart into strided ones
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided or obj.is_quantized:
+            # A sparse tensor is taken apart into strided ones, a quantized one has its whole storage.
+            return NotImplemented
         shape = tuple(obj.shape)
         strides = tuple(
             math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))

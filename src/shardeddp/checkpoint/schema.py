@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -80,7 +81,12 @@ def optimizers_in(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return states
 
 
-def check_run(checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source: object) -> None:
+def check_run(
+    checkpoint: Mapping[str, Any],
+    classes: Mapping[Any, str],
+    source: object,
+    kept: Mapping[Any, tuple[Any, int]] = MappingProxyType({}),
+) -> None:
     """Check counters, and the states that callbacks of Lightning's own are going to load.
 
     Args:
@@ -88,6 +94,7 @@ def check_run(checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source:
         classes: Names of their classes by the keys of the states; states under other keys are of
             anybody's callbacks, and may be anything.
         source: Path of the checkpoint, for errors.
+        kept: By key, where a callback keeps how many of the best checkpoints.
     """
     with _named(source):
         _check(checkpoint, _RUN, "")
@@ -96,6 +103,19 @@ def check_run(checkpoint: Mapping[str, Any], classes: Mapping[Any, str], source:
             state = (states or {}).get(key)
             if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
                 _check(state, _CALLBACKS[name], f"callbacks.{name}")
+                # Those of another directory are not loaded.
+                if key in kept and cast("Any", state).get("dirpath") == kept[key][0]:
+                    _check_worst(cast("Any", state), kept[key][1], f"callbacks.{name}")
+
+
+def _check_worst(state: Mapping[str, Any], most: int, path: str) -> None:
+    """See that the checkpoint which gives way to a better one is among those that are kept."""
+    best, worst = state.get("best_k_models") or {}, state.get("kth_best_model_path") or ""
+    if worst not in best and 0 < most <= len(best):
+        raise _WrongError(
+            f"{path}.kth_best_model_path: expected one of its {len(best)} best_k_models, of which "
+            f"save_top_k={most} lets no further one in beside them, found {worst[:200]!r}"
+        )
 
 
 def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:
@@ -235,6 +255,11 @@ def _version(value: Any, path: str) -> None:
         _fail(value, path, "a version")
 
 
+def _loops(value: Any, path: str) -> None:
+    if value is not None:
+        _check(value, _LOOPS, path)
+
+
 def _names(value: Any, path: str) -> None:
     _check(value, "a mapping", path)
     for key in value:
@@ -282,15 +307,16 @@ _CALLBACKS: dict[str, Any] = {
 """Of Lightning's own, by class."""
 
 _OPTIMIZER = {"state": "a mapping", "param_groups": [{"params!": ["a number or a name"]}]}
-_READ = {
+_LOOPS = {
+    "fit_loop!": _LOOP,
+    "validate_loop": _EVALUATION,
+    "test_loop": _EVALUATION,
+    "*": _LOOP,
+}
+_READ: dict[str, Any] = {
     WEIGHTS: _names,
     "pytorch-lightning_version": _version,
-    "loops": {
-        "fit_loop!": _LOOP,
-        "validate_loop": _EVALUATION,
-        "test_loop": _EVALUATION,
-        "*": _LOOP,
-    },
+    "loops": _loops,
     "hparams_name": "text?",
     KEY: {LOADERS: "a list", KEPT: ["a list"], NAMES: [["text"]]},
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapreplace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, 
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
 from shardeddp.checkpoint.state_codec import (
+    MAX_DEPTH,
     Codec,
     are_leaves,
     dotted,
@@ -307,8 +308,14 @@ def take_snapshot(
     refuse_tensors(checkpoint)
     objects = _objects(checkpoint, names)
     _refuse_opaque(objects, codecs)
-    collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[str]()
+    collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[tuple[str, Any]]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
+    for place, value in opaque:
+        if any(isinstance(tensor, ShardTensor) for tensor in tensors_of(value)):
+            raise CheckpointError(
+                f"The state cannot be saved: the {type(value).__name__} at {place} has sharded "
+                f"tensors, and only pickle can save its class. Keep them in a dict, list or tuple"
+            )
     rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
     pickled = _pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b""
     return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
@@ -376,17 +383,36 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
 _STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)
 
 
-def _pickled(rest: Mapping[str, Any], opaque: Sequence[str]) -> bytes:
+def where_pickling_fails(tree: Any, path: tuple[str, ...] = ()) -> str:
+    """The first value of a tree that pickle refuses, with its place; "" if it takes all of them."""
+    if isinstance(tree, torch.Tensor) or len(path) > MAX_DEPTH:
+        return ""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree).items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(cast("Sequence[Any]", tree))
+    for key, item in items:
+        if found := where_pickling_fails(item, (*path, str(key)[:200])):
+            return found
+    try:
+        pickle.dumps(type(tree) if isinstance(tree, (Mapping, list, tuple)) else tree, protocol=2)
+    except Exception:  # noqa: BLE001 - a class of anybody refuses in any way
+        return f"the {type(tree).__name__} at {dotted(path)}"
+    return ""
+
+
+def _pickled(rest: Mapping[str, Any], opaque: Sequence[tuple[str, Any]]) -> bytes:
     """What Lightning reads, with the values that only pickle can hold."""
     try:
-        pickled = lightning_meta(rest)
+        pickled = lightning_meta(rest, {id(value) for _, value in opaque})
     except Exception as error:
-        places = f" at {', '.join(opaque[:3])}" if opaque else ""
+        places = f" at {', '.join(place for place, _ in opaque[:3])}" if opaque else ""
         raise CheckpointError(
             f"The state cannot be saved: what can only be pickled{places} cannot: "
             f"{type(error).__name__}: {error}"
         ) from error
-    kept = [path for path in opaque if path.split(".")[0] not in HYPER_PARAMETERS]
+    kept = [path for path, _ in opaque if path.split(".")[0] not in HYPER_PARAMETERS]
     if kept:
         warnings.warn(
             f"{', '.join(kept[:3])}{' and others' if len(kept) > 3 else ''} in the checkpoint can be "
@@ -571,7 +597,7 @@ def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tu
 def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:
     """Refuse model and optimizer values that cannot be restored without pickle."""
     for path, value in objects:
-        found: list[str] = []
+        found: list[tuple[str, Any]] = []
         encode(value, lambda tensor: "", codecs, found)
         if found:
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import datetime
 import math
 import pathlib
@@ -10,7 +11,7 @@ import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -92,19 +93,18 @@ def encode(
     tree: Any,
     put: Callable[[torch.Tensor], str],
     more: Sequence[Codec] = (),
-    opaque: list[str] | None = None,
+    opaque: list[tuple[str, Any]] | None = None,
 ) -> Any:
     """Encode a state tree as a JSON value; :func:`decode` gives equal values (floats bit by bit).
 
-    A reference that is shared is written each time. A default factory is kept if it is a built-in
-    type, else dropped.
+    A reference that is shared is written each time.
 
     Args:
         tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes
             :class:`Opaque`.
         put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
         more: Codecs beside :data:`CODECS`.
-        opaque: Takes the dotted paths of values that become :class:`Opaque`.
+        opaque: Takes the values that become :class:`Opaque`, each behind its dotted path.
 
     Raises:
         CheckpointError: It contains itself, is nested deeper than the parser allows, or has keys
@@ -189,21 +189,62 @@ def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return with_versions({name.removeprefix(prefix): it for name, it in state.items()}, versions)
 
 
-def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """A tree in containers that ``weights_only=True`` reads; ``leaf`` makes what else is to be there."""
+def plain(
+    tree: Any,
+    leaf: Callable[[Any], Any] = lambda value: value,
+    kept: Container[int] = frozenset(),
+) -> Any:
+    """A tree in containers that ``weights_only=True`` reads.
+
+    Args:
+        tree: Any.
+        leaf: Makes what is to be there of anything that is no container.
+        kept: Identities of values that keep their class.
+    """
+    if id(tree) in kept:
+        return _same_class(tree, leaf)
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
         mapping = cast("dict[Any, Any]", tree)
         if are_leaves(mapping) and are_leaves(mapping.values()):
             copied = kind(mapping)
         else:
-            copied = kind((plain(key, leaf), plain(item, leaf)) for key, item in mapping.items())
+            copied = kind(
+                (plain(key, leaf, kept), plain(item, leaf, kept)) for key, item in mapping.items()
+            )
         return with_versions(copied, versions_of(tree))
     if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
-        kept = cast("Sequence[Any]", tree)
-        values = list(kept) if are_leaves(kept) else [plain(item, leaf) for item in kept]
+        items = cast("Sequence[Any]", tree)
+        values = list(items) if are_leaves(items) else [plain(it, leaf, kept) for it in items]
         return values if isinstance(tree, list) else tuple(values)
     return leaf(tree)
+
+
+def _same_class(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A tree in containers of its own classes; itself where no leaf of it becomes another one."""
+    if isinstance(tree, dict):
+        mapping = cast("dict[Any, Any]", tree)
+        changed = {
+            key: made for key, it in mapping.items() if (made := _same_class(it, leaf)) is not it
+        }
+        if changed:
+            tree = copy.copy(mapping)
+            dict.update(tree, changed)
+        return tree
+    if not isinstance(tree, (list, tuple)) or type(tree) is torch.Size:
+        return leaf(tree)
+    items = cast("Sequence[Any]", tree)
+    made = [_same_class(it, leaf) for it in items]
+    if all(one is other for one, other in zip(made, items, strict=True)):
+        return tree
+    if isinstance(tree, list):
+        copied = copy.copy(cast("list[Any]", tree))
+        list.__setitem__(copied, slice(None), made)
+        return copied
+    built = tuple.__new__(type(tree), made)  # also of a named one
+    if hasattr(tree, "__dict__"):
+        vars(built).update(vars(tree))
+    return built
 
 
 def opaque_paths(tree: Any) -> list[str]:
@@ -215,7 +256,7 @@ def opaque_paths(tree: Any) -> list[str]:
 class _Encoder:
     put: Callable[[torch.Tensor], str]
     codecs: Mapping[type, Sequence[Codec]]
-    opaque: list[str]
+    opaque: list[tuple[str, Any]]
     open: set[int] = field(default_factory=set[int])
     """Identities of the values around the current one."""
 
@@ -249,7 +290,7 @@ class _Encoder:
                 return {TAG + codec.tag: self.encode(parts, path)}
         if type(value) is list:
             return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
-        self.opaque.append(dotted(path))
+        self.opaque.append((dotted(path), value))
         return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
@@ -452,8 +493,10 @@ def _text(parts: Any) -> str:
     return parts
 
 
-def _default_dict_parts(value: defaultdict[Any, Any]) -> list[Any]:
+def _default_dict_parts(value: defaultdict[Any, Any]) -> Any:
     names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    if value.default_factory is not None and not names:
+        return NotImplemented  # code of somebody's
     return [names[0] if names else None, _pairs(value)]
 
 

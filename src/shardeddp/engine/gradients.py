@@ -551,6 +551,7 @@ class GroupGradients:
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
+        self._summed[index] = False  # or the next reduction would count what is in the shard again
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """A parameter's gradient so far, before a later micro-batch completes it.

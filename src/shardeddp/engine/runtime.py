@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,6 +104,7 @@ class Runtime:
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
         self._backwards = 0  # since the last forward of the root began
+        self._in_nodes = object()  # key of what nodes of graphs know of this runtime
         self._backward_kind = backward_kind(0)
         self._running: int | None = None  # number of the backward that the phase is of
         self._entering = threading.Lock()
@@ -491,7 +492,12 @@ class Runtime:
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
         # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
-            node.register_prehook(weakly(self, Runtime._reach, progress, use))
+            known = cast(Any, node).metadata
+            uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
+            if uses is None:
+                uses = known[self._in_nodes] = []
+                node.register_prehook(weakly(self, Runtime._reach_all, progress, uses))
+            uses.append((progress.index, use))
         unit = progress.unit
         if len(unit.trainable()) < len(unit.unsharded_parameters()):
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
@@ -500,6 +506,15 @@ class Runtime:
                 call_when_complete(leaves, weakly(self, Runtime._use_finished, progress))
 
     # -- Backward
+
+    def _reach_all(self, innermost: UnitProgress, uses: list[tuple[int, object]]) -> None:
+        """A backward reaches what is an output of several units, the innermost first.
+
+        The outer ones were entered before the inner ones. Reached after them, they would end the
+        backward of these before it has begun.
+        """
+        for index, use in reversed(uses):
+            self._reach(self.progresses[index], use)
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
@@ -556,6 +571,8 @@ class Runtime:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
+        if index not in progress.missing and not progress.unit.is_trained(index):
+            return  # frozen since its forward: torch calls hooks, and leaves no gradient
         progress.missing.discard(index)
         progress.arrived.add(index)
         if not progress.missing:

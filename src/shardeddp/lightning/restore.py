@@ -240,13 +240,16 @@ class Restore:
 
     def check_run(self, checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
         """Check counters, and what callbacks of Lightning's load next; a collective of all ranks."""
-        classes = dict[Any, str]()
+        classes, kept = dict[Any, str](), dict[Any, tuple[Any, int]]()
         for callback in callbacks:
             for base in (ModelCheckpoint, EarlyStopping, Timer):
                 if getattr(type(callback), "load_state_dict", None) is base.load_state_dict:
                     # The class itself was the key in early releases.
-                    classes |= dict.fromkeys((callback.state_key, type(callback)), base.__name__)
-        check = partial(check_run, checkpoint, classes, self.path)
+                    keys = callback.state_key, type(callback)
+                    classes |= dict.fromkeys(keys, base.__name__)
+                    if isinstance(callback, ModelCheckpoint):
+                        kept |= dict.fromkeys(keys, (callback.dirpath, callback.save_top_k))
+        check = partial(check_run, checkpoint, classes, self.path, kept)
         self._group.run_on_all_ranks("reading the checkpoint", check)
 
     def load_model(

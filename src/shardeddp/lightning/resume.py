@@ -85,7 +85,14 @@ def take_loader_state(
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The part that is read and written here; an empty one where weights alone are saved."""
-    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return _mapping_in(checkpoint, "loops", "fit_loop", "state_dict")
+
+
+def _mapping_in(tree: Any, *keys: str) -> dict[str, Any]:
+    """The mapping behind some keys; an empty one where a hook of the user's has left no such thing."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree if isinstance(tree, dict) else {}
 
 
 # -- Resume: random state, places in the data, kept tensors
@@ -264,9 +271,9 @@ class _ResumedStreams:
 
         It will ask for iterators anew when its epoch has started.
         """
-        loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        epoch = loop.get("epoch_progress", {}).get("current", {})
-        ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
+        loop = _mapping_in(checkpoint, "loops", "fit_loop")
+        epoch = _mapping_in(loop, "epoch_progress", "current")
+        ended = _mapping_in(loop, "epoch_loop.batch_progress").get("is_last_batch", False)
         counts = {epoch.get(name) for name in ("ready", "started", "processed")}
         self.wait = bool(ended) and len(counts) == 1 and None not in counts
 

@@ -708,6 +708,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             gradient = self._hooks.run(gradient)
         if are_requested():
             return gradient
+        if not self.requires_grad:
+            return None  # frozen since its use: autograd leaves nothing
         gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
         if self._unit_gradients is None:
             is_copy = self._unsharded is None
