@@ -15,6 +15,13 @@ _OTHER_STRATEGY = re.compile(
 )
 
 
+SLOWEST, LONGEST_S = 2, 390
+"""Times as long a test may take as it says, for machines that are slow or busy; limits are for what hangs.
+
+Only a test that says so itself takes longer than ``LONGEST_S``: after 400 s all stacks are printed, and the run ends.
+"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test over several strategies runs under the first of them in `make test`.
@@ -24,6 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     tests: dict[str, dict[str, list[tuple[str, pytest.Item]]]] = {}
     for item in items:
+        if limit := item.get_closest_marker("timeout"):
+            longer = max(limit.args[0], min(SLOWEST * limit.args[0], LONGEST_S))
+            item.add_marker(pytest.mark.timeout(longer), append=False)
         if found := _OTHER_STRATEGY.search(item.name):
             item.add_marker(pytest.mark.slow)
             on_ranks = "world" in getattr(item, "fixturenames", ())

@@ -57,7 +57,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 110.0
 START_TIMEOUT_S = 100.0
 GRACE_S = 2.0
 """How long the other ranks may still answer after one has failed; they often wait for it in a collective."""

@@ -173,7 +173,7 @@ def test_drawn_programs_of_ranks_are_those_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("micro", [1, 3])
 @on_ranks(4)
 def test_drawn_programs_of_replicas_are_those_of_one_process(micro: int, seed: int) -> None:

@@ -298,7 +298,9 @@ def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(it, marks=pytest.mark.torture) for it in (1, 2))]
+)
 @pytest.mark.parametrize("split", [False, True])
 @on_ranks(4)
 def test_drawn_steps_of_replicas_are_those_of_the_whole_model(seed: int, split: bool) -> None:

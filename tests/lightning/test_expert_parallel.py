@@ -240,8 +240,8 @@ def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
         ("bf16-mixed", "norm"),
         ("16-mixed", "value"),
         ("bf16-true", "value"),
-        ("16-true", "norm"),
-        ("64-true", "value"),
+        pytest.param("16-true", "norm", marks=pytest.mark.torture),
+        pytest.param("64-true", "value", marks=pytest.mark.torture),
     ],
 )
 def test_every_precision_trains_as_it_does_with_all_experts_on_all_ranks(

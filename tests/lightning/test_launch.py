@@ -199,10 +199,16 @@ def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "rank"),
-    [("sharded_dp_fork", 1), ("sharded_dp_notebook", 0), ("sharded_dp_spawn", 0)],
+    ("strategy", "rank", "killed"),
+    [
+        ("sharded_dp_fork", 1, True),
+        ("sharded_dp_notebook", 0, False),
+        ("sharded_dp_spawn", 0, True),
+        pytest.param("sharded_dp_fork", 1, False, marks=pytest.mark.torture),
+        pytest.param("sharded_dp_notebook", 0, True, marks=pytest.mark.torture),
+        pytest.param("sharded_dp_spawn", 0, False, marks=pytest.mark.torture),
+    ],
 )
 def test_the_process_that_has_started_the_ranks_is_told_which_has_failed_and_why(
     tmp_path: Path, strategy: str, rank: int, killed: bool

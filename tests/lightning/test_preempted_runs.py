@@ -125,7 +125,7 @@ def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, .
     ("save", "name"),
     [
         ("last", "last.ckpt"),
-        ("beside", FILE_NAME),
+        pytest.param("beside", FILE_NAME, marks=pytest.mark.torture),
         ("on_exception", "excepted.ckpt"),
         pytest.param("exception", "excepted.ckpt", marks=pytest.mark.torture),
     ],
