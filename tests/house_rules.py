@@ -82,6 +82,7 @@ TORCH_PRIVATES = frozenset(
         "_step_supports_amp_scaling",
         "_to_copy",
         "_top_saved_tensors_default_hooks",
+        "_untyped_storage",
         "_use_count",
         "_values",
         "_version",

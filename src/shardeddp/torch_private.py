@@ -148,6 +148,21 @@ foreach_zero_: Any = _private("torch:_foreach_zero_")
 parse_to: Any = _private("torch._C:_nn._parse_to")
 """Device, dtype and further arguments as ``Module.to`` reads them."""
 
+typed_storage_class: Callable[[torch.TypedStorage], str] = _private(
+    "torch:TypedStorage._pickle_storage_type", "self"
+)
+"""Name in torch of the class that stands for a typed storage in a pickle."""
+
+typed_storage_length: Callable[[torch.TypedStorage], int] = _private(
+    "torch:TypedStorage._size", "self"
+)
+
+
+def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """The bytes of a typed storage; the public way warns."""
+    return storage._untyped_storage
+
+
 rebuild_tensor: Any = _private(
     "torch._utils:_rebuild_tensor_v3",
     "storage storage_offset size stride requires_grad backward_hooks dtype metadata",

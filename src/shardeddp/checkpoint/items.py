@@ -24,7 +24,12 @@ from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.checkpoint.remote import Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
-from shardeddp.torch_private import rebuild_tensor
+from shardeddp.torch_private import (
+    rebuild_tensor,
+    typed_storage_class,
+    typed_storage_length,
+    untyped_storage,
+)
 
 # -- Checksums: xxh3 of 128 bits, block by block
 #
@@ -343,8 +348,8 @@ class TensorPickler(pickle.Pickler):
         if isinstance(obj, torch.UntypedStorage):
             return "storage", torch.UntypedStorage, self._record_of(obj), "cpu", obj.nbytes()
         if isinstance(obj, torch.TypedStorage):
-            kind, numel = vars(torch)[obj._pickle_storage_type()], obj._size()
-            return "storage", kind, self._record_of(obj._untyped_storage), "cpu", numel
+            kind, record = typed_storage_class(obj), self._record_of(untyped_storage(obj))
+            return "storage", vars(torch)[kind], record, "cpu", typed_storage_length(obj)
         return None
 
     def _record_of(self, storage: torch.UntypedStorage) -> str:

@@ -205,7 +205,7 @@ MARK = "_shardeddp_parallel_style"  # in the dictionary of a module that has bee
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearSizes:
+class LayerSizes:
     """Sizes of a linear layer."""
 
     inputs: int
@@ -214,16 +214,16 @@ class LinearSizes:
     """Whether rows of the weight are inputs, and its columns outputs, as in ``Conv1D`` of transformers."""
 
 
-def linear_sizes(module: nn.Module) -> LinearSizes | None:
+def linear_sizes(module: nn.Module) -> LayerSizes | None:
     """Sizes of a linear layer, by the attributes that say which dim of its weight is which."""
     weight = module._parameters.get("weight")
     if weight is None:
         return None
     shape = tuple(weight.shape)
     if shape == (getattr(module, "out_features", None), getattr(module, "in_features", None)):
-        return LinearSizes(inputs=shape[1], outputs=shape[0])
+        return LayerSizes(inputs=shape[1], outputs=shape[0])
     if shape == (getattr(module, "nx", None), getattr(module, "nf", None)):
-        return LinearSizes(inputs=shape[0], outputs=shape[1], is_transposed=True)
+        return LayerSizes(inputs=shape[0], outputs=shape[1], is_transposed=True)
     return None
 
 
