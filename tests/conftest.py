@@ -26,8 +26,9 @@ Only a test that says so itself takes longer than ``LONGEST_S``: after 400 s all
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test over several strategies runs under the first of them in `make test`.
 
-    `make test-slow` has the others. A test on ranks of the pool runs there every case of its other parameters under one
-    of them, in turn, and every strategy under one case at least; `make torture` has all combinations.
+    `make test-slow` and `make test-fidelity` have the others. Of a file's tests on ranks of the pool, each runs there
+    every case of its other parameters under one of them, in turn, and every strategy has one case at least; `make
+    torture` has all combinations.
     """
     tests: dict[str, dict[str, list[tuple[str, pytest.Item]]]] = {}
     for item in items:
@@ -38,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             on_ranks = "world" in getattr(item, "fixturenames", ())
             if on_ranks and not item.get_closest_marker("torture"):
-                cases = tests.setdefault(item.nodeid.partition("[")[0], {})
+                cases = tests.setdefault(item.nodeid.partition("::")[0], {})
                 case = item.name[: found.start()] + item.name[found.end() :]
                 cases.setdefault(case, []).append((found[0], item))
     for cases in tests.values():

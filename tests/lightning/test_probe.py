@@ -55,7 +55,7 @@ def test_rank_0_has_what_all_ranks_have_measured(world: Worlds, tmp_path: Path, 
     assert calibrate([path]).lines
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.timeout(500)
 def test_the_command_probes_ranks_of_torchrun_and_plans_take_its_file(tmp_path: Path) -> None:
     python = [sys.executable, "-W", "ignore", "-m"]
