@@ -6,20 +6,20 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapreplace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.items import block_digests, digest, memory_of
+from shardeddp.checkpoint.items import TensorPickler, block_digests, digest, memory_of
 from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
 from shardeddp.checkpoint.state_codec import (
-    MAX_DEPTH,
     Codec,
     are_leaves,
     dotted,
@@ -383,23 +383,17 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
 _STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)
 
 
-def where_pickling_fails(tree: Any, path: tuple[str, ...] = ()) -> str:
-    """The first value of a tree that pickle refuses, with its place; "" if it takes all of them."""
-    if isinstance(tree, torch.Tensor) or len(path) > MAX_DEPTH:
-        return ""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        items = cast("Mapping[Any, Any]", tree).items()
-    elif isinstance(tree, (list, tuple)):
-        items = enumerate(cast("Sequence[Any]", tree))
-    for key, item in items:
-        if found := where_pickling_fails(item, (*path, str(key)[:200])):
-            return found
-    try:
-        pickle.dumps(type(tree) if isinstance(tree, (Mapping, list, tuple)) else tree, protocol=2)
-    except Exception:  # noqa: BLE001 - a class of anybody refuses in any way
-        return f"the {type(tree).__name__} at {dotted(path)}"
-    return ""
+def where_pickling_fails(tree: Any) -> str:
+    """The first value of a tree that pickle refuses, with its place."""
+    found: list[tuple[str, Any]] = []
+    with suppress(CheckpointError):  # what contains itself ends the search
+        encode(tree, lambda tensor: "", (), found)
+    for place, value in found:
+        try:
+            TensorPickler().pickled(value)
+        except Exception:  # noqa: BLE001 - a class of anybody refuses in any way
+            return f"the {type(value).__name__} at {place}"
+    return "something in it"
 
 
 def _pickled(rest: Mapping[str, Any], opaque: Sequence[tuple[str, Any]]) -> bytes:

@@ -571,7 +571,7 @@ class Runtime:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
-        if index not in progress.missing and not progress.unit.is_trained(index):
+        if index not in progress.missing and index not in progress.unit.trainable():
             return  # frozen since its forward: torch calls hooks, and leaves no gradient
         progress.missing.discard(index)
         progress.arrived.add(index)

@@ -427,11 +427,6 @@ class Unit:
                 if parameter.requires_grad
             }
 
-    def is_trained(self, index: int) -> bool:
-        """Whether an unsharded parameter requires a gradient now."""
-        with without_torch_function():
-            return self.unsharded_parameters()[index].requires_grad
-
     def has_unsharded_gradient(self) -> bool:
         """Whether autograd has left gradients that no reduction has taken yet."""
         return any(group.gradients.waiting() for group in self.groups)

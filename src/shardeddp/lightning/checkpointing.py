@@ -265,16 +265,16 @@ class Checkpoints:
 
 def unlink_last(path: str, trainer: Trainer) -> None:
     """Take away the links of ``save_last="link"`` that lead to a checkpoint which is being deleted."""
-    if is_remote(path):
-        return
-    place = Path(_place_of(path))
     for callback in trainer.checkpoint_callbacks:
         last = getattr(callback, "CHECKPOINT_NAME_LAST", "").partition("{")[0]
-        if getattr(callback, "save_last", None) != "link" or not last:
-            continue
-        for link in filter(Path.is_symlink, place.parent.glob(f"{glob.escape(last)}*")):
-            if os.readlink(link) == place.name:
-                link.unlink(missing_ok=True)
+        folder = local_path(getattr(callback, "dirpath", None) or "")
+        links = getattr(callback, "save_last", None) == "link" and folder and not is_remote(folder)
+        # Only where the callback makes them: the path may come from a checkpoint of anybody.
+        for link in Path(folder).glob(f"{glob.escape(last)}*") if links and last else ():
+            if link.is_symlink():
+                target = os.path.join(folder, os.readlink(link))
+                if _place_of(target) == _place_of(path):
+                    link.unlink(missing_ok=True)
 
 
 def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> dict[str, Any]:

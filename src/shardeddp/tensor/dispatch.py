@@ -72,13 +72,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     if func in _ALIASES:
         return args[0].alias()
-    if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
-        # What autograd copies a gradient to that somebody else refers to, a thread that looks at
-        # frames for one: a plain tensor would be filled by a gather, on this rank alone.
-        local = args[0].to_local()
-        made = local.new_empty(local.shape, dtype=kwargs.get("dtype"))
-        return ShardTensor(made, args[0].spec)
     if func in _CREATIONS:
+        if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
+            # What autograd copies a gradient to that somebody else refers to, a thread that looks at
+            # frames for one: a plain tensor would be filled by a gather, on this rank alone.
+            local = args[0].to_local()
+            made = local.new_empty(local.shape, dtype=kwargs.get("dtype"))
+            return ShardTensor(made, args[0].spec)
         return func(args[0].to_local(), *args[1:], **kwargs)
     if func is aten.fill_.Tensor and isinstance(args[0], ShardTensor):
         return args[0].copy_(args[1])
