@@ -1,8 +1,8 @@
 """What all tests share: the pool of rank processes."""
 
-import itertools
 import pickle
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from world import Pool, Worlds
 
 _OTHER_STRATEGY = re.compile(
-    r"(?<=[\[-])(hybrid\w*|shard_grad_op|shard_optimizer|no_shard)(?=[\]-])"
+    r"(?<=[\[-])(full_shard (in|of) [^\]-]+|(hybrid\w*|shard_grad_op|shard_optimizer|no_shard)([ ,][^\]-]+)?)(?=[\]-])"
 )
 
 
@@ -26,11 +26,11 @@ Only a test that says so itself takes longer than ``LONGEST_S``: after 400 s all
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test over several strategies runs under the first of them in `make test`.
 
-    `make test-slow` and `make test-fidelity` have the others. Of a file's tests on ranks of the pool, each runs there
-    every case of its other parameters under one of them, in turn, and every strategy has one case at least; `make
-    torture` has all combinations.
+    `make test-slow` and `make test-fidelity` have the others. On ranks of the pool, each test runs there every case of
+    its other parameters under one of them, in turn; the name of a file says with which it begins. `make torture` has
+    all combinations.
     """
-    tests: dict[str, dict[str, list[tuple[str, pytest.Item]]]] = {}
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
         if limit := item.get_closest_marker("timeout"):
             longer = max(limit.args[0], min(SLOWEST * limit.args[0], LONGEST_S))
@@ -41,15 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if on_ranks and not item.get_closest_marker("torture"):
                 cases = tests.setdefault(item.nodeid.partition("::")[0], {})
                 case = item.name[: found.start()] + item.name[found.end() :]
-                cases.setdefault(case, []).append((found[0], item))
-    for cases in tests.values():
-        drawn = [others[turn % len(others)] for turn, others in enumerate(cases.values())]
-        seen = {strategy for strategy, _ in drawn}
-        for strategy, item in itertools.chain(*cases.values()):
-            if strategy not in seen:
-                seen.add(strategy)
-            elif all(item is not it for _, it in drawn):
-                item.add_marker(pytest.mark.torture)
+                cases.setdefault(case, []).append(item)
+    for file, cases in tests.items():
+        for turn, others in enumerate(cases.values(), zlib.crc32(file.encode())):
+            for item in others:
+                if item is not others[turn % len(others)]:
+                    item.add_marker(pytest.mark.torture)
 
 
 @pytest.fixture(scope="session")

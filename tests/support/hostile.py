@@ -101,9 +101,13 @@ def _nested(around: bytes = b"") -> bytes:
     return b")" + b"\x85" * 200_000 + around
 
 
-def _equal_hashes(count: int) -> list[int]:
-    """Integers among which a mapping finds one by comparing it with all others."""
-    return [number * (2**61 - 1) for number in range(1, count + 1)]
+def _equal_hashes(opened: bytes, as_key: Callable[[bytes], bytes], ended: bytes) -> bytes:
+    """20,000 integers of one hash: a mapping finds one by comparing it with all others, which takes seconds.
+
+    The pickle is written by hand; who made the mapping first would wait as long.
+    """
+    numbers = (pickle.dumps(n * (2**61 - 1), protocol=2)[2:-1] for n in range(1, 20_001))
+    return opened + b"(" + b"".join(map(as_key, numbers)) + ended
 
 
 BOMBS: Mapping[str, bytes] = {
@@ -123,11 +127,11 @@ BOMBS: Mapping[str, bytes] = {
     "tuples in tuples as the name of a global": b"\x80\x04" + _nested(_text("open") + b"\x93."),
     "tuples in tuples as a shape": b"\x80\x02ctorch\nSize\n" + _nested(b"\x85R."),
     "tuples in tuples": b"\x80\x02" + _nested(b"."),
-    "keys with equal hashes": pickle.dumps(dict.fromkeys(_equal_hashes(20_000)), protocol=2),
-    "tuples with equal hashes": pickle.dumps(
-        dict.fromkeys((key, "") for key in _equal_hashes(20_000)), protocol=2
+    "keys with equal hashes": _equal_hashes(b"\x80\x02}", lambda n: n + b"N", b"u."),
+    "tuples with equal hashes": _equal_hashes(
+        b"\x80\x02}", lambda n: n + _text("") + b"\x86N", b"u."
     ),
-    "members with equal hashes": pickle.dumps(set(_equal_hashes(20_000)), protocol=4),
+    "members with equal hashes": _equal_hashes(b"\x80\x04\x8f", lambda n: n, b"\x90."),
     "a number of a million digits": b"\x80\x02L" + b"9" * 1_000_000 + b"L\n.",
     "a place behind the next of the memo": b"\x80\x02]q\x01.",
     "a place of the memo that is empty": b"\x80\x02h\x00.",
