@@ -20,6 +20,10 @@ SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py test
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# `make test-slow SAMPLE=2` takes two cases of each test, and none that takes long.
+SAMPLE ?=
+CASES := $(if $(SAMPLE),--cases $(SAMPLE))
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
@@ -32,13 +36,13 @@ LOCK := pyproject.toml constraints.txt
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
 	@echo "make test             the tests of the loop (six minutes on two cores)"
-	@echo "make test-all         all tests but the long harnesses (half an hour and more)"
+	@echo "make test-all         all tests but the long harnesses (an hour)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-stores      checkpoints in servers of object stores (four minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
-	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (an hour)"
+	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (hours)"
 	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
 	@echo "make lint             ruff: rules and format"
 	@echo "make types            pyright, strict on src"
@@ -97,7 +101,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not torture and not cluster and not models and not stores and not fidelity"
+	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m "slow and not torture and not cluster and not models and not stores and not fidelity$(if $(SAMPLE), and not long)"
 
 test-all: test test-slow test-models test-stores test-fidelity
 
@@ -119,7 +123,7 @@ test-cluster: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
 
 test-fidelity: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m "fidelity and not torture" tests/fidelity
+	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m "fidelity and not torture" tests/fidelity
 
 torture: $(VENV)/.installed-stores
 	$(BIN)/python -m pytest -m "torture and not cluster"

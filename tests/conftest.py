@@ -1,5 +1,6 @@
 """What all tests share: the pool of rank processes."""
 
+import math
 import pickle
 import re
 import zlib
@@ -22,8 +23,30 @@ Only a test that says so itself takes longer than ``LONGEST_S``: after 400 s all
 """
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--cases``, for samples of suites that take long."""
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="of each test, at most N of the cases it has"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Divide the cases of tests among suites; and once marks have selected, keep a sample."""
+    _give_strategies_to_suites(items)
+    yield
+    if most := config.getoption("cases"):
+        tests = dict[str, list[pytest.Item]]()
+        for item in items:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        kept = {it for each in tests.values() for it in each[:: math.ceil(len(each) / most)]}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _give_strategies_to_suites(items: list[pytest.Item]) -> None:
     """A test over several strategies runs under the first of them in `make test`.
 
     `make test-slow` and `make test-fidelity` have the others. On ranks of the pool, each test runs there every case of

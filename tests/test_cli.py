@@ -51,6 +51,7 @@ def run(capsys: Output, *arguments: str | Path) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_run_as_a_module_too(path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "shardeddp", "verify", str(path)]
@@ -59,6 +60,7 @@ def test_it_is_run_as_a_module_too(path: Path) -> None:
     assert done.stdout.startswith(f"good     {path} (")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_importing_the_package_leaves_the_builder_of_command_lines_alone() -> None:
     code = "import sys, shardeddp, shardeddp.cli; sys.exit('jsonargparse' in sys.modules)"

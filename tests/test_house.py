@@ -132,6 +132,7 @@ def test_lightning_is_known_to_one_package_only_and_from_two_files() -> None:
     assert broken(house.stray_lightning) == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_file_starts_by_saying_what_it_is() -> None:
     assert broken(house.missing_docstrings) == []
@@ -228,6 +229,7 @@ def test_the_rules_are_given_the_package_and_its_tests() -> None:
     assert {f"{SRC}__init__.py", "tests/test_house.py", "tests/house_rules.py"} <= seen
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_excuse_has_a_reason_and_still_excuses_something() -> None:
     found = {

@@ -206,6 +206,15 @@ current_backward: Callable[[], int] = _private("torch._C:_current_graph_task_id"
 """Number of the backward that runs on this thread, or -1."""
 
 are_transforms_active: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active")
+_get_dispatch_mode: Callable[[Any], Any] = _private("torch._C:_get_dispatch_mode")
+_PROXY: Any = _private("torch._C:_TorchDispatchModeKey.PROXY")
+
+
+def are_operations_traced() -> bool:
+    """Whether operations are written to a graph: by make_fx, linearize or export, or by torch.jit.trace."""
+    return _get_dispatch_mode(_PROXY) is not None or torch.jit.is_tracing()
+
+
 engine: Any = _private("torch.autograd:Variable._execution_engine")
 
 

@@ -169,6 +169,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_export_needs_less_memory_than_one_large_tensor(tmp_path: Path) -> None:
     put(tmp_path / "small.ckpt")
@@ -251,6 +252,7 @@ def test_without_averaged_weights_there_are_none_to_export(path: Path, tmp_path:
 # -- checkpoints of other tools
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_directory_of_lightnings_own_strategy_is_exported(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "theirs.ckpt"

@@ -332,6 +332,7 @@ def test_with_trust_the_objects_and_meta_are_run_too(honest: Path, tmp_path: Pat
     assert (tmp_path / "marker").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_every_hostile_checkpoint_is_refused_at_little_cost_and_runs_nothing(

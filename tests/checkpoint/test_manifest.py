@@ -166,6 +166,7 @@ def test_a_changed_byte_is_refused_before_anything_is_parsed() -> None:
             manifest_from_bytes(bytes(damaged))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_simulation_of_thousands_of_ranks_writes_and_reads_what_ranks_do(
     tmp_path: Path,

@@ -312,6 +312,7 @@ def save_slowly(target: str, steps: int) -> list[int | None]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_store_that_answers_late_has_the_same_checkpoints(
     folder: RemotePath, world: Worlds

@@ -177,6 +177,7 @@ for name in os.listdir(sys.argv[2]):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_document_costs_time_and_memory_in_proportion_to_its_size(tmp_path: Path) -> None:
     sizes: dict[str, float] = {}

@@ -77,6 +77,7 @@ WALKS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_walking_over_the_frames_of_a_thread_reads_no_memory_that_it_has_freed() -> None:
@@ -84,6 +85,7 @@ def test_walking_over_the_frames_of_a_thread_reads_no_memory_that_it_has_freed()
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LOOKS_S + 40)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_looking_at_threads_never_waits_for_the_collection_of_garbage() -> None:

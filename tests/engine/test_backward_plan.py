@@ -172,6 +172,7 @@ def test_drawn_programs_of_ranks_are_those_of_one_process(
     train_drawn(seed, Sharding(strategy=strategy, units=UNITS, uneven=True), loss)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("micro", [1, 3])
@@ -184,6 +185,7 @@ def test_drawn_programs_of_replicas_are_those_of_one_process(micro: int, seed: i
         train_drawn(seed, sharding, plain, steps=6, micro=micro)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [True, False])
 @on_ranks(3)

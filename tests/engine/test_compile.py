@@ -44,6 +44,7 @@ def test_compiled_blocks_train_as_eager_ones_and_share_one_graph(way: str, strat
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "strategy"), [("in place", "full_shard"), ("wrapped", "no_shard")])
 @on_ranks(2)

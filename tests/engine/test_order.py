@@ -65,6 +65,7 @@ def units(strategy: str, **options: Any) -> Sharding:
     return Sharding(strategy=strategy, units=("experts.*", "head"), **options)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2, timeout_s=50)
 def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:

@@ -193,6 +193,7 @@ PAIRED += [("hybrid_shard", 4), WORLDS[-1]]
 """Where pairs of options are enough for `make test-slow`."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> N
     train_drawn(seed, Sharding(strategy=strategy, units=("layers.*",)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(it, marks=pytest.mark.torture) for it in (1, 2))]

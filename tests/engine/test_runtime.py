@@ -6,6 +6,7 @@ Each test trains the sharded model beside the same model in one process, see ``t
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,34 @@ def test_units_are_nested_and_the_outer_one_has_parameters_on_both_sides(strateg
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH))
     Trial(model, Sharding(strategy=strategy, units=("1", "1.blocks.*"))).train(square)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_forward_that_ends_before_its_unit_is_entered_leaves_the_unit_as_it_was(
+    strategy: str,
+) -> None:
+    trial = chain(strategy, order=(0, 1, 2))
+
+    def refuses(module: nn.Module, args: object) -> None:
+        raise ValueError("not this time")
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        for block in model.blocks:
+            handle = block.register_forward_pre_hook(refuses, prepend=True)
+            with pytest.raises(ValueError, match="not this time"):
+                model(batch(rank, step, 4, WIDTH))
+            handle.remove()
+        if model is trial.model:
+            assert [each.active for each in trial.runtime.progresses] == [
+                1,
+                0,
+                0,
+                0,
+            ]  # the root's step
+        return square(model, rank, step)
+
+    trial.train(loss)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])

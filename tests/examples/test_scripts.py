@@ -38,6 +38,7 @@ def test_the_shortest_script_leaves_an_ordinary_checkpoint(tmp_path: Path) -> No
     assert saved["state_dict"]["net.0.weight"].shape == (256, 8)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_vision_transformer_learns_the_patterns(tmp_path: Path) -> None:
     out = run(tmp_path, str(EXAMPLES / "vision.py"), "--epochs", "2", "--images", "512")
@@ -46,6 +47,7 @@ def test_the_vision_transformer_learns_the_patterns(tmp_path: Path) -> None:
     assert Path(path).is_file()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_gan_moves_its_points(tmp_path: Path) -> None:
     out = run(tmp_path, str(EXAMPLES / "gan.py"), "--steps", "60")
@@ -53,6 +55,7 @@ def test_the_gan_moves_its_points(tmp_path: Path) -> None:
     assert 0.5 < radius < 3, "an untrained generator stays near 0"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_stream_goes_on_with_the_losses_of_a_run_that_was_not_stopped(tmp_path: Path) -> None:
     script = str(EXAMPLES / "pretrain_stream.py")
@@ -65,6 +68,7 @@ def test_the_stream_goes_on_with_the_losses_of_a_run_that_was_not_stopped(tmp_pa
     assert first | second == losses(run(whole, script, "--steps", "13"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))

@@ -122,6 +122,7 @@ def test_every_loss_and_all_weights_equal_eager_ddp(
     assert_same_training(world(2).run(trained, GPT, way, TRACED, arguments), reference("gpt"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",

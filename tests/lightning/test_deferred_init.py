@@ -167,6 +167,7 @@ def test_training_is_that_of_a_module_built_at_once(world: Worlds, strategy: str
     world(2).run(check_training, {"sharding_strategy": strategy})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_with_replicas(world: Worlds) -> None:
     world(4).run(check_training, {"sharding_strategy": "hybrid_shard", "shard_size": 2})

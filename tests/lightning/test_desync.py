@@ -390,6 +390,7 @@ def train_late(strategy: str, action: Action, step: int, everybody: bool) -> End
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "action", "step", "everybody"),

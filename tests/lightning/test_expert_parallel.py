@@ -175,6 +175,7 @@ def train_all(size: int, kind: type[Mixture], names: tuple[str, ...]) -> list[An
     return [train(it, size, kind) for it in names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Mixture, Stacked], ids=["list", "stacked"])
 @pytest.mark.parametrize(
     ("ranks", "size"), [(4, 2), pytest.param(2, 2, marks=_REST), pytest.param(4, 4, marks=_REST)]
@@ -189,6 +190,7 @@ def test_experts_train_as_in_one_process_under_every_strategy(
             assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
 
 
+@pytest.mark.long
 def test_ranks_repeat_a_training_to_the_bit(world: Worlds) -> None:
     run = partial(train, "hybrid_shard", 2, Mixture, "value", steps=FEWER_STEPS)
     expected, _ = train_whole(Mixture, "value", steps=FEWER_STEPS)
@@ -234,6 +236,7 @@ def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
     return {name: it.double() for name, it in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "clips"),
     [
@@ -336,6 +339,7 @@ class Alone(Mixture):
         pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_is_loaded_with_other_numbers_of_expert_ranks(

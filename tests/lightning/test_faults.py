@@ -65,6 +65,7 @@ def check(fault: str, ranks: list[Seen]) -> None:
         assert seen.seconds < soon + BUSY_S, f"rank {rank} after {fault}: {seen.seconds:.1f} s"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_fault_of_one_rank_ends_all_and_is_named(tmp_path: Path) -> None:

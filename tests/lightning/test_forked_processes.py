@@ -118,6 +118,7 @@ def test_a_worker_that_reads_a_sharded_parameter_is_told_so(world: Worlds, name:
         assert "parameter.full_tensor()" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "takes", "start_method"),
     [

@@ -165,6 +165,7 @@ def test_torchrun_gives_the_same(
     assert_equal(weights(tmp_path / "sharded_dp.ckpt"), by_script[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -188,6 +189,7 @@ def test_forked_and_spawned_ranks_bring_the_full_weights_back(
     assert_equal(weights(tmp_path / f"{options[0]}.ckpt"), by_script[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: int) -> None:
@@ -198,6 +200,7 @@ def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: i
     assert not finished.leftover
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rank", "killed"),

@@ -152,6 +152,7 @@ def measure_all(folder: str) -> None:
         assert_same(resumed["seen"], theirs["seen"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_metrics_are_those_of_ddp_everywhere_and_go_on_when_resumed(
     world: Worlds, tmp_path: Path

@@ -75,6 +75,7 @@ def draw(count: int, seed: int) -> list[tuple[str, list[int], float]]:
     return [(names[i % 3], chance.choice(SUBSETS), chance.uniform(0.0, 0.5)) for i in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "ranks", "moment_s"), draw(3, seed=1))
 def test_a_signal_to_any_ranks_ends_all_in_one_step(
@@ -101,6 +102,7 @@ def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(
     assert (resumed, first > 0) == (straight, True), (seed, launcher, ranks, moment_s)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -120,6 +122,7 @@ def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, .
     assert 2 < first < 60
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "name"),
@@ -137,6 +140,7 @@ def test_it_is_saved_once_where_a_callback_wants_it(tmp_path: Path, save: str, n
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_more_signals_change_nothing_and_the_handler_of_the_user_hears_all(tmp_path: Path) -> None:
     with job(tmp_path / "first", str(tmp_path), "--own-handler", launcher=None) as running:
@@ -153,6 +157,7 @@ def test_more_signals_change_nothing_and_the_handler_of_the_user_hears_all(tmp_p
     assert (tmp_path / FILE_NAME).exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sigusr1_does_the_same(tmp_path: Path) -> None:
     with job(tmp_path / "first", str(tmp_path), launcher=None) as running:
@@ -197,6 +202,7 @@ def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(
 # -- errors
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank", "save"),
@@ -223,6 +229,7 @@ def test_an_error_on_one_rank_ends_all_with_what_it_was(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "save", ["on_exception", pytest.param("exception", marks=pytest.mark.torture)]

@@ -343,6 +343,7 @@ def test_a_block_that_was_compiled_before_recomputes(kind: str) -> None:
     assert saved_numel(model) < plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_inductor_compiles_a_block_that_recomputes() -> None:

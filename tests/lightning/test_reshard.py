@@ -85,6 +85,7 @@ def compare(found: TinyGpt, expected: TinyGpt, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=tolerance, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_each_strategy_goes_on_as_each_other_one() -> None:

@@ -248,6 +248,7 @@ def profile(folder: str) -> None:
         assert fit(sharded(), profiler=name, default_root_dir=folder)[0].losses == plain
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_profilers_change_nothing(world: Worlds, tmp_path: Path) -> None:
     world(2).run(profile, str(tmp_path))

@@ -258,6 +258,7 @@ def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[A
     return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in names]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "plan", "names"),
     [
@@ -279,6 +280,7 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
             assert count == 4 / size
 
 
+@pytest.mark.long
 def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds) -> None:
     expected, losses = train_whole(Split, "norm", steps=FEWER_STEPS)
     run = partial(
@@ -529,6 +531,7 @@ def descend(precision: str, size: int, clips: str) -> dict[str, torch.Tensor]:
     return {name: it.double() for name, it in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "clips"),
     [
@@ -564,6 +567,7 @@ def overflow(size: int) -> Any:
     return train("full_shard", size, kind=Overflows, **options, **plan)[:2]
 
 
+@pytest.mark.long
 def test_all_ranks_skip_a_step_in_which_a_part_of_one_overflows(world: Worlds) -> None:
     (expected, scales), *_ = world(4).run(overflow, 1)
     assert scales[-1] == 128
@@ -659,6 +663,7 @@ def load(
     return state | {f"moment of {name}": moment for name, moment in moments.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
     world: Worlds, tmp_path: Path, kind: str
@@ -742,6 +747,7 @@ def test_sequences_that_ranks_do_not_divide_are_an_error_on_all_ranks(world: Wor
         assert took < 20
 
 
+@pytest.mark.long
 def test_torch_splits_sequences_of_any_length(world: Worlds) -> None:
     expected, _ = train_whole(OddSplit, "norm", steps=FEWER_STEPS)
     run = partial(train, "full_shard", 2, kind=OddSplit, steps=FEWER_STEPS)
@@ -964,6 +970,7 @@ def refuse_all() -> list[str]:
     return [refused(*arguments) for arguments, _ in REFUSED]
 
 
+@pytest.mark.long
 def test_what_cannot_be_split_is_refused_by_name(world: Worlds) -> None:
     for messages in world(2).run(refuse_all):
         for message, (_, what) in zip(messages, REFUSED, strict=True):

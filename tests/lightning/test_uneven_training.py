@@ -62,6 +62,7 @@ def stop_together(
     return {"losses": model.losses, "steps": trainer.global_step, "weights": full_weights(model)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 def test_with_min_an_epoch_ends_as_if_all_ranks_had_the_fewest_batches(
@@ -138,6 +139,7 @@ def resume_joined(folder: str, ckpt_path: str | None) -> tuple[list[float], dict
     return model.losses, full_weights(model)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_has_joined_goes_on_so_when_the_run_is_resumed(
     world: Worlds, tmp_path: Path

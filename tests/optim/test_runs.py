@@ -493,6 +493,7 @@ def test_whatever_user_code_does_between_steps_runs_step_as_single_parameters(in
         assert looks or found >= joined, f"{case}: {found} were joined"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_under_other_strategies_too() -> None:

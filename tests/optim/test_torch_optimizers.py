@@ -109,6 +109,7 @@ def compare(trial: Trial, case: str) -> None:
         raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_every_variant_steps_as_in_one_process() -> None:
@@ -130,6 +131,7 @@ SHARDINGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4)
 def test_the_other_strategies_step_as_in_one_process() -> None:

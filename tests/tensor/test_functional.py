@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import (
     parameters_to_vector,
     parametrize,
@@ -34,6 +35,38 @@ def quietly(*messages: str) -> Iterator[None]:
         for message in (*messages, "is used outside the forward", "units run in another order"):
             warnings.filterwarnings("ignore", message=f".*{message}")
         yield
+
+
+TRACES: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]] = {
+    "linearize": lambda function: torch.func.linearize(function, X),
+    "make_fx": lambda function: make_fx(function)(X),
+    "make_fx of symbols": lambda function: make_fx(function, tracing_mode="symbolic")(X),
+    "torch.jit.trace": lambda function: torch.jit.trace(function, (X,), check_trace=False),
+}
+
+
+@pytest.mark.parametrize("trace", TRACES)
+@on_ranks(2)
+def test_what_would_trace_gathered_memory_is_refused_by_name_and_training_goes_on(
+    trace: str,
+) -> None:
+    trial = Trial(linears(), Sharding(units=UNITS))
+
+    def between(model: nn.Module) -> None:
+        with pytest.raises(RuntimeError, match="the forward of 0 is traced"):
+            TRACES[trace](model[0])
+
+    def in_the_forward(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        if model is trial.model:
+            # torch.jit looks at the memory first.
+            with pytest.raises(RuntimeError, match=r"of 1\.weight is traced|not allocated"):
+                TRACES[trace](lambda x: x @ model[1].weight)
+            between(model)
+        return square(model, rank, step)
+
+    with quietly("`torch.jit.", "Converting a tensor"):
+        between(trial.model)
+        trial.train(in_the_forward, steps=2)
 
 
 def scaled_beside_plain(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from shardeddp.errors import DesyncError
 from shardeddp.torch_private import (
     COLLECTIVES_FILE,
     OPERATORS_FILE,
+    are_operations_traced,
     current_backward,
     default_store,
     process_groups,
@@ -48,6 +49,24 @@ def note_that_runs_alone(function: Callable[..., Any], explanation: str) -> None
         explanation: For people, with ``{name}`` for the name of what was decorated.
     """
     _ALONE[function.__code__] = explanation
+
+
+def refuse_traced(operation: str) -> None:
+    """Refuse to gather parameters for operations that torch traces: its graph would refer to their memory.
+
+    Args:
+        operation: What would be traced, and of whom.
+
+    Raises:
+        RuntimeError: Operations are traced, on all ranks that come here; training may go on.
+    """
+    if are_operations_traced():
+        raise RuntimeError(
+            f"{operation} is traced (torch.func.linearize, torch.export, make_fx or "
+            f"torch.jit.trace), and a graph would refer to gathered parameters, whose memory is "
+            f"given back: expected a module that is not sharded. Trace it before it is set up, or "
+            f"one that has loaded a full checkpoint. torch.func.jvp and vjp take sharded modules"
+        )
 
 
 class CallFingerprints:
@@ -116,6 +135,7 @@ class CallFingerprints:
         if decorated:
             here = self._describe(operation)
             raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {advice}")
+        refuse_traced(operation)
         if self._failure:
             raise DesyncError(
                 f"{self._describe(operation)}, and ranks have been out of step since: {self._failure}"

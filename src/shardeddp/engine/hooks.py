@@ -76,17 +76,21 @@ class UnitHook:
         # The replacement of the compiled call.
         self._bracketed: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None  # that call
+        # One entry for each call that has come to `enter`; False where that refused it.
+        self._calls: list[bool] = []
 
     @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if self.belongs_to(module):
+            self._calls.append(False)
             self.runtime.enter(self._unit_progress)
+            self._calls[-1] = True
 
     @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook, called after an exception as well."""
-        if self.belongs_to(module):
+        """Forward hook, called after an exception as well, also of a forward pre-hook."""
+        if self.belongs_to(module) and self._calls and self._calls.pop():
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def belongs_to(self, module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.desync import refuse_traced
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
 from shardeddp.engine.buffers import BufferSync
@@ -329,6 +330,8 @@ class Runtime:
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit, and what comes next."""
+        if progress.unit.gathers:
+            refuse_traced(f"the forward of {progress.unit.label}")
         if are_transforms_active():
             self._enter_transformed(progress)
             return

@@ -78,6 +78,7 @@ def watch(world: Worlds, folder: Path, saves: int, asynchronous: bool) -> list[i
     return watcher.counts[first:]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_there_is_always_a_whole_checkpoint(

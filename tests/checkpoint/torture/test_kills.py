@@ -78,6 +78,7 @@ def check(outcomes: list[Outcome], seed: int) -> None:
     assert sum(it.hung for it in outcomes) == 0, [it for it in outcomes if it.hung]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_killed_ranks_lose_nothing_that_was_saved_and_leave_nothing(
