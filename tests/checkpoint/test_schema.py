@@ -143,6 +143,9 @@ USED_LATER: dict[str, Any] = {
     "global_step: expected a count, found a str": {"global_step": "7"},
     "optimizer_states: expected a list, found a dict": {"optimizer_states": {0: {}}},
     "optimizer_states.1: expected a mapping, found 3": {"optimizer_states": [{}, 3]},
+    "optimizer_states.0.state: expected numbers or names of parameters, found a Tensor": {
+        "optimizer_states": [{"state": {torch.ones(1): {}}, "param_groups": [{"params": [0]}]}]
+    },
     "optimizer_states.0.param_groups.0: expected params in it": {
         "optimizer_states": [{"param_groups": [{"lr": 0.1}]}]
     },

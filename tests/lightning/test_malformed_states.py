@@ -113,7 +113,14 @@ def resume_schedulers(path: str, own: bool) -> list[str]:
     trainer.fit(Scheduled(own), token_loader(8))
     trainer.save_checkpoint(path)
     errors = list[str]()
-    for state in (1, [1], {"last_epoch": "3"}, {"_last_lr": ["0.1"]}):
+    for state in (
+        1,
+        [1],
+        {"last_epoch": "3"},
+        {"_last_lr": ["0.1"]},
+        {"last_epoch": None},
+        {"base_lrs": [None]},
+    ):
         if torch.distributed.get_rank() == 0:
             content = torch.load(path, weights_only=True)
             torch.save({**content, "lr_schedulers": [state]}, path)
@@ -130,10 +137,12 @@ def resume_schedulers(path: str, own: bool) -> list[str]:
 def test_a_state_of_a_scheduler_that_torch_cannot_go_on_from_is_refused_and_named(
     world: Worlds, tmp_path: Path, own: bool
 ) -> None:
-    for number, state, epoch, rates in world(2).run(
+    for number, state, epoch, rates, no_epoch, no_rates in world(2).run(
         resume_schedulers, str(tmp_path / "a.ckpt"), own
     ):
         assert "lr_schedulers.0 in the checkpoint is a number (int), expected a mapping" in number
         assert "lr_schedulers.0 in the checkpoint is a list (list), expected a mapping" in state
         assert "lr_schedulers.0.last_epoch in the checkpoint is text (str)" in epoch
         assert "lr_schedulers.0._last_lr.0 in the checkpoint is text (str)" in rates
+        assert "last_epoch in the checkpoint is an object (NoneType), expected a num" in no_epoch
+        assert "base_lrs.0 in the checkpoint is an object (NoneType), expected a num" in no_rates

@@ -124,15 +124,16 @@ def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:
     return value if type(value) is int and value >= 0 else otherwise
 
 
-def check_like(saved: Any, own: Any, path: str) -> None:
+def check_like(saved: Any, own: Any, path: str, *, optional: bool = True) -> None:
     """Check that a saved state has values of the kinds that its owner has now.
 
     Args:
         saved: As it was read.
         own: The state of the object that is going to load it, of the same class.
         path: Where it is in the checkpoint, for errors.
+        optional: Whether any value may be None.
     """
-    if saved is None:
+    if optional and saved is None:
         return
     found, expected = _kind(saved), _kind(own)
     if expected and found != expected:
@@ -142,13 +143,13 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         )
     if expected == "a mapping" == found:
         for name in own.keys() & saved.keys():
-            check_like(saved[name], own[name], f"{path}.{name}")
+            check_like(saved[name], own[name], f"{path}.{name}", optional=optional)
     elif expected == "a list" == found and len({*map(_kind, own)}) == 1:
         # In lists of one length, items are of the same owner: schedulers of a sequence, functions of
         # parameter groups. Of a list that grows, they are all alike.
         owners = own if len(own) == len(saved) else [own[0]] * len(saved)
         for index, (item, owner) in enumerate(zip(saved, owners, strict=True)):
-            check_like(item, owner, f"{path}.{index}")
+            check_like(item, owner, f"{path}.{index}", optional=optional)
 
 
 def _kind(value: Any) -> str:
@@ -271,6 +272,12 @@ def _names(value: Any, path: str) -> None:
     )
 
 
+def _states(value: Any, path: str) -> None:
+    _check(value, "a mapping", path)
+    if any(isinstance(key, torch.Tensor) for key in value):  # known by identity: no state is found
+        raise _WrongError(f"{path}: expected numbers or names of parameters, found a Tensor")
+
+
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.?dev|\.?post)\d*)*(\+[a-z0-9.]+)?", re.IGNORECASE)
 
 _COUNTS = {"*": _count_or_flag}
@@ -306,7 +313,7 @@ _CALLBACKS: dict[str, Any] = {
 }
 """Of Lightning's own, by class."""
 
-_OPTIMIZER = {"state": "a mapping", "param_groups": [{"params!": ["a number or a name"]}]}
+_OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
 _LOOPS = {
     "fit_loop!": _LOOP,
     "validate_loop": _EVALUATION,

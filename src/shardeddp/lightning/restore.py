@@ -400,11 +400,12 @@ class Restore:
 def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
     """Check what torch's own code reads of a scheduler's state; the rest is of who wrote its class."""
     own: Any = scheduler.state_dict()
-    if not type(scheduler).__module__.startswith("torch."):
-        if getattr(type(scheduler), "load_state_dict", None) is not LRScheduler.load_state_dict:
-            return
-        own = {key: own[key] for key in _OF_SCHEDULERS if key in own}
-    check_like(saved, own, path)
+    if type(scheduler).__module__.startswith("torch."):
+        check_like(saved, own, path)
+    elif getattr(type(scheduler), "load_state_dict", None) is not LRScheduler.load_state_dict:
+        return
+    base = {key: own[key] for key in _OF_SCHEDULERS if key in own}
+    check_like(saved, base, path, optional=False)
 
 
 _OF_SCHEDULERS = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
