@@ -20,7 +20,7 @@ SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py test
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# `make test-slow SAMPLE=2` takes two cases of each test, and none that takes long.
+# `make test-slow SAMPLE=1` takes one case of each test, and none that takes long.
 SAMPLE ?=
 CASES := $(if $(SAMPLE),--cases $(SAMPLE))
 

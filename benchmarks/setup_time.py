@@ -2,6 +2,7 @@
 
 FSDP2's ``fully_shard`` leaves the values to the user (``to_empty``, ``reset_parameters``), whereas ours ends with the
 values that an unsharded module would have. Both times are shown: until everything is wrapped, and until it is usable.
+The floor draws the same numbers into one buffer and keeps a rank's part of them, without names, units or hooks.
 
     python benchmarks/setup_time.py
 """
@@ -117,7 +118,25 @@ def fsdp2(setting: Setting) -> tuple[float, float]:
     return wrapped, time.perf_counter() - start
 
 
-CONTESTANTS = {"FSDP2 fully_shard": fsdp2, "ShardedDP full_shard": ours}
+def floor(setting: Setting) -> tuple[float, float]:
+    """Nothing, and seconds to draw all numbers of the module and to keep a part of them."""
+    layers = [module for module in build(setting).modules() if not list(module.children())]
+    most = max(parameter.numel() for layer in layers for parameter in layer.parameters())
+    dist.barrier()
+    start = time.perf_counter()
+    buffer, kept = torch.empty(most), list[torch.Tensor]()
+    for layer in layers:
+        for parameter in layer.parameters():
+            values = buffer[: parameter.numel()]
+            if isinstance(layer, nn.Embedding):
+                values.normal_()
+            elif isinstance(layer, nn.Linear):
+                values.uniform_(-0.1, 0.1)
+            kept.append(values.chunk(setting.ranks)[0].clone())
+    return 0.0, time.perf_counter() - start
+
+
+CONTESTANTS = {"FSDP2 fully_shard": fsdp2, "ShardedDP full_shard": ours, "floor": floor}
 
 
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
