@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardeddp.checkpoint import write
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.cli import _compare
 from shardeddp.planner.calibration import write as write_measured
 from shardeddp_cli import main
 from support.exporting import checkpoint, flip, put, read_safetensors, weights
@@ -346,6 +347,57 @@ def test_names_shapes_dtypes_and_values_that_differ_are_said(
         "state_dict.shape: shape (2, 2) and (4,)",
         "4 differences; largest of values 2, in 3 tensors of both",
     ]
+
+
+WIDE = {
+    "near": ([2**53 + 1], [2**53], torch.int64, torch.int64),
+    "largest": ([2**63 - 1], [2**63 - 2], torch.int64, torch.int64),
+    "unsigned": ([2**63 + 1], [2**63], torch.uint64, torch.uint64),
+    "signs": ([-1], [2**64 - 1], torch.int64, torch.uint64),
+    "kinds": ([2**53 + 1], [2.0**53], torch.int64, torch.float64),
+    "nan": (
+        [complex(1, float("nan"))],
+        [complex(2, float("nan"))],
+        torch.complex64,
+        torch.complex64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_values_that_are_one_number_in_float64_differ(
+    tmp_path: Path, capsys: Output, name: str
+) -> None:
+    one, other, *dtypes = WIDE[name]
+    for value, dtype, file in zip((one, other), dtypes, ("one", "other"), strict=True):
+        torch.save(
+            {"state_dict": {"w": torch.tensor(value, dtype=dtype)}}, tmp_path / f"{file}.ckpt"
+        )
+    status, out, _ = run(capsys, "diff", tmp_path / "one.ckpt", tmp_path / "other.ckpt")
+    assert status == 1
+    assert "1 of 1 values differ, by up to" in out
+    assert "by up to 0" not in out
+    status, _, _ = run(capsys, "diff", tmp_path / "one.ckpt", tmp_path / "one.ckpt")
+    assert status == 0
+
+
+def test_values_of_equal_numbers_in_other_layouts_and_dtypes_are_equal(
+    tmp_path: Path, capsys: Output
+) -> None:
+    eye = torch.eye(3)
+    pairs = {
+        "sparse": (eye.to_sparse(), eye.to_sparse()),
+        "nan": (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0])),
+        "complex": (torch.tensor([1j]), torch.tensor([1j])),
+    }
+    for file, at in ("one", 0), ("other", 1):
+        torch.save({"state_dict": {it: pairs[it][at] for it in pairs}}, tmp_path / f"{file}.ckpt")
+    status, out, err = run(capsys, "diff", tmp_path / "one.ckpt", tmp_path / "other.ckpt")
+    assert (status, out, err) == (0, "equal: 3 tensors\n", "")
+    assert _compare(torch.tensor([3]), torch.tensor([3.0])) == (
+        "torch.int64 and torch.float32",
+        0.0,
+    )
 
 
 def test_a_directory_and_the_file_made_of_it_are_compared(

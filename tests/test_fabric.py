@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import shardeddp
+from shardeddp import CheckpointError, ConfigurationError
 from shardeddp.checkpoint.safetensors import Entry, write_safetensors
 from shardeddp.fabric import ShardedDP
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -206,6 +207,75 @@ def test_a_checkpoint_is_loaded_by_another_strategy(
         assert step == 7
         assert steps
         assert set(steps) == {1.0}
+
+
+def load_what_stands_beside(kind: str, folder: str) -> None:
+    with launched(ShardedDP(state_dict_type=kind)) as fabric:
+
+        def made(value: float) -> Any:
+            module = torch.nn.Linear(2, 2)
+            torch.nn.init.constant_(module.weight, value)
+            return fabric.setup(module)
+
+        def values(*modules: Any) -> list[float]:
+            return [float(whole(it.module.weight)[0, 0]) for it in modules]
+
+        named = {"gen.net": made(1.0), "keys": made(2.0), "training": made(3.0)}
+        other = {"weight": torch.full((2, 2), 7.0)}
+        fabric.save(f"{folder}/a.ckpt", {**named, "state_dict": other, "best": None})
+        state = {"gen.net": made(0.0), "keys": made(0.0), "training": made(0.0), "best": 3.5}
+        fabric.load(f"{folder}/a.ckpt", state)
+        assert values(state["gen.net"], state["keys"], state["training"]) == [1.0, 2.0, 3.0]
+        assert state["best"] is None
+        alone = {"keys": made(0.0)}
+        fabric.load(f"{folder}/a.ckpt", alone)
+        assert values(alone["keys"]) == [2.0]
+        with pytest.raises(
+            ConfigurationError, match=r"'a' and 'a\.b' would be saved under the same"
+        ):
+            fabric.load(f"{folder}/a.ckpt", {"a": made(0.0), "a.b": made(0.0)}, strict=False)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_modules_are_loaded_under_any_key_beside_any_entry(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
+    world(2).run(load_what_stands_beside, kind, str(tmp_path))
+
+
+def save_over(folder: str) -> list[str]:
+    errors = list[str]()
+    with launched(ShardedDP(state_dict_type="full")) as fabric:
+        module = fabric.setup(torch.nn.Linear(2, 2))
+        for name in ("notes.txt", "mine"):
+            with pytest.raises(CheckpointError) as caught:
+                fabric.save(f"{folder}/{name}", {"model": module})
+            errors.append(str(caught.value))
+        fabric.save(f"{folder}/sharded.ckpt", {"model": module, "step": 2})
+        assert fabric.load(f"{folder}/sharded.ckpt")["step"] == 2
+    return errors
+
+
+def save_sharded(folder: str) -> None:
+    with launched(ShardedDP(state_dict_type="sharded")) as fabric:
+        fabric.save(
+            f"{folder}/sharded.ckpt", {"model": fabric.setup(torch.nn.Linear(2, 2)), "step": 1}
+        )
+
+
+def test_a_file_takes_the_place_of_a_checkpoint_and_of_nothing_else(
+    world: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").touch()
+    world(2).run(save_sharded, str(tmp_path))
+    for file, folder in world(2).run(save_over, str(tmp_path)):
+        assert "notes.txt is an ordinary file that is no checkpoint" in file
+        assert "mine is a directory, expected the path of a new file" in folder
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path / "mine") == ["x"]
+    assert (tmp_path / "sharded.ckpt").is_file()
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

@@ -363,15 +363,45 @@ def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
         return f"shape {tuple(first.shape)} and {tuple(second.shape)}", 0.0
     dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
     whole = [it.whole() if isinstance(it, LazyTensor) else it for it in (first, second)]
-    wide = torch.complex128 if any(it.is_complex() for it in whole) else torch.float64
-    one, other = (it.to(wide) for it in whole)
-    unequal = ~((one == other) | (one.isnan() & other.isnan()))
+    one, other = map(_dense, whole)
+    unequal = ~_are_equal(one, other)
     if not bool(unequal.any()):
         return dtypes, 0.0
-    difference = (one - other).abs()[unequal]
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    one, other = one[unequal], other[unequal]
+    difference = (one.to(wide) - other.to(wide)).abs()
+    if not bool(difference.all()):  # integers that are one number in float64
+        near = (one.to(torch.int64) - other.to(torch.int64)).abs().to(difference.dtype)
+        difference = difference.where(difference > 0, near)
     largest = float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
     text = f"{int(unequal.sum()):,} of {unequal.numel():,} values differ, by up to {largest:.6g}"
     return ", ".join(filter(None, (dtypes, text))), largest
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of a tensor that may be quantized or sparse."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where values are the same number, or none in both; exact for integers of any size, too."""
+    if one.is_complex() or other.is_complex():
+        pairs = [torch.view_as_real(it.to(torch.complex128)) for it in (one, other)]
+        return _are_equal(*pairs).all(-1)
+    if one.is_floating_point() is not other.is_floating_point():
+        # An integer is a float's value if it is one of its numbers, and comes back from it.
+        whole, real = (other, one) if one.is_floating_point() else (one, other)
+        rounded = whole.to(torch.float64)
+        return (rounded == real.to(torch.float64)) & (rounded.to(whole.dtype) == whole)
+    if one.is_floating_point():
+        one, other = one.to(torch.float64), other.to(torch.float64)
+        return (one == other) | (one.isnan() & other.isnan())
+    # Large numbers of uint64 have the bits of negative ones of int64.
+    bits = one.to(torch.int64), other.to(torch.int64)
+    equal = bits[0] == bits[1]
+    return equal if one.dtype.is_signed is other.dtype.is_signed else equal & (bits[0] >= 0)
 
 
 def migrate(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import save_full
+from shardeddp.checkpoint.durable import location
+from shardeddp.checkpoint.full import new_checkpoint_file, save_full
 from shardeddp.checkpoint.restore import (
     load_module,
     load_optimizer,
@@ -23,11 +25,17 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
 )
 from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.snapshot import nbytes_of
 from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, rank_zero_only
+from shardeddp.lightning.api import (
+    LIGHTNING_VERSION,
+    DDPStrategy,
+    TorchCheckpointIO,
+    rank_zero_only,
+)
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
@@ -37,6 +45,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+VERSION = "pytorch-lightning_version"  # of checkpoints of the Trainer, and of directories
 _FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
 
 
@@ -207,9 +216,17 @@ class ShardedDP(DDPStrategy):
             for key, keeps in (filter or {}).items():
                 kept = {name: it for name, it in plain[key].items() if keeps(name, it)}
                 plain[key] = with_versions(kept, versions_of(plain[key]))
-            target, write = self.broadcast(str(path)), self.checkpoint_io.save_checkpoint
-            mesh = self._group.current
-            save_full(plain, target, lambda full: write(full, target, storage_options), mesh)
+            target, io = self.broadcast(os.fspath(path)), self.checkpoint_io
+
+            def write(full: dict[str, Any]) -> None:
+                if storage_options is not None or type(io) is not TorchCheckpointIO:
+                    io.save_checkpoint(full, target, storage_options)
+                    return
+                place, options = location(target), self._parts.options.checkpoint_options
+                with new_checkpoint_file(place, nbytes_of(full), options) as opened:
+                    torch.save(full, opened)
+
+            save_full(plain, target, write, self._group.current)
             return
         if filter:
             raise NotImplementedError("fabric.save(filter=...) needs state_dict_type='full'")
@@ -219,7 +236,7 @@ class ShardedDP(DDPStrategy):
         rest = {key: it for key, it in plain.items() if key not in (*modules, *optimizers)}
         checkpoint = {
             **{key: it for key, it in rest.items() if key in ("epoch", "global_step")},
-            "pytorch-lightning_version": LIGHTNING_VERSION,
+            VERSION: LIGHTNING_VERSION,
             WEIGHTS: root.state_dict(),
             OPTIMIZERS: [plain[key] for key in optimizers],
             "lr_schedulers": [],
@@ -250,9 +267,9 @@ class ShardedDP(DDPStrategy):
     ) -> None:
         root, saved = _together({key: _bare(it) for key, it in state.items()}), _names(checkpoint)
         for key, it in state.items():
-            it, value = _bare(it), entries.pop(key, None)
-            if value is None:
+            if key not in entries:
                 continue
+            it, value = _bare(it), entries.pop(key)
             if isinstance(it, nn.Module):
                 load_module(it, value, strict, self._parts.options.checkpoint_options.cast)
             elif isinstance(it, Optimizer):
@@ -275,7 +292,17 @@ def _keys(state: Mapping[str, Any], kind: type) -> list[str]:
 def _together(state: Mapping[str, Any]) -> nn.Module:
     """The only module of a state, or one that holds all of them by their keys."""
     modules = {key: it for key, it in state.items() if isinstance(it, nn.Module)}
-    return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+    if len(modules) == 1:
+        return next(iter(modules.values()))
+    for key, other in permutations(modules, 2):
+        if other.startswith(f"{key}."):
+            raise ConfigurationError(
+                f"modules {key!r} and {other!r} would be saved under the same names: call one of "
+                f"them otherwise"
+            )
+    root = nn.Module()
+    root._modules.update(modules)  # under any key, where nn.ModuleDict refuses dots and methods
+    return root
 
 
 def _names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
@@ -286,7 +313,7 @@ def _names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
 
 def _entries(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint has for each key of a state; one of the Trainer has no such keys."""
-    if WEIGHTS not in checkpoint:
+    if not {WEIGHTS, VERSION} <= checkpoint.keys():
         return checkpoint
     rest = {it: value for it, value in checkpoint.items() if it not in (WEIGHTS, OPTIMIZERS, KEY)}
     own = {"modules": _keys(state, nn.Module), "optimizers": _keys(state, Optimizer), "state": rest}

@@ -65,6 +65,17 @@ LEGITIMATE: dict[str, Any] = {
             },
             "EarlyStopping{'monitor': 'x'}": STOPPING,
             "Timer": {"time_elapsed": {"train": 1.5}},
+            "BackboneFinetuning": {
+                "internal_optimizer_metadata": {0: [{"lr": 0.1, "params": ["w"]}]},
+                "previous_backbone_lr": None,
+            },
+            "StochasticWeightAveraging": {
+                "n_averaged": 0,
+                "latest_update_epoch": -1,
+                "scheduler_state": {"last_epoch": 1},
+                "average_model_state": {"module.w": torch.ones(1)},
+            },
+            "WeightAveraging": {"latest_update_step": 3},
             "MyOwn": [1, 2],
         },
         "optimizer_states": [
@@ -170,13 +181,69 @@ OF_CALLBACKS: dict[str, Any] = {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}
     },
 }
+AVERAGING = {"latest_update_step": 1}
+UNFREEZING = {"internal_optimizer_metadata": {0: [{"lr": 0.1, "params": ["w"]}]}}
+STOCHASTIC = {
+    "n_averaged": 1,
+    "latest_update_epoch": -1,
+    "scheduler_state": None,
+    "average_model_state": None,
+}
+OF_CALLBACKS |= {
+    "callbacks.EarlyStopping.stopping_reason: expected a count": {
+        "callbacks": {"EarlyStopping": {**STOPPING, "stopping_reason": "x"}}
+    },
+    "callbacks.ModelCheckpoint.best_k_models./a.ckpt: expected one element or a number": {
+        "callbacks": {
+            "ModelCheckpoint": {**BEST, "best_model_path": "", "best_k_models": {"/a.ckpt": None}}
+        }
+    },
+    "callbacks.BackboneFinetuning: expected a mapping, found a str": {
+        "callbacks": {"BackboneFinetuning": "x"}
+    },
+    "callbacks.BackboneFinetuning.previous_backbone_lr: expected a number": {
+        "callbacks": {"BackboneFinetuning": {**UNFREEZING, "previous_backbone_lr": "x"}}
+    },
+    "callbacks.BackboneFinetuning.internal_optimizer_metadata.0.0: expected a mapping": {
+        "callbacks": {
+            "BackboneFinetuning": {
+                "internal_optimizer_metadata": {0: [7]},
+                "previous_backbone_lr": None,
+            }
+        }
+    },
+    "callbacks.StochasticWeightAveraging: expected n_averaged in it": {
+        "callbacks": {"StochasticWeightAveraging": {"scheduler_state": None}}
+    },
+    "callbacks.StochasticWeightAveraging.scheduler_state: expected a mapping, found 7": {
+        "callbacks": {"StochasticWeightAveraging": {**STOCHASTIC, "scheduler_state": 7}}
+    },
+    "averaging_state: expected a mapping, found 5": {
+        "callbacks": {"WeightAveraging": AVERAGING},
+        "averaging_state": 5,
+    },
+    "current_model_state: expected names, found a key that is a int": {
+        "callbacks": {"WeightAveraging": AVERAGING},
+        "current_model_state": {3: 5},
+    },
+}
 OF_CALLBACKS["callbacks.Timer: expected a mapping, found a Tensor"] = {
     "callbacks": {"Timer": torch.ones(2)}
 }
 OF_CALLBACKS["callbacks.ModelCheckpoint.kth_best_model_path: expected one of its 2 best_k"] = {
     "callbacks": {"ModelCheckpoint": {"best_model_path": "", "dirpath": "/a", **BEST}}
 }
-CLASSES = {name: name for name in ("ModelCheckpoint", "EarlyStopping", "Timer")}
+CLASSES = {
+    name: name
+    for name in (
+        "ModelCheckpoint",
+        "EarlyStopping",
+        "Timer",
+        "BackboneFinetuning",
+        "StochasticWeightAveraging",
+        "WeightAveraging",
+    )
+}
 
 
 @pytest.mark.parametrize("message", USED_LATER)

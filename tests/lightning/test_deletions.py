@@ -147,10 +147,14 @@ def test_links_to_a_deleted_checkpoint_go_in_the_directories_of_callbacks_alone(
         (folder / "last.ckpt").symlink_to("deeper/step=1.ckpt")
     (own / "last-v1.ckpt").symlink_to("deeper/step=2.ckpt")
     (other / "deeper" / "last.ckpt").symlink_to("step=1.ckpt")
+    (own / "last-v2.ckpt").symlink_to("deeper/step=1.ckpt")
+    mine = [own / name for name in ("last-release.ckpt", "last-v.ckpt", "last.pt", "latest.ckpt")]
+    for link in mine:
+        link.symlink_to("deeper/step=1.ckpt")
     saves = ModelCheckpoint(own, save_last="link")
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[saves])
     for folder in (own, other):
         unlink_last(str(folder / "deeper" / "step=1.ckpt"), trainer)
-    assert [*own.glob("last*")] == [own / "last-v1.ckpt"]
+    assert {*own.glob("la*")} == {own / "last-v1.ckpt", *mine}
     assert (other / "last.ckpt").is_symlink()
     assert (other / "deeper" / "last.ckpt").is_symlink()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from shardeddp import CheckpointError
+from shardeddp.lightning.restore import _check_scheduler
 from support.resuming import full_shard, in_one_file
 from support.tasks import TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
@@ -146,3 +148,54 @@ def test_a_state_of_a_scheduler_that_torch_cannot_go_on_from_is_refused_and_name
         assert "lr_schedulers.0._last_lr.0 in the checkpoint is text (str)" in rates
         assert "last_epoch in the checkpoint is an object (NoneType), expected a num" in no_epoch
         assert "base_lrs.0 in the checkpoint is an object (NoneType), expected a num" in no_rates
+
+
+ZEROS: list[tuple[type[Any], dict[str, Any], dict[str, Any]]] = [
+    (lr_scheduler.StepLR, {"step_size": 1}, {"step_size": 0}),
+    (lr_scheduler.CosineAnnealingLR, {"T_max": 5}, {"T_max": False}),
+    (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 5}, {"T_i": 0}),
+    (
+        lr_scheduler.CyclicLR,
+        {"base_lr": 0.1, "max_lr": 0.2, "cycle_momentum": False},
+        {"total_size": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "change"), ZEROS)
+def test_numbers_that_a_scheduler_divides_by_are_refused_when_they_are_zero(
+    kind: type[Any], options: dict[str, Any], change: dict[str, Any]
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = kind(optimizer, **options)
+    saved = dict(scheduler.state_dict())
+    _check_scheduler(saved, scheduler, "lr_schedulers.0")
+    with pytest.raises(CheckpointError, match=f"lr_schedulers.0 .* {kind.__name__} cannot compute"):
+        _check_scheduler({**saved, **change}, scheduler, "lr_schedulers.0")
+    assert scheduler.state_dict() == saved
+    assert optimizer.param_groups[0]["lr"] == saved["_last_lr"][0]
+
+
+def resume_cut(path: str) -> list[str]:
+    """The errors of files in torch's former format that were cut off at thirty places."""
+    trainer = make_trainer(in_one_file(), max_epochs=1)
+    trainer.fit(Scheduled(own=False), token_loader(4))
+    trainer.save_checkpoint(path)
+    torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
+    content, errors = Path(path).read_bytes(), list[str]()
+    for place in range(0, len(content), len(content) // 30 + 1):
+        Path(path).write_bytes(content[:place])
+        with pytest.raises(CheckpointError) as caught:
+            make_trainer(full_shard(), max_epochs=2).fit(
+                Scheduled(own=False), token_loader(4), ckpt_path=path
+            )
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_file_in_torchs_former_format_that_was_cut_off_is_named(
+    world: Worlds, tmp_path: Path
+) -> None:
+    [errors] = world(1).run(resume_cut, str(tmp_path / "a.ckpt"))
+    assert len(errors) > 20
+    assert all("a.ckpt" in error for error in errors)

@@ -151,7 +151,7 @@ def stream_full(
         try:
             if mesh.rank == 0:
                 nbytes = sum(tensor.nbytes for tensor in file.tensors)
-                with _new_file(path, nbytes, options) as opened:
+                with new_checkpoint_file(path, nbytes, options) as opened:
                     file.write(opened, read, more={INDEX: index})
         finally:
             # The other ranks gather everything, even if the file has failed.
@@ -161,8 +161,16 @@ def stream_full(
 
 
 @contextmanager
-def _new_file(path: Location, nbytes: int, options: CheckpointOptions) -> Generator[BinaryIO]:
-    """A file that has its name, or is in a store, when the block ends, and is gone if that fails."""
+def new_checkpoint_file(
+    path: Location, nbytes: int, options: CheckpointOptions
+) -> Generator[BinaryIO]:
+    """A file that has its name, or is in a store, when the block ends, and is gone if that fails.
+
+    Args:
+        path: Of a checkpoint that is replaced, or of nothing yet; anything else is refused.
+        nbytes: About as large it gets: a disk that has less is refused before.
+        options: How it is written.
+    """
     permissions = options.permissions or "umask"
     if not isinstance(path, RemotePath):
         with disk_errors("making the directory of", path):

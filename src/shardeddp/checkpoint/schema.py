@@ -102,6 +102,8 @@ def check_run(
         for key, name in classes.items():
             state = (states or {}).get(key)
             if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
+                if name == "WeightAveraging":
+                    _check(checkpoint, _AVERAGED, "")
                 _check(state, _CALLBACKS[name], f"callbacks.{name}")
                 # Those of another directory are not loaded.
                 if key in kept and cast("Any", state).get("dirpath") == kept[key][0]:
@@ -295,7 +297,7 @@ _BEST = {
     "best_model_path!": "text?",
     "best_model_score": "one element or a number?",
     "current_score": "one element or a number?",
-    "best_k_models": {"*": "one element or a number?"},
+    "best_k_models": {"*": "one element or a number"},
     "kth_best_model_path": "text?",
     "kth_value": "one element or a number?",
     "last_model_path": "text?",
@@ -305,14 +307,30 @@ _STOPPING = {
     "stopped_epoch!": "a count",
     "best_score!": "a scalar tensor",
     "patience!": "a count",
+    "stopping_reason": "a count",
+    "stopping_reason_message": "text?",
+}
+_UNFREEZING = {
+    "internal_optimizer_metadata": {"*": [{"params!": ["text"]}]},
+    "previous_backbone_lr!": "a number?",
+}
+_STOCHASTIC = {
+    "n_averaged!": "a count",
+    "latest_update_epoch!": "a number",
+    "scheduler_state!": "a mapping?",
+    "average_model_state!": "a mapping?",
 }
 _CALLBACKS: dict[str, Any] = {
     "ModelCheckpoint": _BEST,
     "EarlyStopping": _STOPPING,
     "Timer": {"time_elapsed": {"*": "a number"}},
+    "BackboneFinetuning": _UNFREEZING,
+    "StochasticWeightAveraging": _STOCHASTIC,
+    "WeightAveraging": {"latest_update_step!": "a count"},
 }
 """Of Lightning's own, by class."""
 
+_AVERAGED = {TRAINED: _names, "averaging_state": "a mapping"}
 _OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
 _LOOPS = {
     "fit_loop!": _LOOP,

@@ -144,9 +144,9 @@ PUBLIC = {
     "pytorch": "LightningDataModule LightningModule Trainer",
     "pytorch.accelerators": "Accelerator",
     "pytorch.callbacks": (
-        "Callback Checkpoint EarlyStopping GradientAccumulationScheduler ModelCheckpoint "
-        "ModelPruning ModelSummary OnExceptionCheckpoint StochasticWeightAveraging Timer "
-        "WeightAveraging"
+        "BackboneFinetuning Callback Checkpoint EarlyStopping GradientAccumulationScheduler "
+        "ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint "
+        "StochasticWeightAveraging Timer WeightAveraging"
     ),
     "pytorch.core.optimizer": "LightningOptimizer",
     "pytorch.plugins.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
@@ -172,6 +172,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import __version__ as LIGHTNING_VERSION
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import (
+        BackboneFinetuning,
         Callback,
         Checkpoint,
         EarlyStopping,

@@ -5,10 +5,10 @@ Deleting and clearing them away is here too.
 
 from __future__ import annotations
 
-import glob
 import os
 import platform
 import posixpath
+import re
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -266,15 +266,24 @@ class Checkpoints:
 def unlink_last(path: str, trainer: Trainer) -> None:
     """Take away the links of ``save_last="link"`` that lead to a checkpoint which is being deleted."""
     for callback in trainer.checkpoint_callbacks:
-        last = getattr(callback, "CHECKPOINT_NAME_LAST", "").partition("{")[0]
         folder = local_path(getattr(callback, "dirpath", None) or "")
-        links = getattr(callback, "save_last", None) == "link" and folder and not is_remote(folder)
         # Only where the callback makes them: the path may come from a checkpoint of anybody.
-        for link in Path(folder).glob(f"{glob.escape(last)}*") if links and last else ():
-            if link.is_symlink():
+        links = getattr(callback, "save_last", None) == "link"
+        if not links or not folder or is_remote(folder) or not os.path.isdir(folder):
+            continue
+        names = _names_of_last(callback)
+        for link in Path(folder).iterdir():
+            if link.is_symlink() and names.fullmatch(link.name):
                 target = os.path.join(folder, os.readlink(link))
                 if _place_of(target) == _place_of(path):
                     link.unlink(missing_ok=True)
+
+
+def _names_of_last(callback: Any) -> re.Pattern[str]:
+    """Names that a callback gives to its last checkpoint, of any metrics and in any version."""
+    named = re.split(r"{[^}]*}", callback.CHECKPOINT_NAME_LAST)
+    name, join = ".+".join(map(re.escape, named)), re.escape(callback.CHECKPOINT_JOIN_CHAR)
+    return re.compile(rf"{name}({join}v\d+)?{re.escape(callback.FILE_EXTENSION)}")
 
 
 def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
@@ -9,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,14 +68,17 @@ from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     AttributeDict,
+    BackboneFinetuning,
     Callback,
     CheckpointIO,
     EarlyStopping,
     LightningModule,
     LightningOptimizer,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
     TorchCheckpointIO,
+    WeightAveraging,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -172,8 +177,12 @@ class Restore:
                 require_data(path)
             try:
                 return io.load_checkpoint(path, weights_only=weights_only)
-            except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-                if not torchs:
+            except Exception as error:  # torch's reader of its former format raises anything
+                # With pickle, a class that is not there is no damage.
+                is_class = weights_only is False and isinstance(
+                    error, (AttributeError, ImportError)
+                )
+                if not torchs or is_class:
                     raise
                 if isinstance(error, pickle.UnpicklingError):
                     raise refusal_of(path, error) from error
@@ -242,7 +251,7 @@ class Restore:
         """Check counters, and what callbacks of Lightning's load next; a collective of all ranks."""
         classes, kept = dict[Any, str](), dict[Any, tuple[Any, int]]()
         for callback in callbacks:
-            for base in (ModelCheckpoint, EarlyStopping, Timer):
+            for base in _OF_LIGHTNING:
                 if getattr(type(callback), "load_state_dict", None) is base.load_state_dict:
                     # The class itself was the key in early releases.
                     keys = callback.state_key, type(callback)
@@ -406,7 +415,43 @@ def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
         return
     base = {key: own[key] for key in _OF_SCHEDULERS if key in own}
     check_like(saved, base, path, optional=False)
+    _check_arithmetic(saved, scheduler, path)
 
+
+def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
+    """See that a scheduler of torch's can compute from a state what it needs at its next step.
+
+    Those that call functions of the user's, or step others, are left alone.
+    """
+    is_torchs = type(scheduler).__module__.startswith("torch.")
+    if not is_torchs or vars(scheduler).keys() & {"lr_lambdas", "_schedulers"}:
+        return
+    groups = [{**group, "params": []} for group in scheduler.optimizer.param_groups]
+    ahead = copy.copy(scheduler)
+    vars(ahead).update(saved, optimizer=SimpleNamespace(param_groups=groups))
+    ahead.last_epoch += 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that only step() should ask
+            ahead.get_lr()
+    except ArithmeticError as error:
+        raise CheckpointError(
+            f"{path} in the checkpoint has numbers that {type(scheduler).__name__} cannot compute "
+            f"with: {type(error).__name__}: {error}"
+        ) from error
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return  # as at its next step, if there is one
+
+
+_OF_LIGHTNING = (
+    ModelCheckpoint,
+    EarlyStopping,
+    Timer,
+    BackboneFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+"""Callbacks whose states are checked, by the class that loads them."""
 
 _OF_SCHEDULERS = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
 """State that torch's base class of schedulers goes on from."""
