@@ -162,6 +162,7 @@ def test_only_the_pieces_that_overlap_are_read(world: Worlds, tmp_path: Path) ->
         checkpoint.read("model.cube", Interval(3, 61))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_refused_or_changes_nothing(honest: Path) -> None:
     random.seed(0)
     clean = (honest / DATA).read_bytes()

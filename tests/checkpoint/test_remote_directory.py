@@ -186,6 +186,7 @@ def test_a_sweep_deletes_what_killed_saves_have_left_a_day_ago_and_nothing_else(
 # -- faults
 
 
+@pytest.mark.slow
 def test_of_a_hundred_faults_none_makes_a_partial_checkpoint(folder: RemotePath) -> None:
     chance, faults, saved, failed = random.Random(0), 0, 0, 0
     down = 0  # operations for which the store stays away
@@ -333,6 +334,7 @@ def save_until_killed(target: str, step: int, at: int) -> None:
     save(target, step)
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
     folder: RemotePath,
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_
         assert "strategy.summon_full_params()" in str(caught.value)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_parameter_that_is_sent_to_one_rank_cannot_be_gathered_by_the_other() -> None:
     mesh = make_mesh()
@@ -231,6 +232,7 @@ def test_a_mesh_that_outlives_its_process_group_has_no_thread_that_looks_at_late
     assert mesh.liveness_probe
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_whose_wait_looks_at_its_connections_has_not_gone_on() -> None:
     mesh = make_mesh()

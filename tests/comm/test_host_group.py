@@ -95,6 +95,7 @@ def on_threads(groups: list[HostGroup], action: Callable[[HostGroup], Any]) -> l
 SIZES = [1, 2, 3, 7, 64, 66, 96, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_hears_the_highest_of_all_in_log_n_hops(size: int) -> None:
     groups, axes = groups_of_threads(size)

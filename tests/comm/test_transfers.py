@@ -65,6 +65,8 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked")
 @pytest.mark.timeout(200)
 def test_a_rank_that_dies_in_a_large_transfer_ends_the_wait_of_the_other(tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ class Closes:
             raise RuntimeError("Connection closed by peer (gloo)")
 
 
+@pytest.mark.slow
 def test_who_waits_looks_now_and_then_and_goes_on_waiting_while_the_connection_is_there() -> None:
     thread, axis, arrived = TransferThread(), Closes(), threading.Event()
     result = thread.begin(lambda: arrived.wait() and "there")
@@ -112,6 +115,7 @@ def test_who_waits_looks_now_and_then_and_goes_on_waiting_while_the_connection_i
     thread.end()
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_closed_connection_is_told_although_the_transfer_is_not() -> None:
     thread, axis, arrived = TransferThread(), Closes(), threading.Event()
     results = [thread.begin(arrived.wait) for _ in range(2)]

@@ -225,6 +225,7 @@ def count(runs: Callable[[int, int], Runs], steps: int, **options: object) -> li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_ranks_ask_when_a_backward_begins_and_when_it_ends(strategy: str) -> None:
@@ -243,6 +244,7 @@ def test_units_that_run_several_times_are_planned_as_often() -> None:
     assert [backward for _, backward in found[1:]] == [2, 2], found
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_backwards_that_recompute_units_are_agreed_on_visit_by_visit() -> None:
     for reentrant in (True, False):
@@ -251,6 +253,7 @@ def test_backwards_that_recompute_units_are_agreed_on_visit_by_visit() -> None:
         assert all(backward > 12 for _, backward in found), found
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_only_a_backward_that_recomputes_what_the_first_has_not_gathers_in_vain() -> None:
     own = [[0, 1, 2], [0, 3, 4]]
@@ -402,6 +405,7 @@ def test_gradients_that_somebody_refers_to_while_autograd_takes_them_are_no_coll
     assert held
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_collective_of_users_between_units_meets_that_of_ranks_that_use_others() -> None:
     trial = Trial(Program(), Sharding(units=UNITS, uneven=True))

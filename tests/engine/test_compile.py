@@ -70,6 +70,7 @@ def test_compiled_blocks_train_in_replicas(way: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_blocks_may_be_compiled_after_sharding(way: str) -> None:
@@ -132,6 +133,7 @@ def test_evaluation_and_other_batch_sizes_compile_once_each(way: str) -> None:
     assert backend.frame_count == graphs <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_activations_may_be_recomputed_inside_of_a_compiled_unit(way: str) -> None:
@@ -167,6 +169,7 @@ def test_frozen_parameters_in_compiled_units(way: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_compiled_unit_may_run_twice_in_a_forward(way: str) -> None:
@@ -197,6 +200,7 @@ def test_a_compiled_unit_under_autocast_equals_an_eager_one(way: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_forward_that_fails_inside_of_compiled_code_leaves_no_unit_behind(way: str) -> None:

@@ -57,6 +57,7 @@ def square_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).pow(2).mean()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_unit_between_plain_layers_in_compiled_code_splits_it_in_two() -> None:
     with fresh_compiler() as backend:
@@ -214,6 +215,7 @@ def test_a_parameter_that_was_kept_from_a_compiled_forward_raises(way: str) -> N
             )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_deep_copy_of_a_model_with_compiled_units_computes_for_itself() -> None:
     with fresh_compiler() as backend:

@@ -180,6 +180,7 @@ def train_unseen(trial: Trial, loss: Loss, micro_batches: int, steps: int) -> li
     return found
 
 
+@pytest.mark.slow
 @every_strategy
 @either_loss
 @on_ranks(2)
@@ -189,6 +190,7 @@ def test_what_no_rank_has_expected_is_corrected_before_the_step(strategy: str, l
     Trial(Layers(), sharding).train(loss, steps=13)
 
 
+@pytest.mark.slow
 @every_strategy
 @either_loss
 @on_ranks(2)
@@ -215,6 +217,7 @@ def test_replicas_correct_what_they_have_not_expected(loss: Loss, micro_batches:
     train_unseen(Trial(Layers(), sharding), shifted, micro_batches, steps=9)
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(2)
 def test_in_the_steady_state_a_step_asks_once_ahead_and_a_micro_batch_nothing(

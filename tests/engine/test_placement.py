@@ -24,6 +24,7 @@ SWAPPED = (0, 3, 1, 2)
 """Nodes of ranks 0 and 3, and of 1 and 2: rank 2 is before rank 3, and its replica behind that one's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), SWAPPED])
 @pytest.mark.parametrize(
     "options",
@@ -46,6 +47,7 @@ def test_replicas_in_any_order_train_as_one_process(
     assert {dist.get_rank(), *mesh.gather.ranks} in ({0, 2}, {1, 3}, {0, 3}, {1, 2})
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_ranks_near_each_other_gather_for_the_backward() -> None:
     sharding = Sharding(units=("blocks.*",), regather=2, nearest=(0, 2, 1, 3))
@@ -84,6 +86,7 @@ def fit(folder: str, order: tuple[int, ...] | None, steps: int, load: str | None
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(SWAPPED, None), (None, SWAPPED)])
 def test_a_checkpoint_does_not_depend_on_the_order_of_ranks(
     world: Worlds, tmp_path: Path, first: Any, then: Any

@@ -46,6 +46,8 @@ def outcomes_of(scenarios: Sequence[Scenario]) -> list[Outcome]:
         return [check(scenario) for scenario in scenarios]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_everything_is_ordered_where_two_options_meet(world: Worlds) -> None:
     assert world(1).run(found_in, 2, timeout_s=110) == [{}]
 
@@ -56,6 +58,7 @@ def test_everything_is_ordered_where_three_options_meet(world: Worlds) -> None:
     assert world(1).run(found_in, 3, timeout_s=1100) == [{}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 def test_state_on_the_host_trains_as_state_on_the_device(world: Worlds, strategy: str) -> None:
     usual = Scenario(strategy=strategy, accumulate=2, outside=True)

@@ -222,6 +222,7 @@ def described(strategy: ShardedDP) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init_args", CONFIGURATIONS)
 def test_the_printed_configuration_makes_the_same_strategy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, init_args: dict[str, Any]

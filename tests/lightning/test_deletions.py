@@ -55,6 +55,7 @@ def resume_a_forged_one(folder: str, names: str) -> list[str]:
     return [str(each.message) for each in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "why"),
     [
@@ -87,6 +88,7 @@ def train_and_resume(make: Make, folder: str) -> None:
     train(make(), Path(folder), 4, str(Path(folder) / "own" / "epoch=1.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [in_one_file, full_shard])
 def test_a_run_deletes_what_it_and_its_former_process_have_written(
     world: Worlds, tmp_path: Path, make: Make

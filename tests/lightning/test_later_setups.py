@@ -183,6 +183,7 @@ def test_debug_can_be_switched_on_for_a_sharded_module() -> None:
     assert not fit(model).strategy.mesh.compares
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_units_are_compiled_after_a_later_setup() -> None:
     # What torch's compiler does when it looks at the inputs of a graph.

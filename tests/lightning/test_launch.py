@@ -248,6 +248,7 @@ def strategies_by_name() -> dict[str, ShardingStrategy]:
     return found
 
 
+@pytest.mark.slow
 def test_every_sharding_strategy_has_a_name_that_a_trainer_takes(world: Worlds) -> None:
     full = dict.fromkeys(
         ("sharded_dp", "shardeddp", "shardeddp.shardeddp"), SHARDING_STRATEGIES["full_shard"]

@@ -135,6 +135,7 @@ def resume_schedulers(path: str, own: bool) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["of torch", "of a user"])
 def test_a_state_of_a_scheduler_that_torch_cannot_go_on_from_is_refused_and_named(
     world: Worlds, tmp_path: Path, own: bool
@@ -193,6 +194,7 @@ def resume_cut(path: str) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_file_in_torchs_former_format_that_was_cut_off_is_named(
     world: Worlds, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_gradients_are_those_of_a_model_in_the_lower_dtype_averaged_in_float32(
         torch.testing.assert_close(full(parameter.grad), expected[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduce_dtype", "rtol"), [(None, 1e-6), ("bf16", 2e-2)])
 @on_ranks(4)
 def test_bytes_on_the_wire_are_those_of_the_dtypes(reduce_dtype: str | None, rtol: float) -> None:

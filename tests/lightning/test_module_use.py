@@ -303,6 +303,7 @@ def test_collectives_for_users_answer_as_ddp_documents_them(world: Worlds) -> No
     ]
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_a_gather_of_all_ranks_as_under_ddp(world: Worlds) -> None:
     assert_equals_ddp(world(2), Run(model=Communicates, loader=token_loader))
 

@@ -174,6 +174,7 @@ def _singles(parameters: Any, parts: Any) -> list[list[int]]:
     return [[index] for index, part in enumerate(parts) if part is not None]
 
 
+@pytest.mark.slow
 def test_runs_of_neighbours_go_on_over_checkpoints_fits_and_resumes(
     world: Worlds, tmp_path: Path
 ) -> None:

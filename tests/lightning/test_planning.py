@@ -401,6 +401,7 @@ def share_and_save(folder: str) -> tuple[int, dict[str, Any]]:
     return strategy.mesh.topology.shard_size, kept
 
 
+@pytest.mark.slow
 def test_a_run_chooses_its_shard_size_and_the_checkpoint_says_why(
     world: Worlds, tmp_path: Path
 ) -> None:

@@ -37,6 +37,8 @@ def measured(path: str) -> Probe | None:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2])
 def test_rank_0_has_what_all_ranks_have_measured(world: Worlds, tmp_path: Path, size: int) -> None:
     path = tmp_path / "probe.json"

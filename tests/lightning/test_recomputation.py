@@ -329,6 +329,7 @@ def test_a_compiled_block_recomputes(kind: str, how: str) -> None:
     assert saved_numel(eager) <= saved_numel(model) < plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", ["full", "selective", "offload"])
 def test_a_block_that_was_compiled_before_recomputes(kind: str) -> None:

@@ -158,6 +158,7 @@ def test_other_optimizers_precisions_and_places_follow(
     compare(found, expected, 1e-6 if "precision" not in options else 1e-3)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_nobody_gathers_more_than_one_parameter_at_a_time() -> None:
     gathered: list[int] = []
@@ -206,6 +207,7 @@ def test_a_schedule_changes_strategies_at_its_steps_and_a_resumed_run_has_that_o
     ]
 
 
+@pytest.mark.slow
 def test_evaluation_a_save_and_a_resumed_run_follow(world: Worlds, tmp_path: Path) -> None:
     world(2).run(evaluate_save_resume, str(tmp_path / "last.ckpt"))
 

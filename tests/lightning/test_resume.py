@@ -193,6 +193,7 @@ def test_shards_resume_in_another_world_and_under_another_strategy(
         assert_same_weights(resumed[rank]["weights"], four_epochs(full_shard)[0]["weights"])
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_a_checkpoint_of_ddp(
     world: Worlds, tmp_path: Path, four_epochs: Callable[[Make], list[dict[str, Any]]]
 ) -> None:

@@ -134,6 +134,7 @@ class UsesScripts(ScriptedBlocks):
                 assert type(self.blocks[2].up.bias).__name__ != "ShardTensor"
 
 
+@pytest.mark.slow
 def test_what_is_done_with_parameters_between_steps_reaches_scripted_modules(world: Worlds) -> None:
     run = Run(model=UsesScripts, loader=token_loader, warns=".*jit")
     assert_same_training(world(2).run(run.sharded_by, {}), world(2).run(run.under_ddp))

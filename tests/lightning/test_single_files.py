@@ -363,6 +363,7 @@ def save_over(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_checkpoint_is_not_replaced(world: Worlds, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("1, 2")
     with zipfile.ZipFile(tmp_path / "thesis.docx", "w") as document:

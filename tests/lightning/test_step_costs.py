@@ -171,6 +171,7 @@ class CountCalls(Callback):
 SOURCE = os.path.dirname(shardeddp.__file__)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_few_functions_are_called_for_each_parameter_in_a_step() -> None:
     for strategy, most in (("full_shard", 24), ("shard_grad_op", 15), ("no_shard", 16)):

@@ -221,6 +221,8 @@ def exact_with_checkpoints(folder: str) -> dict[str, float]:
     return exact(callbacks=(saves,), enable_checkpointing=True)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_each_part_has_its_own_time_and_nothing_else(world: Worlds, tmp_path: Path) -> None:
     for size in (1, 2):
         for parts in world(size).run(exact):
@@ -248,6 +250,7 @@ def waiting() -> StepReport:
     return fit(task=takes(spend))
 
 
+@pytest.mark.slow
 def test_time_that_ranks_wait_for_a_slow_one_is_not_the_network_s(world: Worlds) -> None:
     fast, slow = world(2).run(waiting)
     assert fast.parts["ranks"] > max(0.05, slow.parts["ranks"])
@@ -258,6 +261,7 @@ def checkpointing(folder: str) -> StepReport:
     return fit(callbacks=(saves,), enable_checkpointing=True)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_a_part(world: Worlds, tmp_path: Path) -> None:
     for report in world(2).run(checkpointing, str(tmp_path)):
         assert report.parts["checkpoint"] > report.parts["data"] > 0
@@ -277,6 +281,7 @@ class Fails(Takes):
         return loss
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_monitor_measures_the_next_training_after_one_that_has_failed() -> None:
     monitor = StepMonitor()

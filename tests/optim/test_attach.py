@@ -171,6 +171,7 @@ def test_parameters_without_gradient_are_left_alone(strategy: str) -> None:
     assert len(trial.optimizer.state) == len(trial.reference_optimizer.state) == 2
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(3)
 def test_states_are_read_as_global_tensors(strategy: str) -> None:

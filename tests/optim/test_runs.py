@@ -508,6 +508,7 @@ def test_under_other_strategies_too() -> None:
             assert found > 12 or program is not nothing
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_steps_on_the_host_are_those_on_single_parameters() -> None:
     sharding = on_one_mesh()
@@ -516,6 +517,7 @@ def test_steps_on_the_host_are_those_on_single_parameters() -> None:
         compare(sharding(), make, program, program.__name__, offload=True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_scaler_skips_the_step_on_runs_that_it_skips_on_single_parameters() -> None:
     sharding = on_one_mesh()
@@ -624,6 +626,7 @@ def test_runs_that_a_change_of_groups_divides_are_not_parted_for_long() -> None:
     assert min(joined) == joined[-1] > 10, joined
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_runs_that_are_looked_at_in_every_step_are_joined_ever_less_often() -> None:
     both = [Training(Sharding(units=("units.*",)), adamw, joins) for joins in (True, False)]
