@@ -24,7 +24,7 @@ from shardeddp.checkpoint.restore import (
     parameter_names,
     read_shards_ahead,
 )
-from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, VERSION, WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
 from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
 from shardeddp.config import StartMethod, check_choice
@@ -45,7 +45,6 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
-VERSION = "pytorch-lightning_version"  # of checkpoints of the Trainer, and of directories
 _FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
 
 
@@ -216,16 +215,8 @@ class ShardedDP(DDPStrategy):
             for key, keeps in (filter or {}).items():
                 kept = {name: it for name, it in plain[key].items() if keeps(name, it)}
                 plain[key] = with_versions(kept, versions_of(plain[key]))
-            target, io = self.broadcast(os.fspath(path)), self.checkpoint_io
-
-            def write(full: dict[str, Any]) -> None:
-                if storage_options is not None or type(io) is not TorchCheckpointIO:
-                    io.save_checkpoint(full, target, storage_options)
-                    return
-                place, options = location(target), self._parts.options.checkpoint_options
-                with new_checkpoint_file(place, nbytes_of(full), options) as opened:
-                    torch.save(full, opened)
-
+            target = self.broadcast(os.fspath(path))
+            write = partial(self._write_file, target, storage_options)
             save_full(plain, target, write, self._group.current)
             return
         if filter:
@@ -244,6 +235,14 @@ class ShardedDP(DDPStrategy):
             _FABRIC: {"modules": modules, "optimizers": optimizers, "state": rest},
         }
         self._parts.checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, names)
+
+    def _write_file(self, target: str, storage_options: Any, full: dict[str, Any]) -> None:
+        if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
+            self.checkpoint_io.save_checkpoint(full, target, storage_options)
+            return
+        options = self._parts.options.checkpoint_options
+        with new_checkpoint_file(location(target), nbytes_of(full), options) as opened:
+            torch.save(full, opened)
 
     @override
     def load_checkpoint(

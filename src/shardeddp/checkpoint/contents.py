@@ -32,6 +32,7 @@ from shardeddp.checkpoint.schema import (
     KEY,
     OPTIMIZERS,
     STATES,
+    VERSION,
     WEIGHTS,
     check_fields,
 )
@@ -167,7 +168,7 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
             model[name_of(rest)] = value
         elif number != root and number.isascii() and number.isdigit() and rest:
             _put(optimizers.setdefault(int(number), {}), rest, value)
-    lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning_version()}
+    lightning = {"epoch": 0, "global_step": 0, VERSION: lightning_version()}
     checkpoint: dict[str, Any] = lightning | dict(foreign.meta) | {WEIGHTS: model}
     if optimizers:
         checkpoint[OPTIMIZERS] = [

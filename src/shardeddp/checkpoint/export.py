@@ -33,7 +33,7 @@ from shardeddp.checkpoint.safetensors import (
     split,
     write_safetensors,
 )
-from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, WEIGHTS
+from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, VERSION, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.checkpoint.state_codec import plain, without_prefix
 from shardeddp.errors import CheckpointError
@@ -49,7 +49,7 @@ GB = 10**9
 _OF_A_MODEL = (
     "epoch",
     "global_step",
-    "pytorch-lightning_version",
+    VERSION,
     "loops",
     "hparams_name",
     "hparams_type",

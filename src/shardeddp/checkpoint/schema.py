@@ -21,6 +21,9 @@ OPTIMIZERS = "optimizer_states"
 TRAINED = "current_model_state"
 """Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
 
+VERSION = "pytorch-lightning_version"
+"""Of the Lightning that wrote it; in every checkpoint of a Trainer, and in directories."""
+
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """Entries that are needed to construct the module, and for nothing else."""
 
@@ -58,7 +61,7 @@ def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dic
         _check(checkpoint, _READ, "")
         if loads:
             _check(checkpoint, _LOADED, "")
-        release = checkpoint.get("pytorch-lightning_version")
+        release = checkpoint.get(VERSION)
         if release is not None and release.split(".")[0] in ("0", "1"):
             # Lightning brings it up to date before anybody sees it.
             _check(checkpoint, _MIGRATED, "")
@@ -102,8 +105,7 @@ def check_run(
         for key, name in classes.items():
             state = (states or {}).get(key)
             if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
-                if name == "WeightAveraging":
-                    _check(checkpoint, _AVERAGED, "")
+                _check(checkpoint, _BESIDE.get(name), "")
                 _check(state, _CALLBACKS[name], f"callbacks.{name}")
                 # Those of another directory are not loaded.
                 if key in kept and cast("Any", state).get("dirpath") == kept[key][0]:
@@ -330,7 +332,9 @@ _CALLBACKS: dict[str, Any] = {
 }
 """Of Lightning's own, by class."""
 
-_AVERAGED = {TRAINED: _names, "averaging_state": "a mapping"}
+_BESIDE = {"WeightAveraging": {TRAINED: _names, "averaging_state": "a mapping"}}
+"""Further entries of a checkpoint that one of them loads."""
+
 _OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
 _LOOPS = {
     "fit_loop!": _LOOP,
@@ -340,12 +344,12 @@ _LOOPS = {
 }
 _READ: dict[str, Any] = {
     WEIGHTS: _names,
-    "pytorch-lightning_version": _version,
+    VERSION: _version,
     "loops": _loops,
     "hparams_name": "text?",
     KEY: {LOADERS: "a list", KEPT: ["a list"], NAMES: [["text"]]},
 }
-_LOADED = {f"{WEIGHTS}!": None, "pytorch-lightning_version!": None}
+_LOADED = {f"{WEIGHTS}!": None, f"{VERSION}!": None}
 _TRAINING = {OPTIMIZERS: [_OPTIMIZER, {}], "lr_schedulers": [None, {}]}
 _RUN = {"epoch": "a count", "global_step": "a count", "callbacks": "a mapping?"}
 _MIGRATED = {**_RUN, **_TRAINING, "callbacks": "a mapping", "lr_schedulers": ["a mapping", {}]}

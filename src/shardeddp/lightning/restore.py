@@ -52,6 +52,7 @@ from shardeddp.checkpoint.schema import (
     KEY,
     NAMES,
     OPTIMIZERS,
+    VERSION,
     WEIGHTS,
     check_fields,
     check_like,
@@ -409,13 +410,13 @@ class Restore:
 def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
     """Check what torch's own code reads of a scheduler's state; the rest is of who wrote its class."""
     own: Any = scheduler.state_dict()
-    if type(scheduler).__module__.startswith("torch."):
+    kind, base = type(scheduler), {key: own[key] for key in _OF_SCHEDULERS if key in own}
+    if kind.__module__.startswith("torch."):
         check_like(saved, own, path)
-    elif getattr(type(scheduler), "load_state_dict", None) is not LRScheduler.load_state_dict:
-        return
-    base = {key: own[key] for key in _OF_SCHEDULERS if key in own}
-    check_like(saved, base, path, optional=False)
-    _check_arithmetic(saved, scheduler, path)
+        check_like(saved, base, path, optional=False)
+        _check_arithmetic(saved, scheduler, path)
+    elif getattr(kind, "load_state_dict", None) is LRScheduler.load_state_dict:
+        check_like(saved, base, path, optional=False)
 
 
 def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
@@ -423,8 +424,7 @@ def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> No
 
     Those that call functions of the user's, or step others, are left alone.
     """
-    is_torchs = type(scheduler).__module__.startswith("torch.")
-    if not is_torchs or vars(scheduler).keys() & {"lr_lambdas", "_schedulers"}:
+    if vars(scheduler).keys() & {"lr_lambdas", "_schedulers"}:
         return
     groups = [{**group, "params": []} for group in scheduler.optimizer.param_groups]
     ahead = copy.copy(scheduler)
@@ -509,7 +509,7 @@ def _start_from(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} has gone since it was found")
     return {
         WEIGHTS: read_safetensors(found),
-        "pytorch-lightning_version": LIGHTNING_VERSION,
+        VERSION: LIGHTNING_VERSION,
         OPTIMIZERS: [],
         "lr_schedulers": [],
     }
