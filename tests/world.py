@@ -55,6 +55,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardeddp.torch_private import pop_hooks, top_hooks
+
 T = TypeVar("T")
 
 TIMEOUT_S = 110.0
@@ -354,9 +356,20 @@ def answer(call: bytes) -> Answer:
                 "ignore", "The `srun` command is available"
             )  # a matter of the machine
             function, args = pickle.loads(call)
-            return Answer(payload=pickle.dumps(function(*args)))
+            found = function(*args)
+            check_nothing_is_left()
+            return Answer(payload=pickle.dumps(found))
     except BaseException as error:  # noqa: BLE001 - all of them belong to the test
         return Answer(payload=_pickled(error), failure=traceback.format_exc())
+
+
+def check_nothing_is_left() -> None:
+    """Whatever a test has done to models, later ones of the process train as in a new one."""
+    left = 0
+    while top_hooks(True) is not None:
+        pop_hooks()
+        left += 1
+    assert not left, f"{left} pairs of saved-tensor hooks are set, of forwards that have ended"
 
 
 def _pickled(error: BaseException) -> bytes | None:

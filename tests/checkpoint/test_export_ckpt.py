@@ -1,7 +1,8 @@
 """A directory becomes the one file that Lightning writes, readable without this package."""
 
 import pickle
-from collections import OrderedDict
+from argparse import Namespace
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,26 @@ class Strange:
 
 
 def test_strange_hyper_parameters_are_left_out_and_said(tmp_path: Path) -> None:
-    path = put(
-        tmp_path / "step=7.ckpt", checkpoint(hyper_parameters={"width": 10, "odd": [1, Strange()]})
-    )
+    given = {
+        "width": 10,
+        "odd": [1, Strange()],
+        "betas": (Strange(), 0.99),
+        "args": Namespace(lr=0.5, loss=Strange()),
+        "set": deque([Strange()]),
+        "inner": {"kept": (1, 2), "strange": Strange()},
+    }
+    path = put(tmp_path / "step=7.ckpt", checkpoint(hyper_parameters=given))
     exported = to_ckpt(path, tmp_path / "whole.ckpt")
-    assert "hyper_parameters.odd.1" in exported.notes[0]
-    found = torch.load(tmp_path / "whole.ckpt", weights_only=True)
-    assert found["hyper_parameters"] == {"width": 10, "odd": [1]}
+    gone = "odd betas args.loss set inner.strange".split()
+    expected = ", ".join(f"hyper_parameters.{place}" for place in gone)
+    assert exported.notes[0].startswith(f"left out {expected}: objects that only pickle can save")
+    found = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    # What is left of a sequence would be at other positions.
+    assert found["hyper_parameters"] == {
+        "width": 10,
+        "args": Namespace(lr=0.5),
+        "inner": {"kept": (1, 2)},
+    }
 
 
 @pytest.mark.filterwarnings("ignore:callbacks.mine in the checkpoint can be kept by pickle alone")

@@ -287,3 +287,31 @@ def test_what_needs_pickle_is_refused_without_and_comes_back_with_it(
     for said, same in world(2).run(load_what_needs_pickle, name, str(tmp_path / "x.ckpt")):
         assert "objects that only pickle can save, at callbacks.Keeps.kept.0" in said
         assert same
+
+
+def save_views(folder: str) -> None:
+    def keep_views(trainer: Any, module: TinyGpt, checkpoint: dict[str, Any]) -> None:
+        weight = module.blocks[0].up.weight.detach()
+        checkpoint["views"] = {"row": weight[1], "rest": [(weight.t(), weight.reshape(-1))]}
+
+    for kind in ("sharded", "full"):
+        callback = Callback()
+        callback.on_save_checkpoint = keep_views  # type: ignore[method-assign]
+        strategy: Any = ShardedDP(state_dict_type=kind)
+        trainer = make_trainer(strategy, max_steps=1, callbacks=[callback])
+        model = TinyGpt()
+        trainer.fit(model, token_loader(8))
+        trainer.save_checkpoint(path := f"{folder}/{kind}.ckpt")
+        weight = model.blocks[0].up.weight.full_tensor()  # type: ignore[operator]
+        found = strategy.load_checkpoint(path, weights_only=True)["views"]
+        ((transposed, flat),) = found["rest"]
+        assert type(found["row"]) is torch.Tensor
+        assert torch.equal(found["row"], weight[1])
+        assert torch.equal(transposed, weight.t())
+        assert torch.equal(flat, weight.reshape(-1))
+
+
+def test_views_of_parameters_are_saved_as_the_elements_that_they_show(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(save_views, str(tmp_path))

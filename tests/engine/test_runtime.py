@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardeddp.engine.unit import UnitProgress
+from shardeddp.torch_private import top_hooks
 from training import (
     RUNTIMES,
     WIDTH,
@@ -69,6 +71,35 @@ def test_a_forward_that_ends_before_its_unit_is_entered_leaves_the_unit_as_it_wa
         if model is trial.model:
             of_root, *of_units = [each.active for each in trial.runtime.progresses]
             assert (of_root, of_units) == (1, [0, 0, 0])  # the root's step goes on
+        return square(model, rank, step)
+
+    trial.train(loss)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_unit_that_cannot_be_gathered_is_left_as_it_was(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = chain(strategy, order=(0, 1, 2))
+    runtime: Any = trial.runtime
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        if model is trial.model:
+
+            def fails(progress: UnitProgress) -> None:
+                raise ValueError(f"not {progress.unit.label}")
+
+            for block in model.blocks:
+                monkeypatch.setattr(runtime, "_ensure_unsharded", fails)
+                with pytest.raises(ValueError, match="not blocks"):
+                    block(batch(rank, step, 4, WIDTH))
+                monkeypatch.undo()
+            of_root, *of_units = [each.active for each in runtime.progresses]
+            assert (of_root, of_units) == (1, [0, 0, 0])
+            assert top_hooks(True) is None
+            with ThreadPoolExecutor(1) as threads:  # no forward is under way any more
+                threads.submit(model.blocks[0], batch(rank, step, 4, WIDTH)).result()
         return square(model, rank, step)
 
     trial.train(loss)

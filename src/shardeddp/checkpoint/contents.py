@@ -207,16 +207,20 @@ def _without_opaque(
     checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str
 ) -> str:
     """Drop what could not be saved from hyper-parameters; says what that was."""
-    places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
-    what = f"objects that only pickle can save, at {', '.join(places)}"
+    what = "objects that only pickle can save"
     if not opaque.keys() <= set(HYPER_PARAMETERS):
+        places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
         raise CheckpointError(
-            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only "
-            f"if you trust whoever wrote them"
+            f"it holds {what}, at {', '.join(places)}. {how_to_trust} unpickles them, which can "
+            f"run any code: use it only if you trust whoever wrote them"
         )
-    for key in opaque:
-        checkpoint[key] = _pruned(checkpoint[key])
-    return f"left out {what} ({how_to_trust} unpickles them)"
+    entries = {key: checkpoint.pop(key) for key in opaque}
+    gone = _prune(entries)
+    checkpoint.update(entries)
+    return (
+        f"left out {', '.join(gone)}: {what}, and the sequences and sets that hold "
+        f"them ({how_to_trust} unpickles them)"
+    )
 
 
 def _filled(value: Any, pickled: Any) -> Any:
@@ -246,17 +250,22 @@ def _filled(value: Any, pickled: Any) -> Any:
     return pickled
 
 
-def _pruned(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {
-            key: item
-            for key, item in value.items()
-            if not isinstance(item, Opaque) and not isinstance(key, Opaque)
-        }
-        return {key: _pruned(item) for key, item in kept.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_pruned(item) for item in value if not isinstance(item, Opaque))
-    return value if not opaque_paths(value) else None
+def _prune(entries: dict[Any, Any], around: tuple[str, ...] = ()) -> list[str]:
+    """Drop entries that could not be saved; a sequence or a set with such an item goes as a whole.
+
+    Returns:
+        The places of what is gone.
+    """
+    gone: list[str] = []
+    for key, item in [*entries.items()]:
+        place = (*around, key if isinstance(key, str) else f"({type(key).__name__})")
+        inner = vars(item) if isinstance(item, Namespace) else item
+        if not opaque_paths(key) and isinstance(inner, dict):
+            gone += _prune(cast("dict[Any, Any]", inner), place)
+        elif opaque_paths((key, item)):
+            del entries[key]
+            gone.append(".".join(place))
+    return gone
 
 
 def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:

@@ -30,13 +30,15 @@ from shardeddp.checkpoint.snapshot import (
     describe,
     memory_of_shards,
     refuse_tensors,
+    tensors_of,
     where_pickling_fails,
 )
-from shardeddp.checkpoint.state_codec import versions_of, with_versions
+from shardeddp.checkpoint.state_codec import with_leaves
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.views import GatheredView
 
 # -- Full state, gathered to the host one tensor at a time
 
@@ -53,21 +55,31 @@ def gather_full(state: Any, keep: bool) -> Any:
     """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
 
     One tensor is whole on the device at a time. All ranks pass the same structure of mappings, lists
-    and tuples. The result is in plain containers, and on the CPU; ranks that do not ``keep`` it have
-    an empty tensor in each place.
+    and tuples. The result is on the CPU; ranks that do not ``keep`` it have an empty tensor in each
+    place.
     """
-    if isinstance(state, ShardTensor):
-        full = state.full_tensor().detach()
+
+    def gathered(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardTensor):
+            return leaf
+        full = leaf.full_tensor().detach()
         return full.cpu() if keep else torch.empty(0, dtype=full.dtype, device="cpu")
-    if isinstance(state, Mapping):
-        gathered = {key: gather_full(value, keep) for key, value in state.items()}
-        return _same_mapping(state, gathered)
-    if isinstance(state, tuple):
-        items = [gather_full(item, keep) for item in state]
-        return type(state)(*items) if "_fields" in vars(type(state)) else tuple(items)
-    if isinstance(state, list):
-        return [gather_full(item, keep) for item in state]
-    return state
+
+    return with_leaves(state, gathered)
+
+
+def with_plain_views(state: Any) -> Any:
+    """Replace views of sharded tensors in a nested state by their elements.
+
+    It is a collective of all ranks where a parameter has changed since the view was taken.
+    """
+    if not any(isinstance(tensor, GatheredView) for tensor in tensors_of(state)):
+        return state
+
+    def plain(leaf: Any) -> Any:
+        return leaf.plain().detach().clone() if isinstance(leaf, GatheredView) else leaf
+
+    return with_leaves(state, plain)
 
 
 def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | None) -> None:
@@ -190,14 +202,6 @@ def new_checkpoint_file(
         with disk_errors("writing", path):
             path.put_file(os.fspath(local))
             remote_directory.remove_directory(path)
-
-
-def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The original where nothing in it had to be gathered, else its items in a dict."""
-    unchanged = len(original) == len(items) and all(
-        items[key] is value for key, value in original.items()
-    )
-    return original if unchanged else with_versions(items, versions_of(original))
 
 
 # -- Streaming writer of the ``torch.save`` format

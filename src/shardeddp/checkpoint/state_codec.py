@@ -202,7 +202,7 @@ def plain(
         kept: Identities of values that keep their class.
     """
     if id(tree) in kept:
-        return _same_class(tree, leaf)
+        return with_leaves(tree, leaf)
     if isinstance(tree, dict):
         kind = OrderedDict if type(tree) is OrderedDict else dict
         mapping = cast("dict[Any, Any]", tree)
@@ -220,21 +220,30 @@ def plain(
     return leaf(tree)
 
 
-def _same_class(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A tree in containers of its own classes; itself where no leaf of it becomes another one."""
-    if isinstance(tree, dict):
-        mapping = cast("dict[Any, Any]", tree)
+def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A tree with other leaves, in containers of its own classes; itself where no leaf changes.
+
+    Args:
+        tree: Nested mappings, lists and tuples.
+        leaf: Makes what is to be there of anything that is no container, keys aside.
+    """
+    if isinstance(tree, Mapping):
+        mapping = cast("Mapping[Any, Any]", tree)
+        if are_leaves(mapping.values()):
+            return tree
         changed = {
-            key: made for key, it in mapping.items() if (made := _same_class(it, leaf)) is not it
+            key: made for key, it in mapping.items() if (made := with_leaves(it, leaf)) is not it
         }
         if changed:
-            tree = copy.copy(mapping)
+            tree = copy.copy(mapping) if isinstance(mapping, dict) else dict(mapping)
             dict.update(tree, changed)
         return tree
     if not isinstance(tree, (list, tuple)) or type(tree) is torch.Size:
         return leaf(tree)
     items = cast("Sequence[Any]", tree)
-    made = [_same_class(it, leaf) for it in items]
+    if are_leaves(items):
+        return tree
+    made = [with_leaves(it, leaf) for it in items]
     if all(one is other for one, other in zip(made, items, strict=True)):
         return tree
     if isinstance(tree, list):

@@ -335,25 +335,38 @@ class Runtime:
         if are_transforms_active():
             self._enter_transformed(progress)
             return
-        if self._saves_views and progress is not self._root:
-            self._saved.enter()
-        if self._in_backward():
-            self.agreement.revisit(progress, self._backward_kind)
-            self._ensure_unsharded(progress)
-            if graph_is_retained():
-                progress.unit.add_up_gradients()  # a later backward may come to both graphs
-            return
-        if self.phase is Phase.BACKWARD:  # and the backward that set it never came to its end
+        in_backward = self._in_backward()
+        if not in_backward and self.phase is Phase.BACKWARD:
+            # The backward that set it never came to its end.
             self._give_up_backward() if self._root.active else self.reset()
-        if progress is not self._root:
-            self._take_thread(progress)
-        progress.active += 1
-        if progress is self._root and progress.active == 1:
-            self._begin_pass()
-        if self._root.active:
-            self._visit(progress, self._step_name)
-        else:
-            self._ensure_unsharded(progress)
+        saves = self._saves_views and progress is not self._root
+        if saves:
+            self._saved.enter()
+        try:
+            if in_backward:
+                self.agreement.revisit(progress, self._backward_kind)
+                self._ensure_unsharded(progress)
+                if graph_is_retained():
+                    progress.unit.add_up_gradients()  # a later backward may come to both graphs
+            else:
+                self._enter_forward(progress)
+        except BaseException:
+            if saves:
+                self._saved.leave()  # nobody calls leave() for what was not entered
+            raise
+
+    def _enter_forward(self, progress: UnitProgress) -> None:
+        self._count(progress)
+        try:
+            if progress is self._root and progress.active == 1:
+                self._begin_pass()
+            if self._root.active:
+                self._visit(progress, self._step_name)
+            else:
+                self._ensure_unsharded(progress)
+        except BaseException:
+            self._uncount(progress)
+            raise
 
     def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
         """Gather units whose forwards come soon; all ranks do."""
@@ -373,23 +386,31 @@ class Runtime:
                 if first:
                     yield EncoderHook(self, encoder, first)
 
-    def _take_thread(self, progress: UnitProgress) -> None:
-        """Refuse a unit's forward while another thread is in the forward of a unit.
+    def _count(self, progress: UnitProgress) -> None:
+        """Count the unit's forward as under way, if no other thread is in the forward of a unit.
 
         Ranks would gather in different orders.
         """
-        with self._entering:
-            thread = threading.get_ident()
-            if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
-                raise RuntimeError(
-                    f"the forward of {progress.unit.label} begins while another thread of this "
-                    f"process is in the forward of a unit: each gathers its parameters from the "
-                    f"other ranks, which would be asked in another order. Run units one after the "
-                    f"other, or let one unit hold all that threads run at the same time "
-                    f"(auto_wrap_policy)"
-                )
-            self._thread = thread
-            self._forwards += 1
+        if progress is not self._root:
+            with self._entering:
+                thread = threading.get_ident()
+                if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
+                    raise RuntimeError(
+                        f"the forward of {progress.unit.label} begins while another thread of this "
+                        f"process is in the forward of a unit: each gathers its parameters from the "
+                        f"other ranks, which would be asked in another order. Run units one after the "
+                        f"other, or let one unit hold all that threads run at the same time "
+                        f"(auto_wrap_policy)"
+                    )
+                self._thread = thread
+                self._forwards += 1
+        progress.active += 1
+
+    def _uncount(self, progress: UnitProgress) -> None:
+        progress.active -= 1
+        if progress is not self._root:
+            with self._entering:
+                self._forwards = max(0, self._forwards - 1)
 
     def _visit(self, progress: UnitProgress, kind: str) -> None:
         """A pass comes to a unit: gather it, and what comes next."""
@@ -414,10 +435,7 @@ class Runtime:
                 # next.
                 self._announce_backward(progress, inputs, outputs)
             return
-        progress.active -= 1
-        if progress is not self._root:
-            with self._entering:
-                self._forwards = max(0, self._forwards - 1)
+        self._uncount(progress)
         if torch.is_grad_enabled():
             self._announce_backward(progress, inputs, outputs)
         if progress is self._root:
@@ -431,9 +449,9 @@ class Runtime:
     def _enter_transformed(self, progress: UnitProgress) -> None:
         # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their
         # graphs hold the memory.
-        progress.active += 1
         with temporarily_clear_interpreter_stack():
             self._ensure_unsharded(progress)
+        progress.active += 1
 
     def _leave_transformed(self, progress: UnitProgress) -> None:
         progress.active -= 1
@@ -699,11 +717,12 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
+    by_mesh: dict[Mesh, list[ShardTensor]] = {}
+    for parameter in stepped:
+        if parameter.is_of_a_unit:
+            by_mesh.setdefault(parameter.spec.mesh.whole, []).append(parameter)
     for runtime in list(_RUNTIMES.values()):
-        mine = [
-            each for each in stepped if each.is_of_a_unit and each.spec.mesh.whole is runtime.mesh
-        ]
-        if mine:
+        if mine := by_mesh.get(runtime.mesh):
             runtime.parameters_changed(mine)
 
 

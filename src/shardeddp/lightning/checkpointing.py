@@ -21,7 +21,7 @@ import torch
 from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.durable import is_remote, local_path, location, resolve
 from shardeddp.checkpoint.find import last_checkpoints
-from shardeddp.checkpoint.full import save_full, stream_full
+from shardeddp.checkpoint.full import save_full, stream_full, with_plain_views
 from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.schema import count_in
@@ -118,6 +118,7 @@ class Checkpoints:
         if mesh is None:
             _write_by_plugin(checkpoint, filepath, storage_options, io, None)
             return
+        checkpoint = with_plain_views(checkpoint)
         # Rank 0 decides for all: others may have other callbacks, and paths of their own.
         why = self._why_directory(checkpoint, storage_options, io) if mesh.rank == 0 else None
         path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
