@@ -3,12 +3,14 @@
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardeddp.engine import recording as recording_module
 from shardeddp.engine.recording import HOST, Recording
 
 Make = Callable[[], Tensor]
@@ -272,6 +274,90 @@ def test_parameters_are_complete_one_after_the_other_though_a_parent_changes_all
     ):
         assert storage == place.storage
         assert torch.equal(place.over(memory), weight)
+
+
+DRAWS: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...], torch.dtype, bool]] = {
+    # Whether blocks of it are drawn by themselves.
+    "uniform": (lambda it: it.uniform_(-1, 2), (24, 8), torch.float32, True),
+    "normal": (lambda it: it.normal_(1.0, 3.0), (24, 8), torch.float32, True),
+    "bfloat16": (lambda it: it.normal_(), (192,), torch.bfloat16, True),
+    "float16": (lambda it: it.uniform_(), (192,), torch.float16, True),
+    "float64": (lambda it: it.normal_(), (192,), torch.float64, False),  # takes two numbers each
+    "no whole blocks": (lambda it: it.normal_(), (24, 7), torch.float32, False),
+    "transposed": (lambda it: it.t().normal_(), (24, 8), torch.float32, False),
+    "changed later": (lambda it: it.normal_().mul_(2), (24, 8), torch.float32, False),
+    "of integers": (lambda it: it.random_(0, 100), (24, 8), torch.float32, False),
+    "own generator": (
+        lambda it: it.normal_(generator=torch.Generator().manual_seed(3)),
+        (24, 8),
+        torch.float32,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("part", [(0, 0), (0, 192), (5, 77), (16, 32), (190, 192), (192, 192)])
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_rank_draws_its_part_and_comes_past_the_numbers_of_others(
+    name: str, part: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, shape, dtype, narrows = DRAWS[name]
+
+    def build() -> list[Tensor]:
+        tensors = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+        for tensor in tensors:
+            draw(tensor)
+        return tensors
+
+    torch.manual_seed(5)
+    expected = build()
+    moved = torch.get_rng_state()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        places = [recording.place_of(tensor) for tensor in build()]
+    plan = recording.plan(place.storage for place in places)
+    plan.narrow({place: part for place in places})
+    list(recording.repeat(plan))  # how this torch draws is tried out once
+    passed: list[int] = []
+    pass_by = recording_module._pass_by
+
+    def counted(count: int, generator: torch.Generator | None) -> None:
+        passed.append(count)
+        pass_by(count, generator)
+
+    monkeypatch.setattr(recording_module, "_pass_by", counted)
+    found = dict(recording.repeat(plan, move_generators=True))
+    for place, whole in zip(places, expected, strict=True):
+        values = place.over(found[place.storage])
+        assert torch.equal(values.view(-1)[slice(*part)], whole.view(-1)[slice(*part)])
+    assert torch.equal(torch.get_rng_state(), moved)
+    blocks = range(part[0] // 16 * 16, part[1], 16)
+    assert sum(passed) == (2 * (192 - 16 * len(blocks)) if narrows else 0)
+
+
+def test_draws_that_nobody_wants_are_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Tensor:
+        weight = torch.empty(64, 64).uniform_(0, 1)
+        return weight.normal_()  # as models do to their layers' weights after the constructor
+
+    torch.manual_seed(5)
+    expected = build()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        place = recording.place_of(build())
+    drawn: list[int] = []
+    draw_part = recording_module._draw_part
+
+    def noted(*arguments: Any) -> None:
+        drawn.append(arguments[1])
+        draw_part(*arguments)
+
+    monkeypatch.setattr(recording_module, "_draw_part", noted)
+    ((_, memory),) = recording.repeat(recording.plan([place.storage]))
+    assert torch.equal(place.over(memory), expected)
+    assert drawn == [64 * 64]
 
 
 def test_what_was_made_unseen_and_what_comes_of_it_is_not_known() -> None:

@@ -168,7 +168,9 @@ class CountCalls(Callback):
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
             code = frame.f_code
-            self.calls[f"{code.co_filename[len(SOURCE) :]}:{code.co_firstlineno} {code.co_name}"] += 1
+            self.calls[
+                f"{code.co_filename[len(SOURCE) :]}:{code.co_firstlineno} {code.co_name}"
+            ] += 1
 
 
 SOURCE = os.path.dirname(shardeddp.__file__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -142,6 +142,8 @@ class Materializer:
             [], digest, mesh.control, "agreement on how parameters are initialised"
         )
         source = None if alike else mesh
+        if alike:
+            plan.narrow(_parts_of(parts, memory))
 
         def take(storage: int, values: torch.UntypedStorage) -> None:
             if storage in memory:
@@ -172,6 +174,18 @@ class Materializer:
             for storage in awaited:
                 take(storage, torch.UntypedStorage(self._recording.nbytes(storage), device=HOST))
             raise
+
+
+def _parts_of(
+    items: Mapping[int, Sequence[Deferred]], memory: Container[int]
+) -> dict[MetaView, tuple[int, int]]:
+    """The elements that this rank keeps, of parameters that nothing else shares memory with."""
+    parts: dict[MetaView, tuple[int, int]] = {}
+    for storage, (item, *more) in items.items():
+        spec = cast(ShardTensor, item.current).spec if item.is_parameter else None
+        if spec is not None and not spec.boxes and not more and storage not in memory:
+            parts[item.place] = spec.interval.start, spec.interval.stop
+    return parts
 
 
 def _plan(missing: Sequence[Deferred], recording: Recording) -> ReplayPlan:
@@ -209,7 +223,10 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
         values = values.to(source.device).contiguous()
         source.data.broadcast_(values, 0).wait()
         source.tensor.broadcast_(values, 0).wait()
-    target.copy_(values)
+    if isinstance(target, ShardTensor):
+        target.to_local().copy_(target.spec.localize(values))
+    else:
+        target.copy_(values)
 
 
 def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: Mesh) -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
+import math
+import operator
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -52,6 +55,22 @@ class MetaView:
         found.set_(cast(Any, memory), self.offset, self.shape, self.stride)
         found = found.conj() if self.conjugated else found
         return neg_view(found) if self.negated else found
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements lie in the order of their indices, without gaps."""
+        strides = itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
+        return all(
+            size == 1 or stride == dense
+            for size, stride, dense in zip(
+                reversed(self.shape), reversed(self.stride), strides, strict=False
+            )
+        )
 
     def covers(self, nbytes: int) -> bool:
         """Whether it has each byte of a storage exactly once."""
@@ -420,6 +439,13 @@ class Recording:
             return leaf.over(memory[leaf.storage])
 
         operation = step.operation
+        part = step.part if step.is_wanted else (0, 0)
+        if part is not None and _draws_in_order(operation):
+            target = operation.args[0]
+            tensor = real(target) if step.is_wanted else None
+            generator = real(_generator_in(operation.args, operation.kwargs))
+            _draw_part(operation, target.numel, tensor, part, generator)
+            return
         args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(operation.default_dtype)
@@ -572,6 +598,9 @@ class ReplayStep:
     ends: list[int] = field(default_factory=list[int])
     """Storages that no later step needs."""
 
+    part: tuple[int, int] | None = None
+    """First and last element, of those that it draws into a flat tensor, that matter; None: all do."""
+
     def places(self) -> Iterator[int]:
         """Storages to be used in the order of the recording."""
         if self.is_wanted:
@@ -600,6 +629,24 @@ class ReplayPlan:
     def completed(self) -> list[int]:
         """The wanted storages that get values, in the order in which they do."""
         return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
+
+    def narrow(self, parts: Mapping[MetaView, tuple[int, int]]) -> None:
+        """Let tensors get the values of some elements alone, where no more than a draw makes them.
+
+        Args:
+            parts: By place, the flat elements that matter: the first, and that behind the last.
+        """
+        places = {place.storage: place for place in parts}
+        users: dict[int, list[ReplayStep]] = defaultdict(list)
+        for step in self.steps:
+            for storage in step.operation.reads | step.operation.writes if step.is_wanted else ():
+                if storage in places:
+                    users[storage].append(step)
+        for storage, place in places.items():
+            (step, *more) = users[storage]
+            operation = step.operation
+            if not more and storage in operation.replaces and operation.args[:1] == (place,):
+                step.part = parts[place]
 
     def digest(self) -> bytes:
         """Digest, in 16 bytes, of operations, arguments and generator states.
@@ -704,6 +751,68 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
             if not is_done[early]:
                 following += pull(early)
     return [steps[index] for index in order]
+
+
+# -- Draws of which a part is wanted
+#
+# A generator of the host gives one number after the other, so a rank has to come past the numbers of
+# all others. It need not turn them into floats: that is most of the time.
+
+_IN_ORDER = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
+_BLOCK = 16
+"""Elements that `normal_` makes of as many random numbers, and of no others."""
+
+
+def _draws_in_order(operation: Operation) -> bool:
+    """Whether any blocks of what an operation fills can be drawn by themselves."""
+    target = operation.args[0] if operation.args else None
+    return (
+        operation.function in _IN_ORDER
+        and isinstance(target, MetaView)
+        and target.is_contiguous
+        and target.numel % _BLOCK == 0
+        and _draws_by_block(operation.function, target.dtype)
+    )
+
+
+def _draw_part(
+    operation: Operation,
+    numel: int,
+    tensor: torch.Tensor | None,
+    part: tuple[int, int],
+    generator: torch.Generator | None,
+) -> None:
+    """Fill the blocks of a tensor that have the wanted elements, and come past all others."""
+    start, stop = part[0] // _BLOCK * _BLOCK, -(-part[1] // _BLOCK) * _BLOCK
+    start = min(start, stop)
+    _pass_by(start, generator)
+    if tensor is not None and start < stop:
+        more = {key: it for key, it in operation.kwargs.items() if key != "generator"}
+        values = tensor.view(-1)[start:stop]
+        operation.function(values, *operation.args[1:], **more, generator=generator)
+    _pass_by(numel - stop, generator)
+
+
+def _pass_by(count: int, generator: torch.Generator | None) -> None:
+    """Bring a generator of the host behind as many 32-bit numbers."""
+    scratch = torch.empty(min(count, 2**16), dtype=torch.uint8, device=HOST)
+    for passed in range(0, count, 2**16):
+        scratch[: count - passed].random_(generator=generator)
+
+
+@cache
+def _draws_by_block(function: Any, dtype: torch.dtype) -> bool:
+    """Whether this release of torch takes one 32-bit number for each element, block after block."""
+    if not dtype.is_floating_point:
+        return False
+    whole, parts = (torch.zeros(6 * _BLOCK, dtype=dtype, device=HOST) for _ in range(2))
+    one, other = (torch.Generator(HOST).manual_seed(0) for _ in range(2))
+    function(whole, generator=one)
+    _pass_by(2 * _BLOCK, other)
+    function(parts[2 * _BLOCK : 5 * _BLOCK], generator=other)
+    whole[: 2 * _BLOCK], whole[5 * _BLOCK :] = 0, 0
+    _pass_by(_BLOCK, other)
+    return torch.equal(whole, parts) and torch.equal(one.get_state(), other.get_state())
 
 
 # -- Generator states in front of each operation
