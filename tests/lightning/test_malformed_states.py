@@ -177,6 +177,34 @@ def test_numbers_that_a_scheduler_divides_by_are_refused_when_they_are_zero(
     assert optimizer.param_groups[0]["lr"] == saved["_last_lr"][0]
 
 
+EVERY: list[tuple[type[Any], dict[str, Any]]] = [
+    *((kind, options) for kind, options, _ in ZEROS),
+    (lr_scheduler.MultiStepLR, {"milestones": [1, 2]}),
+    (lr_scheduler.ExponentialLR, {"gamma": 0.5}),
+    (lr_scheduler.LinearLR, {}),
+    (lr_scheduler.ConstantLR, {}),
+    (lr_scheduler.PolynomialLR, {}),
+    (lr_scheduler.OneCycleLR, {"max_lr": 1.0, "total_steps": 9, "cycle_momentum": False}),
+    (lr_scheduler.ReduceLROnPlateau, {}),
+    (lr_scheduler.LambdaLR, {"lr_lambda": lambda epoch: 1.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_numbers_of_a_scheduler_that_are_none_are_refused_by_name(
+    kind: type[Any], options: dict[str, Any]
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    scheduler = kind(optimizer, **options)
+    saved = dict(scheduler.state_dict())
+    _check_scheduler(saved, scheduler, "lr_schedulers.0")
+    numbers = [key for key, value in saved.items() if isinstance(value, (int, float))]
+    assert "last_epoch" in numbers
+    for key in numbers:
+        with pytest.raises(CheckpointError, match=f"lr_schedulers.0.{key} in .* expected a number"):
+            _check_scheduler({**saved, key: None}, scheduler, "lr_schedulers.0")
+
+
 def resume_cut(path: str) -> list[str]:
     """The errors of files in torch's former format that were cut off at thirty places."""
     trainer = make_trainer(in_one_file(), max_epochs=1)

@@ -413,10 +413,17 @@ def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
     kind, base = type(scheduler), {key: own[key] for key in _OF_SCHEDULERS if key in own}
     if kind.__module__.startswith("torch."):
         check_like(saved, own, path)
-        check_like(saved, base, path, optional=False)
+        numbers = {key: value for key, value in own.items() if _is_of_numbers(value)}
+        check_like(saved, base | numbers, path, optional=False)
         _check_arithmetic(saved, scheduler, path)
     elif getattr(kind, "load_state_dict", None) is LRScheduler.load_state_dict:
         check_like(saved, base, path, optional=False)
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether a scheduler computes with a value, which is never None then."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(it, (int, float)) for it in values)
 
 
 def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
