@@ -46,6 +46,22 @@ def own_generator() -> Tensor:
     return torch.stack([first, second, torch.rand(3, generator=generator), torch.rand(3)])
 
 
+def two_of_one_seed() -> Tensor:
+    one, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    torch.rand(64, generator=one)
+    torch.rand(16, generator=other)
+    return torch.stack([torch.rand(3, generator=one), torch.rand(3, generator=other)])
+
+
+def forked_to_the_same_seed() -> Tensor:
+    torch.manual_seed(5)
+    torch.rand(64)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        torch.rand(16)
+    return torch.rand(3)
+
+
 def through_numpy() -> Tensor:
     values = np.ones(3, dtype=np.float32)
     found = torch.empty(3).copy_(torch.from_numpy(values))
@@ -182,6 +198,8 @@ CASES: dict[str, Make] = {
     "forked": forked,
     "set back": set_back,
     "own generator": own_generator,
+    "two generators of one seed": two_of_one_seed,
+    "forked, to the same seed": forked_to_the_same_seed,
     "numpy": through_numpy,
     "reads itself": reads_itself,
     "batch norm": normalized,

@@ -172,6 +172,7 @@ class Recording:
         self._seeded: set[bytes] = set()  # digests of states that generators were given here
         self._states: dict[bytes, torch.Tensor] = {}  # others in which they were found, by digest
         self._generators: dict[int, torch.Generator] = {}
+        self._draws = 0  # number of them
         self._caught_up = 0  # number of operations whose draws generators have been brought behind
         self._is_active = False
         self.reset_names: set[str] = set()
@@ -360,7 +361,10 @@ class Recording:
         before = _digest(state)
         if before not in self._seeded:
             self._states.setdefault(before, state)
-        generator.manual_seed(int.from_bytes(before[:7], "little"))
+        # Not by the state alone: another draw from the same one may leave the generator elsewhere.
+        self._draws += 1
+        seed = hashlib.blake2b(before + self._draws.to_bytes(8, "little"), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(seed, "little"))
         after = _digest(generator.get_state())
         self._seeded.add(after)
         return (Draw(given, before, after),)
