@@ -1,5 +1,7 @@
 """Models on the meta device get, when they are sharded, the values that their constructors would have given them."""
 
+import functools
+import types
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -103,6 +105,54 @@ def scaled_by(rank: int) -> nn.Module:
     with torch.no_grad():
         next(model.parameters()).mul_(1.0 + rank)
     return model
+
+
+class Slotted:
+    __slots__ = ("table",)
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+
+class Tables(list[torch.Tensor]):
+    """A list that pytree does not look into."""
+
+
+class Holds(nn.Module):
+    """Tensors where only its own code finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        tables = [torch.randn(3) for _ in range(8)]
+        self.slotted = Slotted(tables[0])
+        self.object = types.SimpleNamespace(inner=[{"deep": tables[1]}])
+        self.list = Tables([tables[2]])
+        self.set = {tables[3]}
+        self.partial = functools.partial(torch.add, tables[4], other=tables[5])
+        self.closure = lambda: tables[6]
+        self.linear.register_forward_hook(lambda module, args, output, table=tables[7]: table)
+        self.found = lambda: torch.cat(
+            [
+                self.slotted.table,
+                self.object.inner[0]["deep"],
+                *self.list,
+                *self.set,
+                self.partial(),
+                self.closure(),
+                next(iter(self.linear._forward_hooks.values()))(None, None, None),
+            ]
+        )
+
+
+@on_ranks(2)
+def test_tensors_get_values_whatever_of_a_module_leads_to_them() -> None:
+    torch.manual_seed(5)
+    expected = Holds().found()
+    torch.manual_seed(5)
+    model, recording = recorded(Holds)
+    Sharding().apply(model, recording=recording)
+    assert torch.equal(model.found(), expected)
 
 
 @pytest.mark.parametrize("build", [constant_of, draws_before, scaled_by])

@@ -12,8 +12,9 @@ from torch import nn
 
 from shardeddp.config import Prefetch
 from shardeddp.engine import unit as unit_module
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.unit import TRANSITIONS, UnitState
-from shardeddp.errors import LayoutMismatchError, RankError
+from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
 from shardeddp.tensor.shard_tensor import ShardTensor
 from training import RUNTIMES, Sharding, unit_of
 from world import on_ranks
@@ -74,6 +75,26 @@ def test_who_keeps_the_former_memory_of_parameters_is_told(kept: str) -> None:
     ) as caught:
         Sharding().apply(model)
     assert len(caught) == 1 and held is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+@on_ranks(2)
+def test_a_module_that_holds_a_part_of_a_parameters_memory_is_refused(
+    kind: str, device: str
+) -> None:
+    recording = Recording()
+    with torch.device(device), recording.active():
+        model = model_of()
+        part = model[0].weight.data[1:3]  # it begins elsewhere than the parameter
+        if kind == "buffer":
+            model.register_buffer("part", part)
+        else:
+            model.part = part
+    with pytest.raises(
+        ConfigurationError, match=r"part is made of the memory of parameter 0\.weight"
+    ):
+        Sharding().apply(model, recording=recording)
 
 
 @on_ranks(2)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -90,11 +93,7 @@ class Materializer:
         storages = {item.place.storage for item in parameters}
         storages.update(recording.place_of(it).storage for it in former)
         # Tensors in the memory of a parameter follow it (shard_model).
-        others = [
-            it
-            for it in _meta_tensors(root, recording, root.parameters())
-            if it.place.storage not in storages
-        ]
+        others = _others(root, recording, storages, root.parameters())
         self._deferred = [*parameters, *others]
 
     @torch.no_grad()
@@ -321,16 +320,43 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
     )
 
 
+def _others(
+    root: nn.Module, recording: Recording, storages: Collection[int], but: Iterable[nn.Parameter]
+) -> list[Deferred]:
+    """The meta tensors of a model but some, in an order that is the same on all ranks.
+
+    Where some that was recorded is in none of its attributes and still exists, they are searched
+    for in all that attributes lead to.
+
+    Args:
+        root: The model.
+        recording: How it was built.
+        storages: Those of its parameters.
+        but: Tensors to leave out.
+    """
+    but = [*but]
+    found = list(_meta_tensors(root, recording, but, leaves=pytree.tree_leaves))
+    known = {*storages, *(it.place.storage for it in found)}
+    if recording.lives_beside(known):
+        found = list(_meta_tensors(root, recording, but, leaves=_led_to))
+    return sorted(
+        (it for it in found if it.place.storage not in storages), key=lambda it: it.place.storage
+    )
+
+
 def _meta_tensors(
-    root: nn.Module, recording: Recording, but: Iterable[nn.Parameter]
+    root: nn.Module,
+    recording: Recording,
+    but: Iterable[nn.Parameter],
+    leaves: Callable[[Any], Iterable[Any]],
 ) -> Iterator[Deferred]:
     """All meta tensors of a model but some, once each.
 
-    They are parameters, buffers and attributes, also those in containers.
+    They are parameters, buffers and what ``leaves`` finds in attributes.
     """
     seen = set(map(id, but))
     for path, module in root.named_modules():
-        for name, tensor in _held(module):
+        for name, tensor in _held(module, leaves):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -349,7 +375,9 @@ def _meta_tensors(
             )
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _held(
+    module: nn.Module, leaves: Callable[[Any], Iterable[Any]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The meta tensors among a module's parameters, buffers and attributes, by name."""
     own = {
         name: it
@@ -359,11 +387,69 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
         if isinstance(value, _PLAIN):  # most are: looking into them would take longest
             continue
-        for leaf in pytree.tree_leaves(value):
+        for leaf in leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 yield name, leaf
 
 
+def _led_to(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors that a value leads to: through objects, containers, functions and their closures."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif not isinstance(each, _PLAIN) and id(each) not in seen:
+            seen.add(id(each))
+            waiting += _inside(each)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a value holds; nothing of modules, whose tensors are found by name, and of libraries."""
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords, vars(value)]
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, (type, ModuleType, nn.Module)) or library in _LIBRARIES:
+        return []
+    slots = [
+        getattr(value, name)
+        for kind in type(value).__mro__
+        for name in _names_of(vars(kind).get("__slots__", ()))
+        if not name.startswith("__") and hasattr(value, name)
+    ]
+    held = [getattr(value, "__dict__", None), *slots]
+    if isinstance(value, dict):
+        held += [*cast("dict[Any, Any]", value).items()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        held += [*cast("Iterable[Any]", value)]
+    return held
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names_of(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+_LIBRARIES = {
+    "torch",
+    "torchmetrics",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "shardeddp",
+}
 _PLAIN = (type(None), bool, int, float, str, torch.Size)
 
 
@@ -468,7 +554,7 @@ def materialize(root: nn.Module, recording: Recording) -> None:
         ConfigurationError: Nothing can give some tensors values.
     """
     record_resets(root, recording)
-    deferred = list(_meta_tensors(root, recording, but=()))
+    deferred = _others(root, recording, (), but=())
     missing = [item for item in deferred if item.tensor.numel()]
     plan = _plan(missing, recording)
     _warn_of_resets(missing, recording)

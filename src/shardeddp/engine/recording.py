@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,7 +28,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
-from shardeddp.torch_private import OpOverload, TorchDispatchMode, neg_view, pytree
+from shardeddp.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    neg_view,
+    pytree,
+    storage_use_count,
+)
 
 HOST = torch.device("cpu")
 
@@ -210,6 +216,13 @@ class Recording:
     def knows(self, storage: int) -> bool:
         """Whether all that has given a storage its values was seen."""
         return storage not in self._unknown
+
+    def lives_beside(self, known: Container[int]) -> bool:
+        """Whether a tensor that was recorded still exists, in another storage than those known."""
+        return any(
+            number not in known and storage_use_count(storage._cdata) > 1
+            for number, storage in enumerate(self._storages)
+        )
 
     def nbytes(self, storage: int) -> int:
         """Size of a storage."""

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
@@ -119,10 +120,10 @@ def _held_views(
     Raises:
         ConfigurationError: A buffer has memory of a parameter.
     """
-    by_storage: dict[object, ParameterSpec] = {}
-    for spec in (spec for unit in specs for spec in unit.parameters):
-        if spec.parameter.numel() and spec.shares_memory_with is None:
-            by_storage.setdefault(_place(spec.parameter), spec)
+    parameters = [spec for unit in specs for spec in unit.parameters]
+    parameters = [it for it in parameters if it.parameter.numel() and it.shares_memory_with is None]
+    parameters.sort(key=lambda spec: _span(spec.parameter))
+    spans = [_span(spec.parameter) for spec in parameters]
     found: list[tuple[nn.Module, str, ParameterSpec]] = []
     for name, module in root.named_modules():
         for attribute, value in (*vars(module).items(), *module._buffers.items()):
@@ -132,10 +133,15 @@ def _held_views(
                 or not value.numel()
             ):
                 continue
-            spec = None if isinstance(value, nn.Parameter) else by_storage.get(_place(value))
-            if spec is None or is_computed(module, attribute):
+            if isinstance(value, nn.Parameter) or is_computed(module, attribute):
                 continue
-            is_all = (value.shape, value.stride()) == (
+            memory, start, stop = _span(value)
+            last = bisect_left(spans, (memory, stop)) - 1  # that begins before its end
+            if last < 0 or spans[last][0] != memory or spans[last][2] <= start:
+                continue
+            spec = parameters[last]
+            is_all = (_span(value), value.shape, value.stride()) == (
+                spans[last],
                 spec.parameter.shape,
                 spec.parameter.stride(),
             )
@@ -201,8 +207,14 @@ def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
         )
 
 
-def _place(tensor: torch.Tensor) -> object:
-    return (storage_of(tensor), tensor.storage_offset()) if tensor.is_meta else tensor.data_ptr()
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Memory of a strided tensor: which one, and the first byte and that behind the last in it."""
+    nbytes = tensor.element_size()
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = int(tensor.storage_offset()) * nbytes if tensor.is_meta else tensor.data_ptr()
+    return storage_of(tensor) if tensor.is_meta else 0, start, start + (reach + 1) * nbytes
 
 
 def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
