@@ -135,12 +135,12 @@ def _held_views(
                 continue
             if isinstance(value, nn.Parameter) or is_computed(module, attribute):
                 continue
-            memory, start, stop = _span(value)
+            memory, start, stop = span = _span(value)
             last = bisect_left(spans, (memory, stop)) - 1  # that begins before its end
             if last < 0 or spans[last][0] != memory or spans[last][2] <= start:
                 continue
             spec = parameters[last]
-            is_all = (_span(value), value.shape, value.stride()) == (
+            is_all = (span, value.shape, value.stride()) == (
                 spans[last],
                 spec.parameter.shape,
                 spec.parameter.stride(),
