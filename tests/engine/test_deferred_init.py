@@ -155,6 +155,28 @@ def test_tensors_get_values_whatever_of_a_module_leads_to_them() -> None:
     assert torch.equal(model.found(), expected)
 
 
+class Cached(nn.Module):
+    """A table that is kept where no instance leads to it."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        type(self).table = torch.arange(3)
+
+
+@on_ranks(2)
+def test_tensors_that_no_module_leads_to_are_pointed_out() -> None:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        model, other = Cached(), layers()  # the other may be sharded later
+    with pytest.warns(UserWarning, match=r"^torch\.int64 of shape \(3,\): built on the meta"):
+        Sharding().apply(model, recording=recording)
+    assert next(other.parameters()).is_meta
+    del Cached.table
+
+
 @pytest.mark.parametrize("build", [constant_of, draws_before, scaled_by])
 @on_ranks(2)
 def test_rank_zero_sends_its_values_where_ranks_construct_differently(build: Any) -> None:

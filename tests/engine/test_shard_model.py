@@ -1,8 +1,11 @@
 """Setup is agreed on by all ranks: another model or a failure on one rank is an error of all, and changes nothing."""
 
 import contextlib
+import functools
+import types
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -93,6 +96,30 @@ def test_a_module_that_holds_a_part_of_a_parameters_memory_is_refused(
             model.part = part
     with pytest.raises(
         ConfigurationError, match=r"part is made of the memory of parameter 0\.weight"
+    ):
+        Sharding().apply(model, recording=recording)
+
+
+LED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda view: [view],
+    "object": lambda view: types.SimpleNamespace(inner={"deep": view}),
+    "closure": lambda view: lambda: view,
+    "partial": lambda view: functools.partial(torch.add, view),
+}
+
+
+@pytest.mark.parametrize("is_all", [False, True])
+@pytest.mark.parametrize("way", LED)
+@on_ranks(2)
+def test_what_leads_to_a_parameters_memory_on_the_meta_device_is_refused(
+    way: str, is_all: bool
+) -> None:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        model = model_of()
+        model[1].held = LED[way](model[0].weight.data[0 if is_all else 1 :])
+    with pytest.raises(
+        ConfigurationError, match=r"1\.held leads to .* made of the memory of parameter 0\.weight"
     ):
         Sharding().apply(model, recording=recording)
 

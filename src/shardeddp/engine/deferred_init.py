@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -90,11 +91,15 @@ class Materializer:
         for spec in specs:
             forget_whole(spec.parameter)
         former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
-        storages = {item.place.storage for item in parameters}
-        storages.update(recording.place_of(it).storage for it in former)
-        # Tensors in the memory of a parameter follow it (shard_model).
-        others = _others(root, recording, storages, root.parameters())
-        self._deferred = [*parameters, *others]
+        names = {item.place.storage: item.fqn for item in parameters}
+        storages = [item.place.storage for item in parameters]
+        storages += [recording.place_of(it).storage for it in former]
+        others = _others(root, recording, storages, but=root.parameters())
+        _refuse_views(others, names)
+        # Attributes in the memory of a parameter follow it (shard_model).
+        of_parameters = set(storages)
+        own = [it for it in others if it.place.storage not in of_parameters]
+        self._deferred = [*parameters, *own]
 
     @torch.no_grad()
     def fill(self, mesh: Mesh) -> None:
@@ -321,7 +326,10 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
 
 
 def _others(
-    root: nn.Module, recording: Recording, storages: Collection[int], but: Iterable[nn.Parameter]
+    root: nn.Module,
+    recording: Recording,
+    storages: Iterable[int] = (),
+    but: Iterable[nn.Parameter] = (),
 ) -> list[Deferred]:
     """The meta tensors of a model but some, in an order that is the same on all ranks.
 
@@ -331,17 +339,53 @@ def _others(
     Args:
         root: The model.
         recording: How it was built.
-        storages: Those of its parameters.
+        storages: Those of the tensors to leave out, one for each.
         but: Tensors to leave out.
     """
     but = [*but]
     found = list(_meta_tensors(root, recording, but, leaves=pytree.tree_leaves))
-    known = {*storages, *(it.place.storage for it in found)}
-    if recording.lives_beside(known):
+    if recording.lives_beside(Counter([*storages, *(it.place.storage for it in found)])):
         found = list(_meta_tensors(root, recording, but, leaves=_led_to))
-    return sorted(
-        (it for it in found if it.place.storage not in storages), key=lambda it: it.place.storage
-    )
+        _warn_of_unreached(recording, [*but, *(it.tensor for it in found)])
+    return sorted(found, key=lambda it: it.place.storage)
+
+
+def _warn_of_unreached(recording: Recording, reached: Sequence[torch.Tensor]) -> None:
+    """Point out recorded tensors that still exist and that nothing of any module leads to."""
+    gc.collect()
+    alive = gc.get_objects()
+    modules = [it for it in alive if issubclass(type(it), nn.Module) and "_buffers" in vars(it)]
+    # Those of other modules may be sharded later.
+    others = [it for module in modules for _, it in _held(module, _led_to)]
+    found = {id(it) for tensor in (*reached, *others) for it in (tensor, tensor._base)}
+    left = [
+        f"{it.dtype} of shape {tuple(it.shape)}"
+        for it in alive
+        if issubclass(type(it), torch.Tensor) and id(it) not in found
+        if it.is_meta and it.layout is torch.strided and recording.has(it)
+    ]
+    if left:
+        warnings.warn(
+            f"{first_three(sorted(left))}: built on the meta device with the model and kept, but "
+            f"nothing in the model leads to it (a class, a global, a cache, a variable). It stays "
+            f"without values, and torch's products with it may be wrong without an error. Keep it "
+            f"in an attribute of a module, or build it outside the meta device",
+            stacklevel=2,
+        )
+
+
+def _refuse_views(others: Iterable[Deferred], parameters: Mapping[int, str]) -> None:
+    """Refuse what lies in the memory of a parameter and is no attribute: it cannot follow it."""
+    for item in others:
+        fqn = parameters.get(item.place.storage)
+        attributes = vars(item.owner) | item.owner._buffers
+        if fqn is not None and attributes.get(item.name) is not item.tensor:
+            raise ConfigurationError(
+                f"{item.fqn} leads to a tensor that is made of the memory of parameter {fqn}, "
+                f"which is about to be sharded, and would not follow it: expected tensors of their "
+                f"own beside parameters. Clone it, or compute it from the parameter where it is "
+                f"needed"
+            )
 
 
 def _meta_tensors(
@@ -394,14 +438,14 @@ def _held(
 
 def _led_to(value: Any) -> Iterator[torch.Tensor]:
     """All tensors that a value leads to: through objects, containers, functions and their closures."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by address, which is another's once an object is gone
     waiting = [value]
     while waiting:
         each = waiting.pop()
         if isinstance(each, torch.Tensor):
             yield each
         elif not isinstance(each, _PLAIN) and id(each) not in seen:
-            seen.add(id(each))
+            seen[id(each)] = each
             waiting += _inside(each)
 
 
@@ -554,7 +598,7 @@ def materialize(root: nn.Module, recording: Recording) -> None:
         ConfigurationError: Nothing can give some tensors values.
     """
     record_resets(root, recording)
-    deferred = _others(root, recording, (), but=())
+    deferred = _others(root, recording)
     missing = [item for item in deferred if item.tensor.numel()]
     plan = _plan(missing, recording)
     _warn_of_resets(missing, recording)

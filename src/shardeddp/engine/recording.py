@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -217,10 +217,10 @@ class Recording:
         """Whether all that has given a storage its values was seen."""
         return storage not in self._unknown
 
-    def lives_beside(self, known: Container[int]) -> bool:
-        """Whether a tensor that was recorded still exists, in another storage than those known."""
+    def lives_beside(self, known: Mapping[int, int]) -> bool:
+        """Whether some recorded storage is used by more tensors than are known of it."""
         return any(
-            number not in known and storage_use_count(storage._cdata) > 1
+            storage_use_count(storage._cdata) > 1 + known.get(number, 0)
             for number, storage in enumerate(self._storages)
         )
 
