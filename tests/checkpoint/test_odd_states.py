@@ -5,6 +5,7 @@ import math
 import os
 import threading
 import warnings
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -223,22 +224,45 @@ def picture(value: Any) -> str:
     return repr(value)
 
 
-def save_shards_in_a_class(path: str) -> str:
+class Holder:
+    """An object of the user's, which only pickle saves."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "Pair": lambda it: Pair(it, 1),
+    "Holder": Holder,
+    "Holder in a queue": lambda it: deque([[Holder(it)]]),
+    "set": lambda it: {it},
+}
+
+
+def save_shards_in_objects(path: str) -> dict[str, str]:
     keeps = Keeps()
     trainer = make_trainer(ShardedDP(state_dict_type="sharded"), max_steps=1, callbacks=[keeps])
     module = TinyGpt()
     trainer.fit(module, token_loader(8))
-    keeps.state = {"a": Pair(next(module.parameters()).detach(), 1)}
-    with pytest.raises(CheckpointError) as refused:
-        trainer.save_checkpoint(path)
-    return str(refused.value)
+    said: dict[str, str] = {}
+    for name, hold in HELD.items():
+        keeps.state = {"a": hold(next(module.parameters()).detach())}
+        with pytest.raises(CheckpointError) as refused:
+            trainer.save_checkpoint(path)
+        said[name] = str(refused.value)
+    return said
 
 
 def test_shards_in_what_needs_pickle_are_refused_by_their_place(
     world: Worlds, tmp_path: Path
 ) -> None:
-    for said in world(2).run(save_shards_in_a_class, str(tmp_path / "x.ckpt")):
-        assert "the Pair at callbacks.Keeps.kept.0.a has sharded tensors" in said
+    for said in world(2).run(save_shards_in_objects, str(tmp_path / "x.ckpt")):
+        assert "the Pair at callbacks.Keeps.kept.0.a " in said["Pair"]
+        assert "the Holder at callbacks.Keeps.kept.0.a " in said["Holder"]
+        assert "the Holder at callbacks.Keeps.kept.0.a.0." in said["Holder in a queue"]
+        for each in said.values():
+            assert "leads to embed.weight, which is sharded, and one rank pickles it alone" in each
+            assert "never come" not in each
     assert [*tmp_path.iterdir()] == []
 
 
@@ -293,6 +317,10 @@ def save_views(folder: str) -> None:
     def keep_views(trainer: Any, module: TinyGpt, checkpoint: dict[str, Any]) -> None:
         weight = module.blocks[0].up.weight.detach()
         checkpoint["views"] = {"row": weight[1], "rest": [(weight.t(), weight.reshape(-1))]}
+        checkpoint["views"]["queue"] = deque([Namespace(row=weight[2])], maxlen=3)
+        checkpoint["queue"] = deque([weight])
+        if kind == "full":
+            checkpoint["object"] = Holder(weight[3])
 
     for kind in ("sharded", "full"):
         callback = Callback()
@@ -303,12 +331,18 @@ def save_views(folder: str) -> None:
         trainer.fit(model, token_loader(8))
         trainer.save_checkpoint(path := f"{folder}/{kind}.ckpt")
         weight = model.blocks[0].up.weight.full_tensor()  # type: ignore[operator]
-        found = strategy.load_checkpoint(path, weights_only=True)["views"]
+        read = strategy.load_checkpoint(path, weights_only=kind == "sharded")
+        found = read["views"]
         ((transposed, flat),) = found["rest"]
         assert type(found["row"]) is torch.Tensor
         assert torch.equal(found["row"], weight[1])
         assert torch.equal(transposed, weight.t())
         assert torch.equal(flat, weight.reshape(-1))
+        assert found["queue"].maxlen == 3
+        assert torch.equal(found["queue"][0].row, weight[2])
+        assert torch.equal(read["queue"][0], weight)
+        if kind == "full":
+            assert torch.equal(read["object"].held, weight[3])
 
 
 def test_views_of_parameters_are_saved_as_the_elements_that_they_show(

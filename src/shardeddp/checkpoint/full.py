@@ -132,9 +132,10 @@ def stream_full(
         try:
             file = TorchFile(checkpoint, memory_of_shards)
         except Exception as error:  # of any class: it is the user's code that is pickled
+            where = where_pickling_fails(checkpoint, lambda it: TorchFile(it, memory_of_shards))
             raise CheckpointError(
-                f"The state cannot be saved: {where_pickling_fails(checkpoint)} cannot be pickled: "
-                f"{type(error).__name__}: {str(error)[:200]}"
+                f"The state cannot be saved: {where} cannot be pickled: {type(error).__name__}: "
+                f"{str(error)[:300]}"
             ) from error
         found, objects, shares, sharded = describe(checkpoint, names, mesh)
         strided = [

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Container
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from shardeddp.checkpoint.pieces import Pieces
 from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval, boxes
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import StorageInfo
 
 DCP_VERSION = "1.0.0"
@@ -107,8 +109,30 @@ def lightning_meta(tree: Any, kept: Container[int] = frozenset()) -> bytes:
         kept: Identities of containers that keep their class, since they are read from here.
     """
     buffer = io.BytesIO()
-    torch.save(plain(tree, _compact, kept), buffer)
+    torch.save(plain(tree, _compact, kept), buffer, pickle_module=_PICKLE)
     return buffer.getvalue()
+
+
+class _PicklerOfOneRank(pickle.Pickler):
+    """Refuses what all ranks would have to gather."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ShardTensor):
+            raise pickle.PicklingError(pickled_alone(obj))
+        return NotImplemented
+
+
+def pickled_alone(tensor: ShardTensor) -> str:
+    """Why what holds a sharded tensor cannot be pickled, for a message."""
+    return (
+        f"it leads to {tensor.spec.fqn}, which is sharded, and one rank pickles it alone. Keep "
+        f"parameters in dicts, lists and tuples, and leave modules out, whose parameters are saved "
+        f"as the model's: save_hyperparameters(ignore=[...])"
+    )
+
+
+_PICKLE = ModuleType("pickle of one rank")
+vars(_PICKLE).update(Pickler=_PicklerOfOneRank)
 
 
 def _place(item: Item) -> StorageInfo:

@@ -24,6 +24,7 @@ from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.checkpoint.remote import Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
+from shardeddp.tensor.views import GatheredView
 from shardeddp.torch_private import (
     rebuild_tensor,
     typed_storage_class,
@@ -359,6 +360,8 @@ class TensorPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How to rebuild a tensor."""
+        if isinstance(obj, GatheredView):
+            obj = obj.plain().detach().clone()
         if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided or obj.is_quantized:
             # A sparse tensor is taken apart into strided ones, a quantized one has its whole storage.
             return NotImplemented

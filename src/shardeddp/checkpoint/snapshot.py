@@ -14,18 +14,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.items import TensorPickler, block_digests, digest, memory_of
+from shardeddp.checkpoint.interop import lightning_meta, pickled_alone
+from shardeddp.checkpoint.items import block_digests, digest, memory_of
 from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
 from shardeddp.checkpoint.state_codec import (
     Codec,
-    are_leaves,
     dotted,
     encode,
     sparse_parts,
     tensors_in,
+    with_leaves,
 )
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.comm.host_group import HostGroup
@@ -311,11 +311,12 @@ def take_snapshot(
     collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[tuple[str, Any]]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
     for place, value in opaque:
-        if any(isinstance(tensor, ShardTensor) for tensor in tensors_of(value)):
-            raise CheckpointError(
-                f"The state cannot be saved: the {type(value).__name__} at {place} has sharded "
-                f"tensors, and only pickle can save its class. Keep them in a dict, list or tuple"
-            )
+        for tensor in tensors_of(value):
+            if isinstance(tensor, ShardTensor):
+                raise CheckpointError(
+                    f"The state cannot be saved: the {type(value).__name__} at {place} cannot be "
+                    f"pickled: {pickled_alone(tensor)}"
+                )
     rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
     pickled = _pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b""
     return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
@@ -383,14 +384,14 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
 _STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)
 
 
-def where_pickling_fails(tree: Any) -> str:
-    """The first value of a tree that pickle refuses, with its place."""
+def where_pickling_fails(tree: Any, pickled: Callable[[Any], object]) -> str:
+    """The first value of a tree that cannot be pickled, with its place."""
     found: list[tuple[str, Any]] = []
     with suppress(CheckpointError):  # what contains itself ends the search
         encode(tree, lambda tensor: "", (), found)
     for place, value in found:
         try:
-            TensorPickler().pickled(value)
+            pickled(value)
         except Exception:  # noqa: BLE001 - a class of anybody refuses in any way
             return f"the {type(value).__name__} at {place}"
     return "something in it"
@@ -401,10 +402,9 @@ def _pickled(rest: Mapping[str, Any], opaque: Sequence[tuple[str, Any]]) -> byte
     try:
         pickled = lightning_meta(rest, {id(value) for _, value in opaque})
     except Exception as error:
-        places = f" at {', '.join(place for place, _ in opaque[:3])}" if opaque else ""
         raise CheckpointError(
-            f"The state cannot be saved: what can only be pickled{places} cannot: "
-            f"{type(error).__name__}: {error}"
+            f"The state cannot be saved: {where_pickling_fails(rest, lightning_meta)} cannot be "
+            f"pickled: {type(error).__name__}: {error}"
         ) from error
     kept = [path for path, _ in opaque if path.split(".")[0] not in HYPER_PARAMETERS]
     if kept:
@@ -601,14 +601,5 @@ def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Cod
             )
 
 
-def _without_shards(value: Any) -> Any:
-    if isinstance(value, ShardTensor):
-        return None
-    if isinstance(value, Mapping):
-        if are_leaves(value.values()):
-            return value
-        kept = {key: _without_shards(item) for key, item in value.items()}
-        return value if all(kept[key] is item for key, item in value.items()) else kept
-    if type(value) in (list, tuple) and not are_leaves(value):
-        return type(value)(map(_without_shards, value))
-    return value
+def _without_shards(tree: Any) -> Any:
+    return with_leaves(tree, lambda leaf: None if isinstance(leaf, ShardTensor) else leaf)

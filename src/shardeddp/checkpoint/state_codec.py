@@ -140,7 +140,7 @@ def are_leaves(values: Iterable[Any]) -> bool:
 def tensors_in(
     tree: Any, keys: tuple[Any, ...] = (), around: tuple[int, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Tensors in nested mappings, lists and tuples, each with the keys that lead to it.
+    """Tensors in nested mappings, namespaces and sequences, each with the keys that lead to it.
 
     Nothing of what contains itself or is too deep: whoever writes it says so.
     """
@@ -150,10 +150,10 @@ def tensors_in(
     if id(tree) in around or len(around) > MAX_DEPTH:
         return
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        mapping = cast("Mapping[Any, Any]", tree)
+    if isinstance(tree, (Mapping, Namespace)):
+        mapping = vars(tree) if isinstance(tree, Namespace) else cast("Mapping[Any, Any]", tree)
         items = () if are_leaves(mapping.values()) else mapping.items()
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         sequence = cast("Sequence[Any]", tree)
         items = () if are_leaves(sequence) else enumerate(sequence)
     for key, item in items:
@@ -224,9 +224,13 @@ def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """A tree with other leaves, in containers of its own classes; itself where no leaf changes.
 
     Args:
-        tree: Nested mappings, lists and tuples.
+        tree: Nested mappings, namespaces, lists, tuples and queues.
         leaf: Makes what is to be there of anything that is no container, keys aside.
     """
+    if isinstance(tree, Namespace):
+        own = vars(tree)
+        values: dict[str, Any] = with_leaves(own, leaf)
+        return tree if values is own else _copy_of(tree, lambda it: it.__dict__.update(values))
     if isinstance(tree, Mapping):
         mapping = cast("Mapping[Any, Any]", tree)
         if are_leaves(mapping.values()):
@@ -234,11 +238,13 @@ def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
         changed = {
             key: made for key, it in mapping.items() if (made := with_leaves(it, leaf)) is not it
         }
-        if changed:
-            tree = copy.copy(mapping) if isinstance(mapping, dict) else dict(mapping)
-            dict.update(tree, changed)
-        return tree
-    if not isinstance(tree, (list, tuple)) or type(tree) is torch.Size:
+        if not changed:
+            return tree
+        return _copy_of(
+            mapping if isinstance(mapping, dict) else dict(mapping),
+            lambda it: dict.update(it, changed),
+        )
+    if not isinstance(tree, (list, tuple, deque)) or type(tree) is torch.Size:
         return leaf(tree)
     items = cast("Sequence[Any]", tree)
     if are_leaves(items):
@@ -247,13 +253,19 @@ def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     if all(one is other for one, other in zip(made, items, strict=True)):
         return tree
     if isinstance(tree, list):
-        copied = copy.copy(cast("list[Any]", tree))
-        list.__setitem__(copied, slice(None), made)
-        return copied
+        return _copy_of(tree, lambda it: list.__setitem__(it, slice(None), made))
+    if isinstance(tree, deque):
+        return _copy_of(tree, lambda it: (it.clear(), it.extend(made)))
     built = tuple.__new__(type(tree), made)  # also of a named one
     if hasattr(tree, "__dict__"):
         vars(built).update(vars(tree))
     return built
+
+
+def _copy_of(container: Any, change: Callable[[Any], Any]) -> Any:
+    copied = copy.copy(container)
+    change(copied)
+    return copied
 
 
 def opaque_paths(tree: Any) -> list[str]:
