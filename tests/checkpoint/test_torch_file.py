@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardeddp.checkpoint.contents import open_file
 from shardeddp.checkpoint.full import TorchFile
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import plain
+from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
 
@@ -121,3 +123,16 @@ def test_equal_trees_make_equal_files() -> None:
     for file in files:
         TorchFile({"a": torch.ones(5), "b": [1, torch.zeros(2, 2)]}).write(file)
     assert files[0].getvalue() == files[1].getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(1 << 3_000, "Unsupported operand"), (Path("data"), "Unsupported global: GLOBAL pathlib")],
+)
+def test_what_torch_does_not_load_without_pickle_is_refused_with_its_reason(
+    tmp_path: Path, value: Any, reason: str
+) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({"value": value}, path)
+    with pytest.raises(CheckpointError, match=f"or is damaged: {reason}"):
+        open_file(str(path), None, (0, 1))

@@ -377,7 +377,7 @@ def refusal_of(path: str, error: Exception) -> CheckpointError:
     )
 
 
-_UNPICKLER = re.compile(r"WeightsUnpickler error: *(.+?)(?:\.? Please|\.? *$)", re.MULTILINE)
+_UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(\S.*?)(?:\.? Please|\.? *$)", re.MULTILINE)
 """What torch says of the object itself, among advice for ``torch.load``."""
 
 
