@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import math
-import operator
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -70,22 +68,22 @@ class MetaView:
     @property
     def is_contiguous(self) -> bool:
         """Whether elements lie in the order of their indices, without gaps."""
-        strides = itertools.accumulate(reversed(self.shape[1:]), operator.mul, initial=1)
-        return all(
-            size == 1 or stride == dense
-            for size, stride, dense in zip(
-                reversed(self.shape), reversed(self.stride), strides, strict=False
-            )
-        )
+        return _is_dense(reversed([*zip(self.stride, self.shape, strict=True)]))
 
     def covers(self, nbytes: int) -> bool:
         """Whether it has each byte of a storage exactly once."""
-        reach = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size != 1 and stride != reach:
-                return False
-            reach *= size
-        return reach * self.dtype.itemsize == nbytes and self.offset == 0
+        is_dense = _is_dense(sorted(zip(self.stride, self.shape, strict=True)))
+        return is_dense and self.offset == 0 and self.numel * self.dtype.itemsize == nbytes
+
+
+def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether strides and sizes, from the innermost dimension on, leave no gap."""
+    reach = 1
+    for stride, size in dims:
+        if size != 1 and stride != reach:
+            return False
+        reach *= size
+    return True
 
 
 def storage_of(tensor: torch.Tensor) -> int:
