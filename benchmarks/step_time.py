@@ -8,6 +8,7 @@ its own.
     python benchmarks/step_time.py --rounds 5 --only ddp full_shard
     python benchmarks/step_time.py --ranks 4 --only hsdp hybrid_shard
     python benchmarks/step_time.py --precision bf16-mixed --checkpointing
+    python benchmarks/step_time.py --parts                          # and where the time of each step goes
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model import GPT, Block  # noqa: E402
-from shardeddp import ShardedDP  # noqa: E402
+from shardeddp import ShardedDP, StepMonitor  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Setting:
     precision: str
     checkpointing: bool
     offload: bool
+    parts: bool
+    """Whether our steps are taken apart by a ``StepMonitor``, which costs at most 0.5 % of them."""
 
     @property
     def options(self) -> str:
@@ -86,6 +89,10 @@ class Measured:
     step_s: list[float]
     peak_nbytes: int
     """Highest resident memory during training, over that just before the strategy was set up."""
+    optimizer_s: list[float]
+    """Of each step, from the end of the backward to the end of the step."""
+    parts: dict[str, float]
+    """Mean seconds by part, where they were measured."""
 
 
 BF16_MIXED = "bf16-mixed"
@@ -218,10 +225,12 @@ class Language(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Notes when every step begins."""
+    """Notes when every step begins, and how long its optimizer takes."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.optimizer_s: list[float] = []
+        self._backward_end = 0.0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
@@ -229,12 +238,22 @@ class Clock(L.Callback):
         """A step begins, optimizer step included."""
         self.starts.append(time.perf_counter())
 
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """The backward has ended."""
+        self._backward_end = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The optimizer has stepped."""
+        self.optimizer_s.append(time.perf_counter() - self._backward_end)
+
 
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """Train on one rank and leave the figures in ``folder``."""
     become_rank(rank, setting.ranks, port)
     strategy = STRATEGIES[name](setting)
     clock = Clock()
+    taken_apart = setting.parts and isinstance(strategy, ShardedDP)
+    monitors = [StepMonitor()] if taken_apart else []
     module = Language(setting)
     data = torch.randint(
         0,
@@ -244,7 +263,7 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     trainer = L.Trainer(
         accelerator="cpu", devices=setting.ranks, strategy=strategy, max_steps=setting.steps + setting.warmup + 1,
         precision=None if name in OF_TORCH else setting.precision,
-        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[clock, *monitors], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, barebones=False,
     )  # fmt: skip
     gc.collect()
@@ -254,7 +273,13 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][
         setting.warmup :
     ]
-    figures = Measured(step_s=steps, peak_nbytes=resident("VmHWM") - before)
+    report = monitors[0].report if monitors else None
+    figures = Measured(
+        step_s=steps,
+        peak_nbytes=resident("VmHWM") - before,
+        optimizer_s=clock.optimizer_s[setting.warmup : setting.warmup + len(steps)],
+        parts={} if report is None else dict(report.parts),
+    )
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(figures)))
 
 
@@ -264,9 +289,7 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
     for name, found in in_turn(measure, names, setting, folder):
         ranks = [Measured(**figures) for figures in found]
         results[name].append(
-            Measured(
-                step_s=ranks[0].step_s, peak_nbytes=max(measured.peak_nbytes for measured in ranks)
-            )
+            replace(ranks[0], peak_nbytes=max(measured.peak_nbytes for measured in ranks))
         )
     return results
 
@@ -308,6 +331,31 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
     return shown
 
 
+def table_of_parts(results: dict[str, list[Measured]]) -> Table:
+    """Where the time of a step goes: of ours by part, of all what the optimizer takes."""
+    names = [*dict.fromkeys(part for rounds in results.values() for part in rounds[0].parts)]
+    shown = Table(
+        title="Parts of a step",
+        caption="ms: medians over rounds of mean steps of rank 0; of gathers and reductions what compute waits for",
+    )
+    shown.add_column("strategy")
+    for column in ("step", "over floor", "optimizer step", *names):
+        shown.add_column(column, justify="right")
+    floor: float | None = None
+    for name, rounds in results.items():
+        step = statistics.median(statistics.mean(each.step_s) for each in rounds)
+        floor = step if name == "floor" else floor
+        optimizer = statistics.median(statistics.mean(each.optimizer_s) for each in rounds)
+        over = "" if floor is None else f"{1e3 * (step - floor):.0f}"
+        parts = [
+            f"{1e3 * statistics.median(each.parts[part] for each in rounds):.1f}"
+            for part in names
+            if rounds[0].parts
+        ]
+        shown.add_row(name, f"{1e3 * step:.0f}", over, f"{1e3 * optimizer:.1f}", *parts)
+    return shown
+
+
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(
@@ -324,6 +372,7 @@ def main() -> None:
     parser.add_argument(
         "--offload", action="store_true", help="keep shards and optimizer in host memory"
     )
+    parser.add_argument("--parts", action="store_true", help="say where the time of a step goes")
     sizes = {
         "ranks": 2,
         "dim": 512,
@@ -345,6 +394,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = run(names, setting, Path(folder))
     Console().print(table(results, setting))
+    if setting.parts:
+        Console().print(table_of_parts(results))
     if save is not None:
         save.write_text(
             json.dumps(
