@@ -557,9 +557,8 @@ class Mesh:
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""
         self.is_inherited = True
-        for name in _COMMUNICATORS:
-            former: Collectives = getattr(self, name)
-            if former.size > 1:
+        for name, former in [*vars(self).items()]:
+            if isinstance(former, Collectives) and former.size > 1:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
         for each in (self.users, self.fingerprints, self.data_fingerprints):
             each.leave_to_parent()
@@ -651,20 +650,6 @@ def _settle(mesh: weakref.ref[Mesh]) -> None:
     if (found := mesh()) is not None:
         found.settle()
 
-
-_COMMUNICATORS = (
-    "gather",
-    "regather",
-    "reduce",
-    "replicate",
-    "owners",
-    "collect",
-    "data",
-    "tensor",
-    "holders",
-    "activations",
-    "world",
-)
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
