@@ -88,13 +88,14 @@ class Sharding:
         autocast: torch.dtype | None = None,
         options: MixedPrecision | None = None,
         recording: Recording | None = None,
+        is_only: bool = False,
     ) -> Runtime:
         """Shard a model in place, for a precision; a collective."""
         policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
         dtypes = resolve_dtypes(options, autocast)
         units = assign_dtypes(model, build_units(model, policy), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        return shard_model(units, self.mesh(), self.asked, recording=recording)
+        return shard_model(units, self.mesh(), self.asked, recording=recording, is_only=is_only)
 
     @property
     def asked(self) -> Options:

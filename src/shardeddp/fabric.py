@@ -117,6 +117,7 @@ class ShardedDP(DDPStrategy):
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         self._parts, self._group = parts, parts.group
+        parts.model_sharding.shards_several = True
         self._backward_sync_control = cast(Any, self)  # whom Fabric asks to surround micro-batches
 
     @override

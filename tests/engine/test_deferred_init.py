@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -9,7 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from shardeddp.engine.deferred_init import allocate_on_host
 from shardeddp.engine.recording import Recording
@@ -85,7 +88,7 @@ def test_nothing_is_sent_where_ranks_construct_alike() -> None:
         torch.manual_seed(5)
         model, recording = recorded(layers)
         runtime = Sharding(strategy=strategy).apply(model, recording=recording)
-        assert runtime.mesh.traffic.total_nbytes == 0
+        assert runtime.mesh.traffic.total_nbytes == 0, vars(runtime.mesh.traffic)
 
 
 def constant_of(rank: int) -> nn.Module:
@@ -155,26 +158,116 @@ def test_tensors_get_values_whatever_of_a_module_leads_to_them() -> None:
     assert torch.equal(model.found(), expected)
 
 
-class Cached(nn.Module):
-    """A table that is kept where no instance leads to it."""
+CACHE: list[nn.Module] = []
+
+
+class Scattered(nn.Module):
+    """Tensors and modules where no attribute of a module leads to, or only a library's objects."""
 
     table: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        type(self).table = torch.arange(3)
+        self.teacher = [nn.Linear(4, 4, bias=False)]
+        self.prior = torch.distributions.Normal(torch.randn(4), torch.ones(4))
+        self.batches = TensorDataset(torch.randn(2, 4))
+        self.options = AttributeDict(proj=torch.randn(4, 4))
+        self.multiply = torch.randn(4).mul
+        self.optimizer = torch.optim.Adagrad(self.linear.parameters())
+        type(self).table = torch.randn(4)
+        CACHE[:] = [nn.Linear(4, 4)]
+
+    def found(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            self.teacher[0](x),
+            self.prior.log_prob(x),
+            self.batches[0][0],
+            x @ self.options.proj,
+            self.multiply(x),
+            self.table,
+            CACHE[0](x),
+            *(full(state["sum"]) for state in self.optimizer.state.values()),
+        ]
 
 
 @on_ranks(2)
-def test_tensors_that_no_module_leads_to_are_pointed_out() -> None:
+def test_tensors_get_values_whatever_refers_to_them() -> None:
+    x = torch.arange(4.0)
+    torch.manual_seed(5)
+    expected = Scattered().found(x)
+    torch.manual_seed(5)
+    model, recording = recorded(Scattered)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sharding().apply(model, recording=recording, is_only=True)
+    found = model.found(x)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@on_ranks(2)
+def test_a_module_beside_waits_until_it_is_sharded_itself() -> None:
+    torch.manual_seed(5)
+    expected = Scattered().teacher[0].weight, layers()
+    torch.manual_seed(5)
     recording = Recording()
     with torch.device("meta"), recording.active():
-        model, other = Cached(), layers()  # the other may be sharded later
-    with pytest.warns(UserWarning, match=r"^torch\.int64 of shape \(3,\): built on the meta"):
-        Sharding().apply(model, recording=recording)
-    assert next(other.parameters()).is_meta
-    del Cached.table
+        model, other = Scattered(), layers()
+    Sharding().apply(model, recording=recording)
+    assert all(it.is_meta for it in other.parameters())
+    assert torch.equal(model.teacher[0].weight, expected[0])  # a list in it leads there
+    Sharding().apply(other, recording=recording)
+    check_equal(values(other), values(expected[1]))
+
+
+@on_ranks(2)
+def test_what_ranks_keep_elsewhere_may_differ() -> None:
+    torch.manual_seed(5)
+    expected = layers()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        model = layers()
+        mine = model[0].weight.data if dist.get_rank() == 1 else None
+    with nullcontext() if mine is None else pytest.warns(UserWarning, match="still refers to"):
+        runtime = Sharding().apply(model, recording=recording, is_only=True)
+    assert runtime.mesh.traffic.total_nbytes == 0
+    check_equal(values(model), values(expected))
+    assert mine is None or torch.equal(mine, expected[0].weight)
+
+
+@on_ranks(1)
+def test_a_lazy_module_that_has_run_gets_its_values() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+        model(torch.zeros(1, 3))
+        return model
+
+    torch.manual_seed(5)
+    expected = values(build())
+    torch.manual_seed(5)
+    model, recording = recorded(build)
+    Sharding().apply(model, recording=recording)
+    check_equal(values(model), expected)
+
+
+@on_ranks(2)
+def test_the_norm_of_a_weight_in_torchs_former_way_is_no_reason_to_warn() -> None:
+    def build() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is another way
+            return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+    torch.manual_seed(5)
+    expected = build()
+    torch.manual_seed(5)
+    model, recording = recorded(build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runtime = Sharding().apply(model, recording=recording, is_only=True)
+    with runtime.step("training_step") as outputs:
+        outputs.append(model(torch.ones(4)))
+    assert torch.equal(outputs[0], expected(torch.ones(4)))
 
 
 @pytest.mark.parametrize("build", [constant_of, draws_before, scaled_by])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
@@ -220,6 +221,35 @@ def test_configure_model_may_build_on_the_meta_device(globally: bool) -> None:
         assert runs[how][0] == runs["eager"][0]
         same_weights(runs[how][1], runs["eager"][1])
         assert torch.equal(runs[how][2], runs["eager"][2])
+
+
+class Measures(BuildsInConfigureModel):
+    """With metrics as submodules, and a teacher that no state dict has."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.metric = MetricCollection({"loss": MeanMetric(), "mean": CatMetric()})
+        self.teacher = [nn.Linear(8, 8, bias=False)]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Of every next token, and of what the teacher makes of the embeddings."""
+        found = super().loss(batch) + self.teacher[0](self.embed(batch)).square().mean()
+        self.metric.update(found.detach())
+        return found
+
+
+@on_ranks(2)
+def test_metrics_and_modules_in_lists_may_be_built_on_the_meta_device() -> None:
+    runs = {}
+    for how in ("eager", "meta", "init_module"):
+        seed(True)
+        model = Measures(how)
+        make_trainer(ShardedDP(), max_steps=4, max_epochs=-1).fit(model, token_loader(32))
+        runs[how] = model.losses, model.metric.compute()
+    assert runs["meta"][0] == runs["init_module"][0] == runs["eager"][0]
+    for how in ("meta", "init_module"):
+        for name, value in runs["eager"][1].items():
+            assert torch.equal(runs[how][1][name], value)
 
 
 @pytest.mark.parametrize("globally", [True, False])

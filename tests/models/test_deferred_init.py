@@ -69,20 +69,25 @@ def wav2vec2() -> nn.Module:
 BUILDS: list[Callable[[], Any]] = [llama, gpt2, bert, t5, mixtral, vit, swin, wav2vec2]
 
 
-def check(build: Callable[[], nn.Module]) -> None:
+def check(build: Callable[[], nn.Module], inside: bool) -> None:
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):  # as in `configure_model`
+            return build()
+
     torch.manual_seed(5)
     expected = values(build())
     moved = torch.get_rng_state()
     torch.manual_seed(5)
-    model, recording = recorded(build)
+    model, recording = recorded(on_meta if inside else build)
     assert any(parameter.is_meta for parameter in model.parameters())
     Sharding().apply(model, recording=recording)
     check_equal(values(model), expected)
     assert torch.equal(torch.get_rng_state(), moved)
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("build", BUILDS)
 def test_weights_and_buffers_are_those_of_the_eager_model(
-    world: Worlds, build: Callable[[], nn.Module]
+    world: Worlds, build: Callable[[], nn.Module], inside: bool
 ) -> None:
-    world(2).run(check, build)
+    world(2).run(check, build, inside)

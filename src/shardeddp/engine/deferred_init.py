@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import warnings
-from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,14 @@ from shardeddp.comm import (
     all_gather_bytes,
     run_on_all_ranks,
 )
-from shardeddp.engine.recording import HOST, MetaView, Recording, ReplayPlan, storage_of
+from shardeddp.engine.recording import (
+    HOST,
+    MetaView,
+    Recording,
+    ReplayPlan,
+    is_strided_meta,
+    storage_of,
+)
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
@@ -66,6 +72,7 @@ class Materializer:
         recording: How the model was built.
         load: Loads a checkpoint into the sharded model; what it leaves out is initialised. None:
             there is none.
+        is_only: Whether no other recorded module waits for its own units; see :func:`_elsewhere`.
 
     Raises:
         ConfigurationError: A deferred tensor cannot be given values of its own.
@@ -76,9 +83,11 @@ class Materializer:
         units: Sequence[UnitSpec],
         recording: Recording,
         load: Callable[[], None] | None = None,
+        *,
+        is_only: bool = False,
     ) -> None:
-        root = units[0].module
-        self._recording, self._load = recording, load
+        self._root = root = units[0].module
+        self._recording, self._load, self._is_only = recording, load, is_only
         specs = [
             spec
             for unit in units
@@ -91,19 +100,19 @@ class Materializer:
         for spec in specs:
             forget_whole(spec.parameter)
         former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
-        names = {item.place.storage: item.fqn for item in parameters}
-        storages = [item.place.storage for item in parameters]
-        storages += [recording.place_of(it).storage for it in former]
-        others = _others(root, recording, storages, but=root.parameters())
-        _refuse_views(others, names)
+        storages = {item.place.storage for item in parameters}
+        storages.update(recording.place_of(it).storage for it in former)
         # Attributes in the memory of a parameter follow it (shard_model).
-        of_parameters = set(storages)
-        own = [it for it in others if it.place.storage not in of_parameters]
+        others = _others(root, recording, but=root.parameters())
+        own = [it for it in others if it.place.storage not in storages]
         self._deferred = [*parameters, *own]
 
     @torch.no_grad()
-    def fill(self, mesh: Mesh) -> None:
+    def fill(self, mesh: Mesh) -> set[str]:
         """Give every deferred tensor its values; a collective of all ranks.
+
+        Returns:
+            Names of parameters that something else has a view of, which keeps their first values.
 
         Raises:
             ConfigurationError: Nothing can give some of them values; lists them.
@@ -112,11 +121,24 @@ class Materializer:
         """
         parameters = [item.current for item in self._deferred if item.is_parameter]
         await_values(parameters, True)
-        self._fill(mesh)
+        memory: dict[int, torch.UntypedStorage] = {}
+        for item in self._deferred:
+            if not item.is_parameter:
+                _allocate(item.tensor, item.place, memory)
+        kept: dict[int, torch.UntypedStorage] = {}
+        for tensor, place in _elsewhere(self._root, self._recording, self._is_only):
+            _allocate(tensor, place, memory if place.storage in memory else kept)
+        self._fill(mesh, memory, kept)
         await_values(parameters, False)
+        return {it.fqn for it in self._deferred if it.is_parameter and it.place.storage in kept}
 
-    def _fill(self, mesh: Mesh) -> None:
-        memory = _allocate(item for item in self._deferred if not item.is_parameter)
+    def _fill(
+        self,
+        mesh: Mesh,
+        memory: Mapping[int, torch.UntypedStorage],
+        kept: Mapping[int, torch.UntypedStorage],
+    ) -> None:
+        """Fill the model's tensors, and those that are kept elsewhere, by their storages."""
         missing = [item for item in self._deferred if item.tensor.numel()]
         if self._load is not None and missing:
             with Writes() as writes:
@@ -125,6 +147,7 @@ class Materializer:
                 )
             missing = [item for item in missing if not writes.reached(item.current)]
         if not missing:
+            _refill(kept, self._recording)
             self._recording.rewind()
             return
 
@@ -147,12 +170,18 @@ class Materializer:
         )
         source = None if alike else mesh
         if alike:
-            plan.narrow(_parts_of(parts, memory))
+            # With those that are kept elsewhere: the numbers are come past once.
+            plan = self._recording.plan({*plan.wanted, *kept}) if kept else plan
+            plan.narrow(_parts_of(parts, {*memory, *kept}))
+        else:
+            _refill(kept, self._recording)
 
         def take(storage: int, values: torch.UntypedStorage) -> None:
+            if alike and storage in kept:
+                _as_bytes(kept[storage]).copy_(_as_bytes(values))
             if storage in memory:
                 _take(_as_bytes(memory[storage]), _as_bytes(values), source)
-            for item in parts[storage]:
+            for item in parts.get(storage, ()):
                 if item.is_parameter:
                     _take(item.current, item.place.over(values), source)
 
@@ -181,13 +210,13 @@ class Materializer:
 
 
 def _parts_of(
-    items: Mapping[int, Sequence[Deferred]], memory: Container[int]
+    items: Mapping[int, Sequence[Deferred]], whole: Container[int]
 ) -> dict[MetaView, tuple[int, int]]:
     """The elements that this rank keeps, of parameters that nothing else shares memory with."""
     parts: dict[MetaView, tuple[int, int]] = {}
     for storage, (item, *more) in items.items():
         spec = cast(ShardTensor, item.current).spec if item.is_parameter else None
-        if spec is not None and not spec.boxes and not more and storage not in memory:
+        if spec is not None and not spec.boxes and not more and storage not in whole:
             parts[item.place] = spec.interval.start, spec.interval.stop
     return parts
 
@@ -258,24 +287,28 @@ def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=HOST).set_(memory)  # type: ignore[arg-type]
 
 
-def _allocate(items: Iterable[Deferred]) -> dict[int, torch.UntypedStorage]:
-    """Give tensors host memory, shared where they shared it before; their identity stays.
+def _allocate(
+    tensor: torch.Tensor, place: MetaView, memory: dict[int, torch.UntypedStorage]
+) -> None:
+    """Give a tensor host memory, shared with those in the same storage; its identity stays.
 
     Raises:
-        RuntimeError: Native code holds a weak reference to one of them.
+        RuntimeError: Native code holds a weak reference to it.
     """
-    memory: dict[int, torch.UntypedStorage] = {}
-    for item in items:
-        tensor, place = item.tensor, item.place
-        storage = memory.setdefault(
-            place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
-        )
-        body: Any = make_subclass(
-            type(tensor), place.over(storage), tensor.requires_grad and tensor.is_leaf
-        )
-        vars(body).update(vars(tensor))
-        swap_bodies(tensor, body)
-    return memory
+    storage = memory.setdefault(
+        place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
+    )
+    body: Any = make_subclass(
+        type(tensor), place.over(storage), tensor.requires_grad and tensor.is_leaf
+    )
+    vars(body).update(vars(tensor))
+    swap_bodies(tensor, body)
+
+
+def _refill(kept: Mapping[int, torch.UntypedStorage], recording: Recording) -> None:
+    """Give storages their values on this rank, whatever others have."""
+    for storage, values in recording.repeat(recording.plan(kept)):
+        _as_bytes(kept[storage]).copy_(_as_bytes(values))
 
 
 class Writes(TorchDispatchMode):
@@ -326,81 +359,16 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
 
 
 def _others(
-    root: nn.Module,
-    recording: Recording,
-    storages: Iterable[int] = (),
-    but: Iterable[nn.Parameter] = (),
+    root: nn.Module, recording: Recording, but: Iterable[nn.Parameter] = ()
 ) -> list[Deferred]:
-    """The meta tensors of a model but some, in an order that is the same on all ranks.
+    """The meta tensors of a model but some, once each, in an order that is the same on all ranks.
 
-    Where some that was recorded is in none of its attributes and still exists, they are searched
-    for in all that attributes lead to.
-
-    Args:
-        root: The model.
-        recording: How it was built.
-        storages: Those of the tensors to leave out, one for each.
-        but: Tensors to leave out.
-    """
-    but = [*but]
-    found = list(_meta_tensors(root, recording, but, leaves=pytree.tree_leaves))
-    if recording.lives_beside(Counter([*storages, *(it.place.storage for it in found)])):
-        found = list(_meta_tensors(root, recording, but, leaves=_led_to))
-        _warn_of_unreached(recording, [*but, *(it.tensor for it in found)])
-    return sorted(found, key=lambda it: it.place.storage)
-
-
-def _warn_of_unreached(recording: Recording, reached: Sequence[torch.Tensor]) -> None:
-    """Point out recorded tensors that still exist and that nothing of any module leads to."""
-    gc.collect()
-    alive = gc.get_objects()
-    modules = [it for it in alive if issubclass(type(it), nn.Module) and "_buffers" in vars(it)]
-    # Those of other modules may be sharded later.
-    others = [it for module in modules for _, it in _held(module, _led_to)]
-    found = {id(it) for tensor in (*reached, *others) for it in (tensor, tensor._base)}
-    left = [
-        f"{it.dtype} of shape {tuple(it.shape)}"
-        for it in alive
-        if issubclass(type(it), torch.Tensor) and id(it) not in found
-        if it.is_meta and it.layout is torch.strided and recording.has(it)
-    ]
-    if left:
-        warnings.warn(
-            f"{first_three(sorted(left))}: built on the meta device with the model and kept, but "
-            f"nothing in the model leads to it (a class, a global, a cache, a variable). It stays "
-            f"without values, and torch's products with it may be wrong without an error. Keep it "
-            f"in an attribute of a module, or build it outside the meta device",
-            stacklevel=2,
-        )
-
-
-def _refuse_views(others: Iterable[Deferred], parameters: Mapping[int, str]) -> None:
-    """Refuse what lies in the memory of a parameter and is no attribute: it cannot follow it."""
-    for item in others:
-        fqn = parameters.get(item.place.storage)
-        attributes = vars(item.owner) | item.owner._buffers
-        if fqn is not None and attributes.get(item.name) is not item.tensor:
-            raise ConfigurationError(
-                f"{item.fqn} leads to a tensor that is made of the memory of parameter {fqn}, "
-                f"which is about to be sharded, and would not follow it: expected tensors of their "
-                f"own beside parameters. Clone it, or compute it from the parameter where it is "
-                f"needed"
-            )
-
-
-def _meta_tensors(
-    root: nn.Module,
-    recording: Recording,
-    but: Iterable[nn.Parameter],
-    leaves: Callable[[Any], Iterable[Any]],
-) -> Iterator[Deferred]:
-    """All meta tensors of a model but some, once each.
-
-    They are parameters, buffers and what ``leaves`` finds in attributes.
+    They are parameters, buffers and what attributes have in nested dicts, lists and tuples.
     """
     seen = set(map(id, but))
+    found: list[Deferred] = []
     for path, module in root.named_modules():
-        for name, tensor in _held(module, leaves):
+        for name, tensor in _held(module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -414,14 +382,12 @@ def _meta_tensors(
                     f"{what}: {fqn}. Build the module that holds it outside the meta device, or "
                     f"detach() it"
                 )
-            yield Deferred(
-                fqn=fqn, owner=module, name=name, tensor=tensor, place=recording.place_of(tensor)
-            )
+            place = recording.place_of(tensor)
+            found.append(Deferred(fqn=fqn, owner=module, name=name, tensor=tensor, place=place))
+    return sorted(found, key=lambda it: it.place.storage)
 
 
-def _held(
-    module: nn.Module, leaves: Callable[[Any], Iterable[Any]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The meta tensors among a module's parameters, buffers and attributes, by name."""
     own = {
         name: it
@@ -431,70 +397,61 @@ def _held(
     for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
         if isinstance(value, _PLAIN):  # most are: looking into them would take longest
             continue
-        for leaf in leaves(value):
+        for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 yield name, leaf
 
 
-def _led_to(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors that a value leads to: through objects, containers, functions and their closures."""
-    seen: dict[int, Any] = {}  # by address, which is another's once an object is gone
-    waiting = [value]
+_PLAIN = (type(None), bool, int, float, str, torch.Size)
+
+
+# -- Deferred tensors that are kept elsewhere
+#
+# A constructor may leave tensors anywhere: in objects, closures and caches, in a module that is in a
+# plain list so that no state dict has it. Products of tensors on the host with some on the meta
+# device are garbage, and nobody says so. So all that were recorded and still exist get values, as
+# an eager construction leaves them: of this rank, on the host.
+
+
+def _elsewhere(
+    root: nn.Module, recording: Recording, is_only: bool
+) -> list[tuple[torch.Tensor, MetaView]]:
+    """Recorded tensors that still exist on the meta device, whatever refers to them.
+
+    Args:
+        root: The model.
+        recording: How it was built, and maybe others.
+        is_only: Whether there are no others. Else the tensors of modules that nothing in the model
+            leads to wait until these are sharded.
+    """
+    if not recording.is_used:
+        return []
+    gc.collect()
+    alive = gc.get_objects()
+    waiting: set[int] = set()
+    if not is_only:
+        own = _led_to(root)
+        modules = [it for it in alive if issubclass(type(it), nn.Module) and id(it) not in own]
+        built = [it for it in modules if "_buffers" in vars(it)]
+        waiting = {id(tensor) for module in built for _, tensor in _held(module)}
+    tensors = [it for it in alive if issubclass(type(it), torch.Tensor) and id(it) not in waiting]
+    known = [it for it in tensors if is_strided_meta(it) and recording.has(it)]
+    return [(it, recording.place_of(it)) for it in known]
+
+
+def _led_to(root: nn.Module) -> set[int]:
+    """Identities of all objects that a module leads to, but for classes and globals."""
+    imported: list[Any] = [*sys.modules.values()]
+    seen = {id(vars(it)) for it in imported if isinstance(it, ModuleType)}
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [root]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif not isinstance(each, _PLAIN) and id(each) not in seen:
-            seen[id(each)] = each
-            waiting += _inside(each)
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """What a value holds; nothing of modules, whose tensors are found by name, and of libraries."""
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords, vars(value)]
-    library = type(value).__module__.partition(".")[0]
-    if isinstance(value, (type, ModuleType, nn.Module)) or library in _LIBRARIES:
-        return []
-    slots = [
-        getattr(value, name)
-        for kind in type(value).__mro__
-        for name in _names_of(vars(kind).get("__slots__", ()))
-        if not name.startswith("__") and hasattr(value, name)
-    ]
-    held = [getattr(value, "__dict__", None), *slots]
-    if isinstance(value, dict):
-        held += [*cast("dict[Any, Any]", value).items()]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        held += [*cast("Iterable[Any]", value)]
-    return held
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _names_of(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-_LIBRARIES = {
-    "torch",
-    "torchmetrics",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "shardeddp",
-}
-_PLAIN = (type(None), bool, int, float, str, torch.Size)
+        if id(each) not in found and id(each) not in seen:
+            found[id(each)] = each
+            if not isinstance(each, (type, ModuleType)):
+                waiting += gc.get_referents(each)
+    return set(found)
 
 
 # -- Models without a recording
@@ -602,7 +559,12 @@ def materialize(root: nn.Module, recording: Recording) -> None:
     missing = [item for item in deferred if item.tensor.numel()]
     plan = _plan(missing, recording)
     _warn_of_resets(missing, recording)
-    memory = _allocate(deferred)
+    memory: dict[int, torch.UntypedStorage] = {}
+    for item in deferred:
+        _allocate(item.tensor, item.place, memory)
+    for tensor, place in _elsewhere(root, recording, is_only=True):
+        _allocate(tensor, place, memory)
+    plan = recording.plan({*plan.wanted, *memory})
     for storage, values in recording.repeat(plan, move_generators=True):
         _as_bytes(memory[storage]).copy_(_as_bytes(values))
 

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
@@ -215,12 +216,10 @@ class Recording:
         """Whether all that has given a storage its values was seen."""
         return storage not in self._unknown
 
-    def lives_beside(self, known: Mapping[int, int]) -> bool:
-        """Whether some recorded storage is used by more tensors than are known of it."""
-        return any(
-            storage_use_count(storage._cdata) > 1 + known.get(number, 0)
-            for number, storage in enumerate(self._storages)
-        )
+    @property
+    def is_used(self) -> bool:
+        """Whether tensors still lie in memory that was recorded."""
+        return any(storage_use_count(storage._cdata) > 1 for storage in self._storages)
 
     def nbytes(self, storage: int) -> int:
         """Size of a storage."""
@@ -261,7 +260,8 @@ class Recording:
         writes = made.union(self._number(tensor) for tensor in changed if tensor.is_meta)
         if writes:
             places = [
-                self.place_of(it) if _is_meta(it) else None for it in pytree.tree_leaves(result)
+                self.place_of(it) if is_strided_meta(it) else None
+                for it in pytree.tree_leaves(result)
             ]
             target = kept[0][0] if name in _REPLACING and isinstance(kept[0][0], MetaView) else None
             draws = self._draw(_generator_in(args, kwargs)) if is_random(function) else ()
@@ -330,7 +330,7 @@ class Recording:
         """Arguments as given later: meta tensors by place, host tensors with present values."""
 
         def keep(leaf: Any) -> Any:
-            if _is_meta(leaf):
+            if is_strided_meta(leaf):
                 return self.place_of(leaf)
             if isinstance(leaf, torch.Tensor):
                 return leaf.detach().clone()
@@ -526,24 +526,19 @@ class _Functions(TorchFunctionMode):
             args = (first, _on_host(args[1]), *args[2:])
         elif func in _READING or (is_made and _meta_tensors(first)):
             args = self._recording.values(args)
-        elif is_made and type(first) is list and not first and not kwargs:
-            # So transformers ask on which device models are being built, and initialise none on the
-            # meta device.
+        elif is_made and type(first) is list and not first and _is_asked_by_transformers(kwargs):
+            # On which device models are being built; it initialises none on the meta device.
             kwargs = {"device": HOST}
         result = func(*args, **kwargs)
-        if func in _CONSTANTS and _is_meta(result) and not self._recording.has(result):
+        if func in _CONSTANTS and is_strided_meta(result) and not self._recording.has(result):
             self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
-        elif func == _IS_META and _is_meta(args[0]):
+        elif func == _IS_META and is_strided_meta(args[0]):
             self._ask(sys._getframe(1), args[0])
         return result
 
     def _ask(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
         """Note a ``torch.nn.init`` function that asks whether its tensor is meta, then returns."""
-        while frame is not None and frame.f_globals.get("__name__") in (
-            "torch.utils._device",
-            "torch.overrides",
-        ):
-            frame = frame.f_back
+        frame = _caller(frame)
         if frame is None or frame.f_globals.get("__name__") != nn.init.__name__:
             return
         if frame.f_code.co_name not in _INITIALIZERS:
@@ -554,6 +549,23 @@ class _Functions(TorchFunctionMode):
             self._recording.add_initializer(
                 function, {name: given.locals[name] for name in given.args}
             )
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The frame that has called a function of torch, behind those of modes."""
+    while frame is not None and frame.f_globals.get("__name__") in (
+        "torch.utils._device",
+        "torch.overrides",
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _is_asked_by_transformers(kwargs: Mapping[str, Any]) -> bool:
+    # A device context inside of the recording has named the device.
+    caller = _caller(sys._getframe(2))
+    name = "" if caller is None else caller.f_globals.get("__name__", "")
+    return kwargs.keys() <= {"device"} and name.startswith("transformers.")
 
 
 def _on_host(index: Any) -> Any:
@@ -567,12 +579,15 @@ def _on_host(index: Any) -> Any:
     return torch.as_tensor(index, device=HOST) if is_list or is_array else index
 
 
-def _is_meta(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.layout is torch.strided
+def is_strided_meta(leaf: Any) -> bool:
+    """Whether it is a tensor on the meta device that has a place; a lazy parameter has none yet."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+        return False
+    return leaf.layout is torch.strided and not is_lazy(leaf)
 
 
 def _meta_tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if _is_meta(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if is_strided_meta(leaf)]
 
 
 def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:

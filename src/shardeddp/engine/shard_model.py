@@ -5,6 +5,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 
 import torch
@@ -31,10 +32,16 @@ def place_module(module: nn.Module, device: torch.device) -> None:
     for child in module.children():
         place_module(child, device)
     if next(module.parameters(), None) is None:
-        module.to(device)  # metrics move states that are no buffers
+        # As ``to`` does: metrics move states that are no buffers, and ask it of a tensor on the
+        # device where they were built, which may be the meta device.
+        module._apply(partial(_on, device))
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 # -- Sharding of a model: agreed plan, shards, runtime
@@ -49,6 +56,7 @@ def shard_model(
     recording: Recording | None = None,
     takeover: Takeover | None = None,
     load: Callable[[], None] | None = None,
+    is_only: bool = False,
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
 
@@ -64,6 +72,7 @@ def shard_model(
         takeover: Of parameters that were sharded before; None: there are none.
         load: Loads a checkpoint into the shards; what it leaves out is initialised. None: there is
             none.
+        is_only: Whether no other module that was recorded is to be sharded.
 
     Raises:
         LayoutMismatchError: The ranks do not hold the same model; nothing has been touched.
@@ -77,7 +86,7 @@ def shard_model(
 
     def find_deferred() -> Materializer:
         record_resets(specs[0].module, recording)
-        return Materializer(specs, recording, load)
+        return Materializer(specs, recording, load, is_only=is_only)
 
     materializer = run_on_all_ranks(
         "finding deferred parameters", find_deferred, mesh.world_control
@@ -104,10 +113,10 @@ def shard_model(
         vars(owner)[attribute] = spec.parameter.detach()
     if takeover is not None:
         takeover.fill(units)
-    materializer.fill(mesh)
+    kept = materializer.fill(mesh)
     if units:
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
-        _warn_of_former_memory(former, sharded)
+        _warn_of_former_memory(former, sharded, kept)
         _warn_of_strides(strided & sharded, mesh)
     return Runtime(units, mesh, options)
 
@@ -174,15 +183,17 @@ def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str,
     }
 
 
-def _warn_of_former_memory(former: dict[str, StorageWeakRef], sharded: set[str]) -> None:
+def _warn_of_former_memory(
+    former: dict[str, StorageWeakRef], sharded: set[str], deferred: set[str]
+) -> None:
     """Point out what keeps values from before the training.
 
     Under another strategy it would follow the parameters.
     """
     if any(not memory.expired() for memory in former.values()):
         gc.collect()
-    kept = sorted(fqn for fqn, memory in former.items() if fqn in sharded and not memory.expired())
-    if kept:
+    found = {fqn for fqn, memory in former.items() if not memory.expired()} | deferred
+    if kept := sorted(found & sharded):
         warnings.warn(
             f"something still refers to the memory that {first_three(kept)} had before "
             f"being sharded: a view in a list or a closure, a NumPy array, a state dict. It keeps "

@@ -120,6 +120,8 @@ class ModelSharding:
         self._group, self._restore, self.options = group, restore, options
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
+        self.shards_several = False
+        """Whether modules are sharded one after the other, as under Fabric, and not one alone."""
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
@@ -234,6 +236,7 @@ class ModelSharding:
             recording=self._recording,
             takeover=takeover,
             load=load if is_deferred else None,
+            is_only=not self.shards_several,
         )
         runtime.precision = _compared(precision)
         place_module(module, mesh.device)
