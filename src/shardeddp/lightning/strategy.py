@@ -504,7 +504,7 @@ class ShardedDP(ParallelStrategy):
         on every rank, and gathers each once. It may be nested, used in any hook, and after a run.
         Before the model is sharded it does nothing, as parameters are whole then. Inside of a step,
         modules whose forward is under way hold what they compute with: write to parameters outside
-        of steps.
+        of steps. An exception that leaves it drops what was written, if there are several ranks.
 
         Args:
             module: The model, a part of it, or a deep copy of either; None: the LightningModule.
