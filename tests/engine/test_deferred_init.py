@@ -236,6 +236,17 @@ def test_what_ranks_keep_elsewhere_may_differ() -> None:
     assert mine is None or torch.equal(mine, expected[0].weight)
 
 
+@on_ranks(2)
+def test_what_torch_func_has_wrapped_and_somebody_keeps_is_passed_by() -> None:
+    kept: list[torch.Tensor] = []
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        model, beside = layers(), torch.ones(3, 4)
+    torch.vmap(lambda row: kept.append(row) or row)(beside)
+    Sharding().apply(model, recording=recording, is_only=True)
+    assert torch.equal(beside, torch.ones(3, 4)) and kept
+
+
 @on_ranks(1)
 def test_a_lazy_module_that_has_run_gets_its_values() -> None:
     def build() -> nn.Module:

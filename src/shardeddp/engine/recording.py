@@ -209,8 +209,11 @@ class Recording:
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was seen of the memory of a tensor."""
-        return storage_of(tensor) in self._numbers
+        """Whether anything was seen of the memory of a tensor; wrappers of torch.func have none."""
+        try:
+            return storage_of(tensor) in self._numbers
+        except NotImplementedError:
+            return False
 
     def knows(self, storage: int) -> bool:
         """Whether all that has given a storage its values was seen."""
