@@ -47,6 +47,7 @@ LIGHTNING_IMPORTS = ("lightning/api.py", LIGHTNING_PRIVATE)
 # Private attributes of objects of torch and of what builds on it; its modules show by themselves whose names are.
 TORCH_PRIVATES = frozenset(
     (
+        "_apply",
         "_backward_cls",
         "_backward_hooks",
         "_base",

@@ -1,6 +1,7 @@
 """Models on the meta device get, when they are sharded, the values that their constructors would have given them."""
 
 import functools
+import gc
 import types
 import warnings
 from contextlib import nullcontext
@@ -234,6 +235,26 @@ def test_what_ranks_keep_elsewhere_may_differ() -> None:
     assert runtime.mesh.traffic.total_nbytes == 0
     check_equal(values(model), values(expected))
     assert mine is None or torch.equal(mine, expected[0].weight)
+
+
+@on_ranks(2)
+def test_parameters_of_a_model_that_is_gone_are_passed_by() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    former = nn.Sequential(Keeps(4, 4))
+    runtime = Sharding(units=("0",)).apply(former)
+    with runtime.step("training_step") as outputs:
+        outputs.append(former(torch.ones(2, 4)))
+    del former, runtime, outputs, Keeps
+    gc.collect()
+    model, recording = recorded(Scattered)
+    Sharding().apply(model, recording=recording, is_only=True)
+    assert not model.teacher[0].weight.is_meta and kept
 
 
 @on_ranks(2)

@@ -37,7 +37,12 @@ from shardeddp.tensor.operations import written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import swap_bodies
 from shardeddp.tensor.views import GatheredView
-from shardeddp.torch_private import TorchDispatchMode, make_subclass, pytree
+from shardeddp.torch_private import (
+    TorchDispatchMode,
+    make_subclass,
+    pytree,
+    without_torch_function,
+)
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
 
 # -- Materializer: values of deferred tensors, in recorded order
@@ -435,8 +440,9 @@ def _elsewhere(
         built = [it for it in modules if "_buffers" in vars(it)]
         waiting = {id(tensor) for module in built for _, tensor in _held(module)}
     tensors = [it for it in alive if issubclass(type(it), torch.Tensor) and id(it) not in waiting]
-    known = [it for it in tensors if is_strided_meta(it) and recording.has(it)]
-    return [(it, recording.place_of(it)) for it in known]
+    with without_torch_function():  # some are those of other models, which may be gone
+        known = [it for it in tensors if is_strided_meta(it) and recording.has(it)]
+        return [(it, recording.place_of(it)) for it in known]
 
 
 def _led_to(root: nn.Module) -> set[int]:
