@@ -47,7 +47,6 @@ LIGHTNING_IMPORTS = ("lightning/api.py", LIGHTNING_PRIVATE)
 # Private attributes of objects of torch and of what builds on it; its modules show by themselves whose names are.
 TORCH_PRIVATES = frozenset(
     (
-        "_apply",
         "_backward_cls",
         "_backward_hooks",
         "_base",

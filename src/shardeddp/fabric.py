@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import permutations
@@ -51,12 +51,16 @@ _FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all 
 class ShardedForward(nn.Module):
     """A sharded module whose call is a step of the engine."""
 
-    def __init__(self, module: nn.Module, runtime: Runtime) -> None:
+    def __init__(self, module: nn.Module, runtime: Runtime, fill_rest: Callable[[], None]) -> None:
         super().__init__()
         self.module, self.runtime = module, runtime
+        self._fill_rest, self._has_run = fill_rest, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
+        if not self._has_run:
+            self._fill_rest()  # whatever else was built is not going to be set up
+            self._has_run = True
         kind = "training_step" if torch.is_grad_enabled() else "validation_step"
         with self.runtime.step(kind) as outputs:
             outputs.append(self.module(*args, **kwargs))
@@ -176,8 +180,9 @@ class ShardedDP(DDPStrategy):
         precision = ShardedPrecision()  # Fabric's own converts, and surrounds forwards
         precision.precision = cast(Any, self.precision.precision)
         precision.autocast = _AUTOCAST.get(str(self.precision.precision))
-        shard = self._parts.model_sharding.shard
-        return ShardedForward(module, shard(module, precision, lambda: None, fitting=True))
+        sharding = self._parts.model_sharding
+        runtime = sharding.shard(module, precision, lambda: None, fitting=True)
+        return ShardedForward(module, runtime, sharding.fill_rest)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

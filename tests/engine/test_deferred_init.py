@@ -15,7 +15,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardeddp.engine.deferred_init import allocate_on_host
+from shardeddp.engine.deferred_init import allocate_on_host, fill_rest
 from shardeddp.engine.recording import Recording
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.deferred import (
@@ -155,7 +155,7 @@ def test_tensors_get_values_whatever_of_a_module_leads_to_them() -> None:
     expected = Holds().found()
     torch.manual_seed(5)
     model, recording = recorded(Holds)
-    Sharding().apply(model, recording=recording)
+    Sharding().apply(model, recording=recording, is_only=True)
     assert torch.equal(model.found(), expected)
 
 
@@ -215,10 +215,71 @@ def test_a_module_beside_waits_until_it_is_sharded_itself() -> None:
     with torch.device("meta"), recording.active():
         model, other = Scattered(), layers()
     Sharding().apply(model, recording=recording)
-    assert all(it.is_meta for it in other.parameters())
-    assert torch.equal(model.teacher[0].weight, expected[0])  # a list in it leads there
+    assert all(it.is_meta for it in (*other.parameters(), model.teacher[0].weight))
     Sharding().apply(other, recording=recording)
     check_equal(values(other), values(expected[1]))
+    fill_rest(recording)  # before the first forward
+    assert torch.equal(model.teacher[0].weight, expected[0])
+
+
+class Notes(nn.Module):
+    """What its constructor has noted of where it was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.device = self.linear.weight.device
+        self.options = {"nested": [{"device": self.linear.weight.device}]}
+        self.shift = torch.full((4,), float(dist.get_rank()))
+        self.teacher = [nn.Linear(4, 4)]
+        self.teacher[0].weight.register_hook(lambda gradient: gradient * 0)
+        self.teacher[0].bias.register_post_accumulate_grad_hook(
+            lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter))
+        )
+        self.scripted = torch.jit.script(Permute())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.arange(4, device=self.device) + self.shift
+        return self.scripted(self.teacher[0](self.linear(x)))
+
+
+class Permute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.order
+
+
+@on_ranks(2)
+def test_devices_hooks_and_values_of_one_rank_are_those_of_an_eager_construction() -> None:
+    warnings.filterwarnings("ignore", ".*torch.jit.script")
+    torch.manual_seed(5)
+    expected = Notes()
+    torch.manual_seed(5)
+    model, recording = recorded(Notes)
+    runtime = Sharding().apply(model, recording=recording, is_only=True)
+    assert model.device == torch.device("cpu")
+    assert model.options == {"nested": [{"device": torch.device("cpu")}]}
+    with runtime.step("training_step") as outputs:
+        outputs.append(model(torch.ones(2, 4)))
+    assert torch.equal(outputs[0], expected(torch.ones(2, 4)))
+    outputs[0].sum().backward()
+    (teacher,) = model.teacher
+    assert not teacher.weight.grad.any() and not teacher.bias.grad.any()
+
+
+@on_ranks(2)
+def test_what_was_not_found_is_an_error_in_the_first_step() -> None:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        model = layers()
+    beside = torch.empty(3, 4, device="meta")  # nobody has seen it
+    runtime = Sharding().apply(model, recording=recording, is_only=True)
+    said = r"mm has a tensor on the meta device.*\(3, 4\)"
+    with pytest.raises(RuntimeError, match=said), runtime.step("training_step"):
+        beside @ torch.ones(4, 2)
 
 
 @on_ranks(2)

@@ -709,3 +709,30 @@ def test_two_optimizers_of_interleaved_parameters_leave_each_others_alone() -> N
         both.append(training)
         dist.barrier()
     check(both, "two optimizers")
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.AdamW])
+@on_ranks(2)
+def test_a_parameter_that_a_group_has_twice_is_stepped_on_twice(make: Any) -> None:
+    def train(model: nn.Module, runtime: Any) -> list[torch.Tensor]:
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = make([*model.parameters(), *model[1].parameters()], lr=0.1)
+        if runtime is not None:
+            attach_optimizer(optimizer, runtime.parameters_changed)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones(parameter.shape)
+            optimizer.step()
+        return [
+            it.full_tensor() if isinstance(it, ShardTensor) else it.detach()
+            for it in model.parameters()
+        ]
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    whole, model = build(), build()
+    expected = train(whole, None)
+    found = train(model, Sharding().apply(model))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

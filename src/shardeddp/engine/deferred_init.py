@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -33,6 +31,7 @@ from shardeddp.engine.recording import (
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
+from shardeddp.tensor.gradient_hooks import put_hooks, take_hooks
 from shardeddp.tensor.operations import written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import swap_bodies
@@ -64,6 +63,12 @@ class Deferred:
     is_parameter: bool = False
 
     @property
+    def is_shared(self) -> bool:
+        """Whether all ranks have it, as under DDP; an attribute is each rank's own."""
+        buffers = dict(self.owner.named_buffers(recurse=False))
+        return self.is_parameter or buffers.get(self.name) is self.tensor
+
+    @property
     def current(self) -> torch.Tensor:
         """The current tensor: of a parameter, the sharded one."""
         return self.owner._parameters[self.name] if self.is_parameter else self.tensor  # type: ignore[return-value]
@@ -77,7 +82,8 @@ class Materializer:
         recording: How the model was built.
         load: Loads a checkpoint into the sharded model; what it leaves out is initialised. None:
             there is none.
-        is_only: Whether no other recorded module waits for its own units; see :func:`_elsewhere`.
+        is_only: Whether no other recorded module waits for its own units. Then what the
+            constructors have left elsewhere gets values, too; else :func:`fill_rest` does that.
 
     Raises:
         ConfigurationError: A deferred tensor cannot be given values of its own.
@@ -91,7 +97,7 @@ class Materializer:
         *,
         is_only: bool = False,
     ) -> None:
-        self._root = root = units[0].module
+        root = units[0].module
         self._recording, self._load, self._is_only = recording, load, is_only
         specs = [
             spec
@@ -111,6 +117,12 @@ class Materializer:
         others = _others(root, recording, but=root.parameters())
         own = [it for it in others if it.place.storage not in storages]
         self._deferred = [*parameters, *own]
+        self._root, self._of_parameters = root, storages
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether something was on the meta device."""
+        return bool(self._deferred)
 
     @torch.no_grad()
     def fill(self, mesh: Mesh) -> set[str]:
@@ -127,12 +139,20 @@ class Materializer:
         parameters = [item.current for item in self._deferred if item.is_parameter]
         await_values(parameters, True)
         memory: dict[int, torch.UntypedStorage] = {}
-        for item in self._deferred:
-            if not item.is_parameter:
-                _allocate(item.tensor, item.place, memory)
-        kept: dict[int, torch.UntypedStorage] = {}
-        for tensor, place in _elsewhere(self._root, self._recording, self._is_only):
-            _allocate(tensor, place, memory if place.storage in memory else kept)
+        kept: dict[int, torch.UntypedStorage] = {}  # of this rank alone
+        own = [item for item in self._deferred if not item.is_parameter]
+        for item in sorted(own, key=lambda it: not it.is_shared):
+            is_common = item.is_shared or item.place.storage in memory
+            _allocate(item.tensor, item.place, memory if is_common else kept)
+            if isinstance(item.owner, torch.jit.ScriptModule):  # it has a tensor of its own
+                setattr(item.owner, item.name, item.tensor)
+        for tensor, place in _elsewhere(self._recording):
+            if place.storage in memory:
+                _allocate(tensor, place, memory)
+            elif self._is_only or place.storage in {*kept, *self._of_parameters}:
+                _allocate(tensor, place, kept)
+        if self.is_needed:
+            _name_host(self._root)
         self._fill(mesh, memory, kept)
         await_values(parameters, False)
         return {it.fqn for it in self._deferred if it.is_parameter and it.place.storage in kept}
@@ -144,7 +164,9 @@ class Materializer:
         kept: Mapping[int, torch.UntypedStorage],
     ) -> None:
         """Fill the model's tensors, and those that are kept elsewhere, by their storages."""
-        missing = [item for item in self._deferred if item.tensor.numel()]
+        deferred = [item for item in self._deferred if item.tensor.numel()]
+        missing = [item for item in deferred if item.is_shared]
+        own = [item for item in deferred if not item.is_shared]
         if self._load is not None and missing:
             with Writes() as writes:
                 run_on_all_ranks(
@@ -152,12 +174,18 @@ class Materializer:
                 )
             missing = [item for item in missing if not writes.reached(item.current)]
         if not missing:
+            run_on_all_ranks(
+                "initialising parameters",
+                lambda: _check_values(own, self._recording),
+                mesh.world_control,
+            )
             _refill(kept, self._recording)
             self._recording.rewind()
             return
 
         def make_plan() -> tuple[ReplayPlan, bytes]:
-            plan = _plan(missing, self._recording)
+            _check_values([*missing, *own], self._recording)
+            plan = self._recording.plan(item.place.storage for item in missing)
             return plan, plan.digest()
 
         plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.world_control)
@@ -226,11 +254,11 @@ def _parts_of(
     return parts
 
 
-def _plan(missing: Sequence[Deferred], recording: Recording) -> ReplayPlan:
-    """How all of them get values.
+def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
+    """Refuse tensors that nothing gives values.
 
     Raises:
-        ConfigurationError: Some do not; lists them.
+        ConfigurationError: Lists them.
     """
     plan = recording.plan(item.place.storage for item in missing)
     found = {storage for storage in plan.completed if recording.knows(storage)}
@@ -245,7 +273,6 @@ def _plan(missing: Sequence[Deferred], recording: Recording) -> ReplayPlan:
             f"or define reset_parameters() there; or load a checkpoint that has them. Build the "
             f"model anew before the next try."
         )
-    return plan
 
 
 def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
@@ -307,7 +334,9 @@ def _allocate(
         type(tensor), place.over(storage), tensor.requires_grad and tensor.is_leaf
     )
     vars(body).update(vars(tensor))
+    hooks = take_hooks(tensor)
     swap_bodies(tensor, body)
+    put_hooks(tensor, hooks)
 
 
 def _refill(kept: Mapping[int, torch.UntypedStorage], recording: Recording) -> None:
@@ -394,11 +423,7 @@ def _others(
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The meta tensors among a module's parameters, buffers and attributes, by name."""
-    own = {
-        name: it
-        for name, it in vars(module).items()
-        if name not in ("_parameters", "_modules", "_buffers")
-    }
+    own = {name: it for name, it in vars(module).items() if name not in _OF_MODULES}
     for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
         if isinstance(value, _PLAIN):  # most are: looking into them would take longest
             continue
@@ -418,46 +443,80 @@ _PLAIN = (type(None), bool, int, float, str, torch.Size)
 # an eager construction leaves them: of this rank, on the host.
 
 
-def _elsewhere(
-    root: nn.Module, recording: Recording, is_only: bool
-) -> list[tuple[torch.Tensor, MetaView]]:
-    """Recorded tensors that still exist on the meta device, whatever refers to them.
-
-    Args:
-        root: The model.
-        recording: How it was built, and maybe others.
-        is_only: Whether there are no others. Else the tensors of modules that nothing in the model
-            leads to wait until these are sharded.
-    """
+def _elsewhere(recording: Recording) -> list[tuple[torch.Tensor, MetaView]]:
+    """Recorded tensors that still exist on the meta device, whatever refers to them."""
     if not recording.is_used:
         return []
     gc.collect()
-    alive = gc.get_objects()
-    waiting: set[int] = set()
-    if not is_only:
-        own = _led_to(root)
-        modules = [it for it in alive if issubclass(type(it), nn.Module) and id(it) not in own]
-        built = [it for it in modules if "_buffers" in vars(it)]
-        waiting = {id(tensor) for module in built for _, tensor in _held(module)}
-    tensors = [it for it in alive if issubclass(type(it), torch.Tensor) and id(it) not in waiting]
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
     with without_torch_function():  # some are those of other models, which may be gone
         known = [it for it in tensors if is_strided_meta(it) and recording.has(it)]
         return [(it, recording.place_of(it)) for it in known]
 
 
-def _led_to(root: nn.Module) -> set[int]:
-    """Identities of all objects that a module leads to, but for classes and globals."""
-    imported: list[Any] = [*sys.modules.values()]
-    seen = {id(vars(it)) for it in imported if isinstance(it, ModuleType)}
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [root]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in found and id(each) not in seen:
-            found[id(each)] = each
-            if not isinstance(each, (type, ModuleType)):
-                waiting += gc.get_referents(each)
-    return set(found)
+@torch.no_grad()
+def fill_rest(recording: Recording) -> None:
+    """Give all recorded tensors that are still on the meta device their values, whole, on this rank."""
+    kept: dict[int, torch.UntypedStorage] = {}
+    for tensor, place in _elsewhere(recording):
+        _allocate(tensor, place, kept)
+    if kept:
+        _refill(kept, recording)
+
+
+def _name_host(root: nn.Module) -> None:
+    """Let attributes that name the meta device, where modules were built, name the host.
+
+    So an eager construction leaves them. A module that makes its positions on the device that it
+    has noted (``self.device = self.weight.device``) would make them on the meta device.
+    """
+
+    def named(leaf: Any) -> Any:
+        return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+    for module in root.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, torch.device):
+                vars(module)[name] = named(value)
+            elif isinstance(value, (dict, list, tuple)) and name not in _OF_MODULES:
+                leaves = pytree.tree_leaves(value)
+                if any(named(leaf) is not leaf for leaf in leaves):
+                    vars(module)[name] = pytree.tree_map(named, value)
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+class MetaGuard(TorchDispatchMode):
+    """Refuses operations of tensors with values and tensors on the meta device.
+
+    Torch computes many of them (products, lookups by index) without an error, from memory that is
+    not there. Nothing is left on the meta device that was found; this finds what was not.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        with without_torch_function():
+            on_meta = [it for it in tensors if it.is_meta]
+            others = [it for it in tensors if not it.is_meta and it.dim()]
+        if on_meta and others:
+            found = on_meta[0]
+            raise RuntimeError(
+                f"{func.overloadpacket.__name__} has a tensor on the meta device, which has no "
+                f"values: {found.dtype} of shape {tuple(found.shape)}. The model was built there, "
+                f"and this was made after it, or where it was not seen: in a setup hook, by native "
+                f"code, by another Trainer, or on a device that was noted then. Make it of what the "
+                f"step is given (device=x.device), or build it outside of the meta device; see "
+                f"docs/deferred-init.md"
+            )
+        return func(*args, **kwargs)
 
 
 # -- Models without a recording
@@ -563,14 +622,15 @@ def materialize(root: nn.Module, recording: Recording) -> None:
     record_resets(root, recording)
     deferred = _others(root, recording)
     missing = [item for item in deferred if item.tensor.numel()]
-    plan = _plan(missing, recording)
+    _check_values(missing, recording)
     _warn_of_resets(missing, recording)
     memory: dict[int, torch.UntypedStorage] = {}
     for item in deferred:
         _allocate(item.tensor, item.place, memory)
-    for tensor, place in _elsewhere(root, recording, is_only=True):
+    for tensor, place in _elsewhere(recording):
         _allocate(tensor, place, memory)
-    plan = recording.plan({*plan.wanted, *memory})
+    _name_host(root)
+    plan = recording.plan(memory)
     for storage, values in recording.repeat(plan, move_generators=True):
         _as_bytes(memory[storage]).copy_(_as_bytes(values))
 

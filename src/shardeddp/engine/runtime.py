@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, cast
 
@@ -142,6 +142,11 @@ class Runtime:
 
         self.precision: object = None
         """Trainer's precision that decided on dtypes, compared when the model is set up again."""
+
+        self.guard: Callable[[], AbstractContextManager[Any]] | None = None
+        """Surrounds the first step of each kind; None: nothing does."""
+
+        self._watched: set[str] = set()  # kinds of steps that have had their first
         self._structure = _Structure(self.root_module)
 
     @property
@@ -247,8 +252,12 @@ class Runtime:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
+        watches = self.guard is not None and name not in self._watched
+        self._watched.add(name)
+        guard = self.guard() if watches and self.guard is not None else nullcontext()
         if self.passthrough:
-            yield outputs
+            with guard:
+                yield outputs
             return
         self._step_name = name
         if self.mesh.untied:
@@ -256,7 +265,8 @@ class Runtime:
         self._enter(self._root)
         self.mesh.in_step = True
         try:
-            yield outputs
+            with guard:
+                yield outputs
         except BaseException as error:
             # After a transfer error nothing arrives any more: a wait would last a timeout.
             if not is_transfer_error(error):

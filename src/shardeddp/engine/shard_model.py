@@ -5,7 +5,6 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import compress
 
 import torch
@@ -14,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
-from shardeddp.engine.deferred_init import Materializer, record_resets
+from shardeddp.engine.deferred_init import Materializer, MetaGuard, record_resets
 from shardeddp.engine.recording import Recording, storage_of
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.takeover import Takeover
@@ -32,16 +31,10 @@ def place_module(module: nn.Module, device: torch.device) -> None:
     for child in module.children():
         place_module(child, device)
     if next(module.parameters(), None) is None:
-        # As ``to`` does: metrics move states that are no buffers, and ask it of a tensor on the
-        # device where they were built, which may be the meta device.
-        module._apply(partial(_on, device))
+        module.to(device)  # metrics move states that are no buffers
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 # -- Sharding of a model: agreed plan, shards, runtime
@@ -118,7 +111,10 @@ def shard_model(
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
         _warn_of_former_memory(former, sharded, kept)
         _warn_of_strides(strided & sharded, mesh)
-    return Runtime(units, mesh, options)
+    runtime = Runtime(units, mesh, options)
+    if materializer.is_needed:
+        runtime.guard = MetaGuard
+    return runtime
 
 
 def _held_views(

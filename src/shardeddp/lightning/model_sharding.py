@@ -11,7 +11,7 @@ from torch import nn
 
 from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
-from shardeddp.engine.deferred_init import materialize, record_resets
+from shardeddp.engine.deferred_init import fill_rest, materialize, record_resets
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
@@ -135,6 +135,10 @@ class ModelSharding:
         place = torch.device("meta") if empty_init else nullcontext()
         with place, self._recording.active(), precision.tensor_init_context():
             yield
+
+    def fill_rest(self) -> None:
+        """Give what was built on the meta device, and is not going to be sharded, its values."""
+        fill_rest(self._recording)
 
     def materialize(self, module: nn.Module) -> None:
         """Materialize a module's meta tensors in this process, whole."""

@@ -244,7 +244,11 @@ class LocalStep(SwappedStep):
         ]
         found = [
             chains(parameters, known)
-            if self._joins and self._is_known and not group.get("differentiable")
+            if self._joins
+            and self._is_known
+            and not group.get("differentiable")
+            # Torch steps on a parameter as often as it is in the group, with a warning.
+            and len({*map(id, parameters)}) == len(parameters)
             else [[index] for index in range(len(parameters))]
             for group, parameters, known in zip(
                 self._optimizer.param_groups, groups, parts, strict=True

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import Box
+from shardeddp.tensor.gradient_hooks import put_hooks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,10 +127,8 @@ def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -
         )
     local = nn.Parameter(values, parameter.requires_grad)
     vars(local).update(vars(parameter))
-    # Handles refer to the same dictionaries; what is sharded later takes them over.
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (found := getattr(parameter, hooks)) is not None:
-            setattr(local, hooks, found)
+    # What is sharded later takes them over.
+    put_hooks(local, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
     if parameter.is_meta:
         vars(local)[_WHOLE] = parameter
     return local

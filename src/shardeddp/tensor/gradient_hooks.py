@@ -28,7 +28,7 @@ They stay in the dictionaries that handles refer to.
 """
 
 
-def take_hooks(parameter: nn.Parameter) -> Hooks:
+def take_hooks(parameter: torch.Tensor) -> Hooks:
     """Take the hooks off a parameter.
 
     They belong to the Python object, and would not fire for another body.
@@ -39,6 +39,13 @@ def take_hooks(parameter: nn.Parameter) -> Hooks:
     if found[1] is not None:
         parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
     return found
+
+
+def put_hooks(parameter: torch.Tensor, hooks: Hooks) -> None:
+    """Put hooks that were taken off a parameter on its new body; their handles stay valid."""
+    for name, found in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+        if found is not None:
+            setattr(parameter, name, found)
 
 
 class GradientHooks:
