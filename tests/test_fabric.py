@@ -113,6 +113,31 @@ def test_modules_built_on_the_meta_device_get_the_values_of_their_construction()
 
 
 @on_ranks(2)
+def test_a_teacher_that_is_never_set_up_has_its_values_in_the_first_forward() -> None:
+    def losses(fabric: Fabric, empty_init: bool) -> list[float]:
+        torch.manual_seed(0)
+        with fabric.init_module(empty_init=empty_init):
+            student, teacher = nn.Linear(4, 4), nn.Linear(4, 4, bias=False).requires_grad_(False)
+            other = nn.Linear(4, 4)
+        student, other = fabric.setup_module(student), fabric.setup_module(other)
+        parameters = [*student.parameters(), *other.parameters()]
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(parameters, lr=0.1))
+        x, found = torch.ones(2, 4), list[float]()
+        for _ in range(3):
+            loss = (student(other(x)) - teacher(x)).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with launched(ShardedDP()) as fabric:
+        expected = losses(fabric, False)
+    with launched(ShardedDP()) as fabric:
+        assert losses(fabric, True) == expected
+
+
+@on_ranks(2)
 def test_gradients_are_clipped_by_their_global_norm() -> None:
     with launched(ShardedDP()) as fabric:
         model = GPT()
