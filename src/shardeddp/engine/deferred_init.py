@@ -61,12 +61,8 @@ class Deferred:
     tensor: torch.Tensor
     place: MetaView
     is_parameter: bool = False
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks have it, as under DDP; an attribute is each rank's own."""
-        buffers = dict(self.owner.named_buffers(recurse=False))
-        return self.is_parameter or buffers.get(self.name) is self.tensor
+    is_shared: bool = True
+    """Whether all ranks have it, as under DDP; an attribute is each rank's own."""
 
     @property
     def current(self) -> torch.Tensor:
@@ -116,6 +112,7 @@ class Materializer:
         # Attributes in the memory of a parameter follow it (shard_model).
         others = _others(root, recording, but=root.parameters())
         own = [it for it in others if it.place.storage not in storages]
+        _check_values([it for it in own if not it.is_shared and it.tensor.numel()], recording)
         self._deferred = [*parameters, *own]
         self._root, self._of_parameters = root, storages
 
@@ -149,7 +146,7 @@ class Materializer:
         for tensor, place in _elsewhere(self._recording):
             if place.storage in memory:
                 _allocate(tensor, place, memory)
-            elif self._is_only or place.storage in {*kept, *self._of_parameters}:
+            elif self._is_only or place.storage in kept or place.storage in self._of_parameters:
                 _allocate(tensor, place, kept)
         if self.is_needed:
             _name_host(self._root)
@@ -164,9 +161,7 @@ class Materializer:
         kept: Mapping[int, torch.UntypedStorage],
     ) -> None:
         """Fill the model's tensors, and those that are kept elsewhere, by their storages."""
-        deferred = [item for item in self._deferred if item.tensor.numel()]
-        missing = [item for item in deferred if item.is_shared]
-        own = [item for item in deferred if not item.is_shared]
+        missing = [item for item in self._deferred if item.is_shared and item.tensor.numel()]
         if self._load is not None and missing:
             with Writes() as writes:
                 run_on_all_ranks(
@@ -174,17 +169,12 @@ class Materializer:
                 )
             missing = [item for item in missing if not writes.reached(item.current)]
         if not missing:
-            run_on_all_ranks(
-                "initialising parameters",
-                lambda: _check_values(own, self._recording),
-                mesh.world_control,
-            )
             _refill(kept, self._recording)
             self._recording.rewind()
             return
 
         def make_plan() -> tuple[ReplayPlan, bytes]:
-            _check_values([*missing, *own], self._recording)
+            _check_values(missing, self._recording)
             plan = self._recording.plan(item.place.storage for item in missing)
             return plan, plan.digest()
 
@@ -402,6 +392,7 @@ def _others(
     seen = set(map(id, but))
     found: list[Deferred] = []
     for path, module in root.named_modules():
+        shared = {*module._parameters.keys(), *module._buffers.keys()}
         for name, tensor in _held(module):
             if id(tensor) in seen:
                 continue
@@ -417,7 +408,16 @@ def _others(
                     f"detach() it"
                 )
             place = recording.place_of(tensor)
-            found.append(Deferred(fqn=fqn, owner=module, name=name, tensor=tensor, place=place))
+            found.append(
+                Deferred(
+                    fqn=fqn,
+                    owner=module,
+                    name=name,
+                    tensor=tensor,
+                    place=place,
+                    is_shared=name in shared,
+                )
+            )
     return sorted(found, key=lambda it: it.place.storage)
 
 
@@ -460,8 +460,7 @@ def fill_rest(recording: Recording) -> None:
     kept: dict[int, torch.UntypedStorage] = {}
     for tensor, place in _elsewhere(recording):
         _allocate(tensor, place, kept)
-    if kept:
-        _refill(kept, recording)
+    _refill(kept, recording)
 
 
 def _name_host(root: nn.Module) -> None:

@@ -252,9 +252,8 @@ class Runtime:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
-        watches = self.guard is not None and name not in self._watched
+        guard = nullcontext() if self.guard is None or name in self._watched else self.guard()
         self._watched.add(name)
-        guard = self.guard() if watches and self.guard is not None else nullcontext()
         if self.passthrough:
             with guard:
                 yield outputs
