@@ -5,7 +5,7 @@ import gc
 import types
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -206,13 +206,51 @@ def test_tensors_get_values_whatever_refers_to_them() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+class Loads(nn.Module):
+    """Its constructor loads weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 13)
+        weight = torch.full((13, 7), 2.0, device="cpu")
+        self.linear.load_state_dict({"weight": weight}, strict=False)
+
+
+@on_ranks(2)
+def test_values_that_were_recorded_are_let_go_when_the_model_has_its_own() -> None:
+    model, recording = recorded(Loads)
+    Sharding().apply(model, recording=recording, is_only=True)
+    assert full(model.linear.weight).eq(2).all()
+    gc.collect()
+    tensors = [it for it in gc.get_objects() if type(it) is torch.Tensor]
+    assert not [it for it in tensors if it.shape == (13, 7) and it.eq(2).all()]
+
+
+class KeepsAGraph(nn.Module):
+    """Keeps what it has computed of a parameter where no attribute leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        CACHE[:] = [cast(Any, self.linear.weight * 2)]
+
+
+@on_ranks(2)
+def test_what_was_computed_with_a_graph_and_is_kept_elsewhere_is_named() -> None:
+    model, recording = recorded(KeepsAGraph)
+    warnings.filterwarnings("ignore", "something still refers to the memory")  # the graph does
+    with pytest.warns(UserWarning, match=r"a tensor of shape \(4, 4\) from parameters.*constant"):
+        Sharding().apply(model, recording=recording, is_only=True)
+    assert torch.equal(cast(Any, CACHE[0]), full(model.linear.weight) * 2)
+
+
 @on_ranks(2)
 def test_a_module_beside_waits_until_it_is_sharded_itself() -> None:
     torch.manual_seed(5)
     expected = Scattered().teacher[0].weight, layers()
     torch.manual_seed(5)
     recording = Recording()
-    with torch.device("meta"), recording.active():
+    with torch.device("meta"), recording.watched():
         model, other = Scattered(), layers()
     Sharding().apply(model, recording=recording)
     assert all(it.is_meta for it in (*other.parameters(), model.teacher[0].weight))
@@ -273,13 +311,13 @@ def test_devices_hooks_and_values_of_one_rank_are_those_of_an_eager_construction
 @on_ranks(2)
 def test_what_was_not_found_is_an_error_in_the_first_step() -> None:
     recording = Recording()
-    with torch.device("meta"), recording.active():
+    with torch.device("meta"), recording.watched():
         model = layers()
-    beside = torch.empty(3, 4, device="meta")  # nobody has seen it
+    beside = torch.empty(7, 9, device="meta")  # nobody has seen it
     runtime = Sharding().apply(model, recording=recording, is_only=True)
-    said = r"mm has a tensor on the meta device.*\(3, 4\)"
+    said = r"mm has a tensor on the meta device.*\(7, 9\)"
     with pytest.raises(RuntimeError, match=said), runtime.step("training_step"):
-        beside @ torch.ones(4, 2)
+        beside @ torch.ones(9, 2)
 
 
 @on_ranks(2)
@@ -288,7 +326,7 @@ def test_what_ranks_keep_elsewhere_may_differ() -> None:
     expected = layers()
     torch.manual_seed(5)
     recording = Recording()
-    with torch.device("meta"), recording.active():
+    with torch.device("meta"), recording.watched():
         model = layers()
         mine = model[0].weight.data if dist.get_rank() == 1 else None
     with nullcontext() if mine is None else pytest.warns(UserWarning, match="still refers to"):
@@ -322,7 +360,7 @@ def test_parameters_of_a_model_that_is_gone_are_passed_by() -> None:
 def test_what_torch_func_has_wrapped_and_somebody_keeps_is_passed_by() -> None:
     kept: list[torch.Tensor] = []
     recording = Recording()
-    with torch.device("meta"), recording.active():
+    with torch.device("meta"), recording.watched():
         model, beside = layers(), torch.ones(3, 4)
     torch.vmap(lambda row: kept.append(row) or row)(beside)
     Sharding().apply(model, recording=recording, is_only=True)

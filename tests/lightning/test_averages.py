@@ -235,6 +235,8 @@ def test_the_average_of_a_deferred_module_begins_with_its_values() -> None:
         with trainer.init_module(empty_init=deferred):
             model = EvaluatedGpt()
         trainer.fit(model, token_loader(16), token_loader(16))
+        # A copy that is whole on each rank is sent from rank 0.
+        assert bool(trainer.strategy.traffic.nbytes["broadcast"]) != deferred
         return full_weights(average._average_model.module)
 
     assert_same_weights(fit(True), fit(False))

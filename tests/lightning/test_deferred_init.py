@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.overrides import _len_torch_function_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 
 from shardeddp import ShardedDP, ShardTensor
@@ -281,6 +283,97 @@ def test_numbers_drawn_between_building_and_training_are_not_drawn_again() -> No
     trainer.fit(model, token_loader(8))
     assert torch.equal(model.generator_at_start, moved)
     same_weights(model.weights_at_start, full_weights(expected))
+
+
+class CopiesInSetup(Callback):
+    """Averages of weights that are taken from the model in ``setup``, as it was built."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.module = copy.deepcopy(pl_module.blocks)
+        self.weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        self.chosen = torch.randperm(100), pl_module.head.weight.detach().norm().item()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for kept, parameter in zip(self.weights, pl_module.parameters(), strict=True):
+                kept.lerp_(parameter, 0.1)
+            for kept, parameter in zip(
+                self.module.parameters(), pl_module.blocks.parameters(), strict=True
+            ):
+                kept.lerp_(parameter, 0.1)
+
+    def kept(self) -> list[Tensor]:
+        """All that it has taken."""
+        return [*self.weights, *self.module.parameters(), self.chosen[0], Tensor([self.chosen[1]])]
+
+
+@on_ranks(2)
+def test_what_setup_hooks_take_from_a_model_is_as_of_one_that_was_built_at_once() -> None:
+    def run(deferred: bool) -> tuple[list[float], list[Tensor]]:
+        seed(True)
+        callback = CopiesInSetup()
+        trainer = make_trainer(ShardedDP(), max_steps=4, max_epochs=-1, callbacks=[callback])
+        with trainer.init_module(empty_init=deferred):
+            model = TinyGpt()
+        trainer.fit(model, token_loader(32))
+        return model.losses, [*callback.kept(), torch.get_rng_state()]
+
+    losses, kept = run(False)
+    found = run(True)
+    assert found[0] == losses
+    assert all(torch.equal(one, other) for one, other in zip(found[1], kept, strict=True))
+
+
+@on_ranks(2)
+def test_a_copy_that_was_taken_before_the_training_is_named() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1)
+    model = deferred_model(trainer, TinyGpt)
+    kept = [it.detach().clone() for it in model.blocks.parameters()]
+    with pytest.warns(UserWarning, match="that are taken between its building") as said:
+        trainer.fit(model, token_loader(8))
+    assert str(said[0].message).startswith(f"{len(kept)} tensors on the meta device")
+
+
+class LoadsInSetup(TinyGpt):
+    """As one that takes pretrained weights there."""
+
+    def setup(self, stage: str) -> None:
+        weights = {name: torch.ones(it.shape) / 8 for name, it in self.state_dict().items()}
+        self.load_state_dict(weights)
+
+
+@on_ranks(2)
+def test_weights_that_a_setup_hook_loads_are_those_of_the_model() -> None:
+    runs = []
+    for deferred in (False, True):
+        model, _ = trained(LoadsInSetup, {}, deferred, globally=True)
+        runs.append((model.losses, full_weights(model)))
+    assert runs[1][0] == runs[0][0]
+    same_weights(runs[1][1], runs[0][1])
+
+
+@on_ranks(2)
+def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1)
+    model = deferred_model(trainer, TinyGpt)
+    nn.init.zeros_(model.embed.weight)
+    said = r"embed.weight: expected nothing to be written on the meta device.*or in setup\(\)"
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(model, token_loader(8))
+
+
+class FailsInSetup(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        raise LookupError("no data")
+
+
+@on_ranks(2)
+def test_a_setup_hook_that_fails_ends_the_recording() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1, callbacks=[FailsInSetup()])
+    model = deferred_model(trainer, TinyGpt)
+    with pytest.raises(LookupError, match="no data"):
+        trainer.fit(model, token_loader(8))
+    assert _len_torch_function_stack() == _len_torch_dispatch_stack() == 0
 
 
 @on_ranks(2)

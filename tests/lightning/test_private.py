@@ -1,7 +1,9 @@
 """Private names of Lightning are as they are expected in the installed release, and a change is named."""
 
 import ast
+import inspect
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,12 @@ def problem(
     return PrivateName(
         owner=f"of:{owner}", name=name, parameters=parameters, replaced=replaced
     ).problem()
+
+
+def test_the_trainer_calls_setup_hooks_between_the_barriers_that_are_relied_on() -> None:
+    called = inspect.getsource(named("pytorch.trainer.call", NAMESPACE)._call_setup_hook)
+    for before, after in pairwise([private.BEFORE_SETUP, '"setup"', private.AFTER_SETUP]):
+        assert -1 < called.find(before) < called.find(after)
 
 
 @pytest.mark.parametrize("namespace", [UNIFIED, STANDALONE])

@@ -207,7 +207,7 @@ MODELS: list[Build] = [
 def recorded(build: Callable[[], M]) -> tuple[M, Recording]:
     """A model on the meta device, and how it was built."""
     recording = Recording()
-    with torch.device("meta"), recording.active():
+    with torch.device("meta"), recording.watched():
         return build(), recording
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class FailsOnOneRank(EvaluatedGpt):
     def __init__(self, fail_on: int | None, killed: bool) -> None:
         super().__init__()
         self.fail_on, self.killed = fail_on, killed
+        self.beside = SimpleNamespace(table=torch.arange(3.0))  # no module has it
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """One loss, or the failure."""
@@ -89,6 +91,7 @@ def run(
         ),
         test=None if tested is None else round(tested[0]["test"], 4),
         predictions=None if predictions is None else len(predictions),
+        beside=model.beside.table.tolist(),
         listens_on=sorted({address for address, _ in listening(os.getpid())}),
     )
 

@@ -25,8 +25,8 @@ from shardeddp.engine.recording import (
     MetaView,
     Recording,
     ReplayPlan,
-    is_strided_meta,
     storage_of,
+    tensors_on_meta,
 )
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
@@ -113,6 +113,8 @@ class Materializer:
         others = _others(root, recording, but=root.parameters())
         own = [it for it in others if it.place.storage not in storages]
         _check_values([it for it in own if not it.is_shared and it.tensor.numel()], recording)
+        if load is None:
+            _check_writes([*parameters, *own], recording)
         self._deferred = [*parameters, *own]
         self._root, self._of_parameters = root, storages
 
@@ -143,7 +145,7 @@ class Materializer:
             _allocate(item.tensor, item.place, memory if is_common else kept)
             if isinstance(item.owner, torch.jit.ScriptModule):  # it has a tensor of its own
                 setattr(item.owner, item.name, item.tensor)
-        for tensor, place in _elsewhere(self._recording):
+        for tensor, place in _elsewhere(self._recording, self._deferred):
             if place.storage in memory:
                 _allocate(tensor, place, memory)
             elif self._is_only or place.storage in kept or place.storage in self._of_parameters:
@@ -152,6 +154,7 @@ class Materializer:
             _name_host(self._root)
         self._fill(mesh, memory, kept)
         await_values(parameters, False)
+        self._recording.forget_values()
         return {it.fqn for it in self._deferred if it.is_parameter and it.place.storage in kept}
 
     def _fill(
@@ -263,6 +266,29 @@ def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
             f"or define reset_parameters() there; or load a checkpoint that has them. Build the "
             f"model anew before the next try."
         )
+
+
+def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
+    """Refuse changes of parameters that nobody saw; point out those of other tensors.
+
+    Raises:
+        ConfigurationError: Names the parameters.
+    """
+    for is_parameter in (True, False):
+        names = [
+            it.fqn
+            for it in items
+            if it.is_parameter == is_parameter and it.place.storage in recording.written
+        ]
+        said = (
+            f"{first_three(names)}: expected nothing to be written on the meta device between the "
+            f"building of the model and its training, found that something was, which is lost "
+            f"there. Write under trainer.init_module(empty_init=True), or in setup()"
+        )
+        if names and is_parameter:
+            raise ConfigurationError(said)
+        if names:
+            warnings.warn(said, stacklevel=2)
 
 
 def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
@@ -443,15 +469,45 @@ _PLAIN = (type(None), bool, int, float, str, torch.Size)
 # an eager construction leaves them: of this rank, on the host.
 
 
-def _elsewhere(recording: Recording) -> list[tuple[torch.Tensor, MetaView]]:
-    """Recorded tensors that still exist on the meta device, whatever refers to them."""
-    if not recording.is_used:
-        return []
-    gc.collect()
-    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
+def _elsewhere(
+    recording: Recording, deferred: Sequence[Deferred] = ()
+) -> list[tuple[torch.Tensor, MetaView]]:
+    """Recorded tensors that still exist on the meta device, whatever refers to them.
+
+    Args:
+        recording: Of them.
+        deferred: Tensors of a model; a warning tells of what may be a copy of one, and was not
+            recorded.
+    """
+    tensors = tensors_on_meta() if deferred or recording.is_used else []
+    if tensors:  # mostly there are none; else garbage has to be told from them
+        tensors.clear()
+        gc.collect()
+        tensors = tensors_on_meta()
     with without_torch_function():  # some are those of other models, which may be gone
-        known = [it for it in tensors if is_strided_meta(it) and recording.has(it)]
-        return [(it, recording.place_of(it)) for it in known]
+        known = [it for it in tensors if recording.has(it) and not recording.leaves(it)]
+        computed = [it.shape for it in known if it.requires_grad and not it.is_leaf]
+        shapes = {item.place.shape: item.fqn for item in deferred if item.place.numel > 1}
+        copied = [
+            shapes[it.shape] for it in tensors if it.shape in shapes and recording.has_missed(it)
+        ]
+        places = [recording.place_of(it) for it in known]
+    if computed:
+        warnings.warn(
+            f"a constructor has computed a tensor of shape {tuple(computed[0])} from parameters on the "
+            f"meta device, and keeps it where no attribute leads to it. It has its value and is a "
+            f"constant: no gradient leads through it. Compute it in forward",
+            stacklevel=2,
+        )
+    if copied:
+        warnings.warn(
+            f"{len(copied)} tensors on the meta device, with shapes as of {first_three(copied)}, have no "
+            f"values and get none: copies of a model (deepcopy, clone) that are taken between its "
+            f"building and its training are not recorded. Take them under trainer.init_module(), in "
+            f"setup() or in on_fit_start()",
+            stacklevel=2,
+        )
+    return [*zip(known, places, strict=True)]
 
 
 @torch.no_grad()
@@ -618,8 +674,10 @@ def materialize(root: nn.Module, recording: Recording) -> None:
     Raises:
         ConfigurationError: Nothing can give some tensors values.
     """
+    recording.notice_writes()
     record_resets(root, recording)
     deferred = _others(root, recording)
+    _check_writes(deferred, recording)
     missing = [item for item in deferred if item.tensor.numel()]
     _check_values(missing, recording)
     _warn_of_resets(missing, recording)

@@ -8,10 +8,12 @@ after the other.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import math
 import sys
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from shardeddp.torch_private import (
     neg_view,
     pytree,
     storage_use_count,
+    without_torch_function,
 )
 
 HOST = torch.device("cpu")
@@ -156,6 +159,8 @@ _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_ten
 # Functions of torch.nn.init that return at once for tensors on the meta device.
 _INITIALIZERS = {"_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_"}
 
+_LOADING = "_load_from_state_dict"  # of nn.Module
+
 # Functions that make an index of a list, on the device of the tensor.
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
@@ -174,12 +179,20 @@ class Recording:
         self._storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._unknown: set[int] = set()  # numbers of what was made unseen, or from such
+        self._left: set[int] = set()  # numbers of those that somebody else gives values
         self._seeded: set[bytes] = set()  # digests of states that generators were given here
         self._states: dict[bytes, torch.Tensor] = {}  # others in which they were found, by digest
         self._generators: dict[int, torch.Generator] = {}
         self._draws = 0  # number of them
         self._caught_up = 0  # number of operations whose draws generators have been brought behind
         self._is_active = False
+        # Tensors that were on the meta device before the first of them, by address.
+        self._former: dict[int, weakref.ref[torch.Tensor]] | None = None
+        # Of tensors as they were recorded; a write increases it, but one through `.data`.
+        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.written: set[int] = set()
+        """Storages that something was written to while nothing was recorded: on meta, that is lost."""
+
         self.reset_names: set[str] = set()
         """Tensors of models that were built unseen; what is recorded of them are resets."""
 
@@ -200,6 +213,31 @@ class Recording:
         finally:
             self._is_active = False
 
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Record, as :meth:`active` does; what is written to its tensors afterwards is noticed."""
+        if self._is_active:
+            yield
+            return
+        self.notice_writes()
+        if self._former is None:
+            self._former = {id(it): weakref.ref(it) for it in tensors_on_meta()}
+        try:
+            with self.active():
+                yield
+        finally:
+            if self.is_used:
+                known = [it for it in tensors_on_meta() if self.has(it) and not it.is_inference()]
+                self._versions = [(weakref.ref(it), it._version) for it in known]
+
+    def notice_writes(self) -> None:
+        """Note which tensors something was written to since, which was not recorded."""
+        for held, version in self._versions:
+            tensor = held()
+            if tensor is not None and is_strided_meta(tensor) and tensor._version != version:
+                self.written.add(self._number(tensor))
+        self._versions = []
+
     def place_of(self, tensor: torch.Tensor) -> MetaView:
         """The place of a strided meta tensor; if it was made unseen, its values are unknown."""
         return _lying(tensor, self._number(tensor))
@@ -208,12 +246,22 @@ class Recording:
         """Take tensors that were made unseen for empty ones."""
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave the values of some tensors, parameters of averages, to who is going to shard them."""
+        self._left |= {self._number(tensor) for tensor in filter(is_strided_meta, tensors)}
+
+    def leaves(self, tensor: torch.Tensor) -> bool:
+        """Whether somebody else gives a tensor that was seen its values."""
+        return self._numbers[storage_of(tensor)] in self._left
+
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was seen of the memory of a tensor; wrappers of torch.func have none."""
-        try:
-            return storage_of(tensor) in self._numbers
-        except NotImplementedError:
-            return False
+        """Whether anything was seen of the memory of a tensor."""
+        return storage_of(tensor) in self._numbers
+
+    def has_missed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made later than the first that were recorded, and past this."""
+        held = (self._former or {}).get(id(tensor))
+        return not (self.has(tensor) or (held is not None and held() is tensor))
 
     def knows(self, storage: int) -> bool:
         """Whether all that has given a storage its values was seen."""
@@ -223,6 +271,13 @@ class Recording:
     def is_used(self) -> bool:
         """Whether tensors still lie in memory that was recorded."""
         return any(storage_use_count(storage._cdata) > 1 for storage in self._storages)
+
+    def forget_values(self) -> None:
+        """Keep what generators need alone, if no recorded tensor is left: values take memory."""
+        if not self.is_used:
+            behind = {id(it) for it in self._operations[: self._caught_up]}
+            self._operations = [it.operation for it in _needed(self._operations, frozenset())]
+            self._caught_up = sum(id(it) in behind for it in self._operations)
 
     def nbytes(self, storage: int) -> int:
         """Size of a storage."""
@@ -536,12 +591,13 @@ class _Functions(TorchFunctionMode):
         if func in _CONSTANTS and is_strided_meta(result) and not self._recording.has(result):
             self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
         elif func == _IS_META and is_strided_meta(args[0]):
-            self._ask(sys._getframe(1), args[0])
+            self._note_initializer(frame := _caller(sys._getframe(1)), args[0])
+            # load_state_dict would warn that its copies are lost.
+            return frame is None or frame.f_code.co_name != _LOADING
         return result
 
-    def _ask(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
+    def _note_initializer(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
         """Note a ``torch.nn.init`` function that asks whether its tensor is meta, then returns."""
-        frame = _caller(frame)
         if frame is None or frame.f_globals.get("__name__") != nn.init.__name__:
             return
         if frame.f_code.co_name not in _INITIALIZERS:
@@ -587,6 +643,21 @@ def is_strided_meta(leaf: Any) -> bool:
     if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
         return False
     return leaf.layout is torch.strided and not is_lazy(leaf)
+
+
+def tensors_on_meta() -> list[torch.Tensor]:
+    """The strided tensors that exist on the meta device, whatever refers to them."""
+    tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
+    with without_torch_function():
+        return [it for it in tensors if is_strided_meta(it) and _has_memory(it)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # a wrapper of torch.func
+        return False
+    return True
 
 
 def _meta_tensors(tree: Any) -> list[torch.Tensor]:

@@ -90,7 +90,8 @@ def shard_model(
         mesh.world_control,
     )
     follow_rank_zero(specs, mesh)
-    _detach_computed(specs[0].module)
+    with recording.active():
+        _detach_computed(specs[0].module)
     former = _former_memory(specs, mesh.device)
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()

@@ -289,8 +289,11 @@ class CallbackAdapters:
         """A copy, of a Trainer for instance, accompanies no run yet."""
         return type(self), (self.uneven_batches,)
 
-    def before_sharding(self, trainer: Trainer, module: LightningModule) -> None:
+    def before_sharding(self, trainer: Trainer, module: LightningModule) -> list[nn.Parameter]:
         """The module of a run is about to be sharded.
+
+        Returns:
+            The parameters of its averages; those on the meta device get values as they are sharded.
 
         Raises:
             ConfigurationError: A callback cannot do its work on a sharded module.
@@ -298,6 +301,8 @@ class CallbackAdapters:
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
         self.averages.end_deferral(module)
+        averages = _averages(trainer, module)
+        return [it for each in averages for it in each.copy.parameters()]
 
     def after_sharding(
         self, trainer: Trainer, module: LightningModule, runtime: Runtime

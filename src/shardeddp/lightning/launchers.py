@@ -126,6 +126,18 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
 # Lightning's own; full weights are brought back to the main process.
 
 
+class DeferredInit(Protocol):
+    """Methods of what records the building of models that the launcher uses."""
+
+    def materialize(self, module: nn.Module) -> None:
+        """Give a module on the meta device its values in this process."""
+        ...
+
+    def fill_rest(self) -> None:
+        """Give all else that was built there its values."""
+        ...
+
+
 class ShardedMultiProcessingLauncher(private.RankLauncher):
     """Spawns or forks the ranks; at the end the main process gets the full weights, as under DDP.
 
@@ -134,7 +146,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         start_method: How they start.
         gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it
             can be imported.
-        materialize: Gives a module on the meta device its values in this process.
+        deferred: What was recorded of models on the meta device.
         on_error: Called in a rank that is about to end with an error.
     """
 
@@ -143,11 +155,11 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         gather: Callable[[Any, bool], Any],
-        materialize: Callable[[nn.Module], None],
+        deferred: DeferredInit,
         on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._gather, self._materialize = gather, materialize
+        self._gather, self._deferred = gather, deferred
         self._on_error, self._forks = on_error, start_method == "fork"
 
     @override
@@ -163,7 +175,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             if not self._forks:
                 # Its recording stays in this process, and so do relations between meta
                 # tensors.
-                self._materialize(trainer.lightning_module)
+                self._deferred.materialize(trainer.lightning_module)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -201,3 +213,5 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             # do nothing.
             allocate_on_host(trainer.lightning_module)
         recover()
+        if weights_path is not None:
+            self._deferred.fill_rest()  # as the constructors leave it, who did not see the training

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -120,6 +120,7 @@ class ModelSharding:
         self._group, self._restore, self.options = group, restore, options
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
+        self._setup = ExitStack()
         self.shards_several = False
         """Whether modules are sharded one after the other, as under Fabric, and not one alone."""
 
@@ -133,8 +134,21 @@ class ModelSharding:
                 or on the host: never the whole model on the device.
         """
         place = torch.device("meta") if empty_init else nullcontext()
-        with place, self._recording.active(), precision.tensor_init_context():
+        with place, self._recording.watched(), precision.tensor_init_context():
             yield
+
+    def begin_setup(self) -> None:
+        """Record what setup hooks do with a model on the meta device: copies, draws on the host."""
+        if self._recording.is_used:
+            self._setup.enter_context(self._recording.watched())
+
+    def end_setup(self) -> None:
+        """No more setup hooks are called, or one has failed."""
+        self._setup.close()
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors on the meta device to who shards them as the model is sharded."""
+        self._recording.leave(tensors)
 
     def fill_rest(self) -> None:
         """Give what was built on the meta device, and is not going to be sharded, its values."""
@@ -215,6 +229,7 @@ class ModelSharding:
         return takeover
 
     def _convert(self, module: nn.Module, precision: Precision) -> None:
+        self._recording.notice_writes()
         record_resets(module, self._recording)
         with self._recording.active():
             precision.convert_module(module)

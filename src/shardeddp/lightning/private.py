@@ -473,6 +473,9 @@ def _assigned(kind: type) -> Iterator[str]:
         )
 
 
+BEFORE_SETUP, AFTER_SETUP = "pre_setup", "post_setup"
+"""Names of the barriers of a strategy between which the Trainer calls the setup hooks."""
+
 _TRAINER = "pytorch.trainer.trainer:Trainer"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _CHECKPOINTS = "pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"

@@ -547,9 +547,8 @@ class ShardedDP(ParallelStrategy):
             )
         else:
             leave = self._group.explain_and_leave
-            materialize = self._model_sharding.materialize
             self._launcher = ShardedMultiProcessingLauncher(
-                self, options.start_method, gather_full, materialize, leave
+                self, options.start_method, gather_full, self._model_sharding, leave
             )
 
     def set_world_ranks(self) -> None:
@@ -670,7 +669,7 @@ class ShardedDP(ParallelStrategy):
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._callbacks.before_sharding(trainer, module)
+        self._model_sharding.leave(self._callbacks.before_sharding(trainer, module))
         return module
 
     @override
@@ -878,8 +877,12 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name == private.AFTER_SETUP:
+            self._model_sharding.end_setup()
         if not self._guards.is_alone(self.trainer):
             self._group.barrier(name)
+        if name == private.BEFORE_SETUP:
+            self._model_sharding.begin_setup()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -997,6 +1000,7 @@ class ShardedDP(ParallelStrategy):
 
         Shards and process group stay, so that saving and another run still work.
         """
+        self._model_sharding.end_setup()
         if self._group.current is not None:
             self._group.current.end_run()
         self._guards.end_run(self.trainer)
