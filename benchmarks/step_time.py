@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import platform
+import resource
 import statistics
 import sys
 import tempfile
@@ -93,6 +94,10 @@ class Measured:
     """Of each step, from the end of the backward to the end of the step."""
     parts: dict[str, float]
     """Mean seconds by part, where they were measured."""
+    processor_s: float
+    """Of all threads of the process, per step."""
+    new_pages: float
+    """Pages that the process was given, per step: memory that is touched for the first time."""
 
 
 BF16_MIXED = "bf16-mixed"
@@ -225,10 +230,11 @@ class Language(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Notes when every step begins, and how long its optimizer takes."""
+    """Notes when every step begins, what the process has used by then, and how long its optimizer takes."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.used: list[tuple[float, int]] = []  # processor time of all threads, new pages
         self.optimizer_s: list[float] = []
         self._backward_end = 0.0
 
@@ -237,6 +243,8 @@ class Clock(L.Callback):
     ) -> None:
         """A step begins, optimizer step included."""
         self.starts.append(time.perf_counter())
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.used.append((usage.ru_utime + usage.ru_stime, usage.ru_minflt))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         """The backward has ended."""
@@ -274,11 +282,14 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
         setting.warmup :
     ]
     report = monitors[0].report if monitors else None
+    first, last = clock.used[setting.warmup], clock.used[setting.warmup + len(steps)]
     figures = Measured(
         step_s=steps,
         peak_nbytes=resident("VmHWM") - before,
         optimizer_s=clock.optimizer_s[setting.warmup : setting.warmup + len(steps)],
         parts={} if report is None else dict(report.parts),
+        processor_s=(last[0] - first[0]) / len(steps),
+        new_pages=(last[1] - first[1]) / len(steps),
     )
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(figures)))
 
@@ -336,10 +347,11 @@ def table_of_parts(results: dict[str, list[Measured]]) -> Table:
     names = [*dict.fromkeys(part for rounds in results.values() for part in rounds[0].parts)]
     shown = Table(
         title="Parts of a step",
-        caption="ms: medians over rounds of mean steps of rank 0; of gathers and reductions what compute waits for",
+        caption="ms: medians over rounds of mean steps of rank 0; of gathers and reductions what compute waits for; "
+        "processor: of all threads; new pages: 4 KiB each, thousands",
     )
     shown.add_column("strategy")
-    for column in ("step", "over floor", "optimizer step", *names):
+    for column in ("step", "over floor", "processor", "new pages", "optimizer step", *names):
         shown.add_column(column, justify="right")
     floor: float | None = None
     for name, rounds in results.items():
@@ -347,12 +359,17 @@ def table_of_parts(results: dict[str, list[Measured]]) -> Table:
         floor = step if name == "floor" else floor
         optimizer = statistics.median(statistics.mean(each.optimizer_s) for each in rounds)
         over = "" if floor is None else f"{1e3 * (step - floor):.0f}"
+        processor = statistics.median(each.processor_s for each in rounds)
+        pages = statistics.median(each.new_pages for each in rounds)
         parts = [
             f"{1e3 * statistics.median(each.parts[part] for each in rounds):.1f}"
             for part in names
             if rounds[0].parts
         ]
-        shown.add_row(name, f"{1e3 * step:.0f}", over, f"{1e3 * optimizer:.1f}", *parts)
+        of_process = f"{1e3 * processor:.0f}", f"{pages / 1e3:.1f}"
+        shown.add_row(
+            name, f"{1e3 * step:.0f}", over, *of_process, f"{1e3 * optimizer:.1f}", *parts
+        )
     return shown
 
 

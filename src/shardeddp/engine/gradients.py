@@ -11,7 +11,7 @@ from torch import nn
 
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
-from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
+from shardeddp.engine.storage import RELEASED_MEMORY, allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor.backward import (
@@ -87,6 +87,7 @@ class GradientMemory:
                 self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
             )
             self._buffer_slots = self._slots_of(self._buffer)
+        RELEASED_MEMORY.clear(for_nbytes=self._buffer.nbytes)  # of a root: the peak may be here
         allocate(self._buffer)
         return self._buffer, self._buffer_slots
 

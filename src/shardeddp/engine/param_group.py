@@ -72,7 +72,10 @@ class FlatGroup:
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
         lender = None if memory_owner is None else memory_owner.buffer
-        self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory, lender)
+        in_turn = sharding.reshard is Reshard.AFTER_FORWARD
+        self.buffer = GatheredBuffer(
+            specs, layout, param_dtype, mesh.device, memory, lender, in_turn=in_turn
+        )
         """Whole parameters; with memory while the unit is unsharded, or always."""
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.whole:

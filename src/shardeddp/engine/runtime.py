@@ -33,7 +33,7 @@ from shardeddp.engine.hooks import (
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
-from shardeddp.engine.storage import SavedView
+from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit, UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
@@ -676,6 +676,7 @@ class Runtime:
                 unit.reshard()
             if unit.registration_pending:
                 unit.restore_registration()
+        RELEASED_MEMORY.clear()
 
 
 class _Structure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -50,6 +52,45 @@ def local_view(
     """A rank's elements of one parameter in its slice of a flat buffer; 1D."""
     interval = layout.local_interval(layout.slots[index], slice_rank)
     return shard[interval.start : interval.stop]
+
+
+# -- ReleasedMemory: host memory between two gathers
+
+
+class ReleasedMemory:
+    """Host memory of the buffer that was released last, for the next one of its size.
+
+    The system takes back large blocks that a process frees, and to be given new ones takes as long
+    as to receive what they are for. Units that are gathered in turn need one. Allocators of devices
+    keep memory by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._block: torch.UntypedStorage | None = None
+
+    def take(self, nbytes: int) -> torch.UntypedStorage | None:
+        """The block, which is the caller's now; None if there is none of this size."""
+        block, self._block = self._block, None
+        return block if block is not None and block.nbytes() == nbytes else None
+
+    def give(self, flat: torch.Tensor) -> None:
+        """Keep the memory of a tensor that the caller alone refers to, and is about to drop.
+
+        Nothing is kept of a tensor on a device, or of which anything else holds a view, a graph
+        or a transfer.
+        """
+        block = flat.untyped_storage()
+        if block.device.type == "cpu" and storage_use_count(block._cdata) == _ALONE:
+            self._block = block
+
+    def clear(self, for_nbytes: float = math.inf) -> None:
+        """Give it back to the system, before more than it has is allocated."""
+        if self._block is not None and self._block.nbytes() < for_nbytes:
+            self._block = None
+
+
+RELEASED_MEMORY = ReleasedMemory()
+"""Of this process, for all models in turn."""
 
 
 # -- GatheredBuffer: all-gather memory, with unsharded parameters as its parts
@@ -101,6 +142,8 @@ class GatheredBuffer:
         device: Of the buffer.
         memory: 1D, padded_numel; what the buffer is for ever. None: each gather brings its own.
         lender: Buffer whose memory this one has while in use.
+        in_turn: Whether units are released one after the other while others are gathered, which
+            can have their memory.
     """
 
     def __init__(
@@ -111,6 +154,8 @@ class GatheredBuffer:
         device: torch.device,
         memory: torch.Tensor | None,
         lender: GatheredBuffer | None = None,
+        *,
+        in_turn: bool = False,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -162,7 +207,7 @@ class GatheredBuffer:
         # and all of that gather's memory, of which each is a part. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
         self._kept: StorageWeakRef | None = None
-        self._lender = lender
+        self._lender, self._in_turn = lender, in_turn
         self.fills_kept_memory = False
         """Whether the gather at hand fills memory that views hold already."""
         if memory is not None:
@@ -181,6 +226,8 @@ class GatheredBuffer:
         if self.flat is None:
             kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
             self._kept, self.fills_kept_memory = None, kept is not None
+            if kept is None and self._device.type == "cpu":
+                kept = RELEASED_MEMORY.take(self.layout.padded_numel * self.dtype.itemsize)
             numel = 0 if kept is not None else self.layout.padded_numel
             with _outside_inference():
                 flat = torch.empty(numel, dtype=self.dtype, device=self._device)
@@ -269,7 +316,11 @@ class GatheredBuffer:
                 _set_attribute(parameter, "__class__", released)
         if self._outlived or self.fills_kept_memory:
             (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
-        self.flat, self._storages, self._bound, self._rests = None, {}, None, False
+        flat, self.flat, self._bound = self.flat, None, None
+        self._storages, self._rests = {}, False
+        # Neither a transfer has it nor a buffer that was lent it.
+        if self._in_turn and sys.getrefcount(flat) == _LOCAL:
+            RELEASED_MEMORY.give(flat)
 
     @property
     def is_usable(self) -> bool:
@@ -382,6 +433,23 @@ def _count_bound() -> int:
     bound.set_(torch.empty(1, device="cpu").untyped_storage()[:])  # type: ignore[call-overload]
     return storage_use_count(bound.untyped_storage()._cdata)
 
+
+def _count_alone() -> int:
+    block = torch.empty(1, device="cpu").untyped_storage()
+    flat = torch.empty(0, device="cpu").set_(block)  # type: ignore[arg-type]
+    return storage_use_count(flat.untyped_storage()._cdata)
+
+
+def _count_local() -> int:
+    local = torch.empty(0, device="cpu")
+    return sys.getrefcount(local)
+
+
+_ALONE = _count_alone()
+"""References that torch counts to the storage of a tensor and a variable that leads to it."""
+
+_LOCAL = _count_local()
+"""References that Python counts to a tensor that one variable refers to."""
 
 _BOUND = _count_bound()
 """References that torch counts to the storage of a parameter that nothing else refers to.
