@@ -43,6 +43,7 @@ try:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+    from torch.overrides import TorchFunctionMode
     from torch.utils import _pytree as pytree
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,10 +113,33 @@ torch_function_modes: Callable[[], Sequence[Any]] = _private(
 )
 """The modes that are active, the innermost last."""
 
+_pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch:_pop_mode")
+_push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch:_push_mode")
+_pop_function_mode: Callable[[], Any] = _private("torch.overrides:_pop_mode")
+_push_function_mode: Callable[[Any], None] = _private("torch.overrides:_push_mode")
+
+
+def leave_mode(mode: Any) -> None:
+    """End a mode, which may not be the last that was entered; those entered later go on."""
+    of_functions = isinstance(mode, TorchFunctionMode)
+    pop = _pop_function_mode if of_functions else _pop_dispatch_mode
+    push = _push_function_mode if of_functions else _push_dispatch_mode
+    later: list[Any] = []
+    while (last := pop()) is not mode:
+        later.append(last)
+    push(mode)
+    mode.__exit__(None, None, None)
+    for each in reversed(later):
+        push(each)
+
+
 TensorBase: Any = _private("torch._C:TensorBase")
 get_gradient: Any = TensorBase.grad.__get__
 set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__
+
+preserve_versions: Any = _private("torch.autograd.grad_mode:_unsafe_preserve_version_counter")
+"""Context manager in which writes to some tensors are not counted."""
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private(
     "torch._C:_swap_tensor_impl"

@@ -15,18 +15,16 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardeddp.engine.deferred_init import allocate_on_host, fill_rest
+from shardeddp.engine.deferred_init import fill_rest
 from shardeddp.engine.recording import Recording
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.deferred import (
     MODELS,
-    Affine,
     ScalesItsChildren,
     Tied,
     affine,
     check_equal,
     layers,
-    on_meta,
     recorded,
     shard,
     values,
@@ -546,25 +544,3 @@ def test_a_complete_checkpoint_draws_nothing() -> None:
     shard(model, recording, load=lambda: model.load_state_dict(given) and None)
     check_equal(values(model), given)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_module_that_is_not_to_be_sharded_can_take_a_state_dict() -> None:
-    model = on_meta(lambda: nn.Sequential(Affine(), nn.LSTM(3, 3)))
-    real = nn.Sequential(Affine(), nn.LSTM(3, 3))
-    before = list(model.parameters())
-    model[1].weight_hh_l0.requires_grad_(False)
-    allocate_on_host(model)
-    model.load_state_dict(real.state_dict())
-    assert all(
-        now is then and type(now) is nn.Parameter
-        for now, then in zip(model.parameters(), before, strict=True)
-    )
-    check_equal(dict(model.state_dict()), dict(real.state_dict()))
-    assert [parameter.requires_grad for parameter in model[1].parameters()] == [
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert torch.equal(model[1](torch.ones(1, 2, 3))[0], real[1](torch.ones(1, 2, 3))[0])
-    assert model[0].table.is_meta

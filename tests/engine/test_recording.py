@@ -1,7 +1,9 @@
 """A recording on the meta device gives the values of an eager construction, whatever the constructor does."""
 
 import copy
+import io
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardeddp.engine import recording as recording_module
 from shardeddp.engine.recording import HOST, Recording
+from shardeddp.torch_private import torch_function_modes
 
 Make = Callable[[], Tensor]
 
@@ -396,16 +400,128 @@ def test_what_was_made_unseen_and_what_comes_of_it_is_not_known() -> None:
         derived.sum().item()
 
 
-@pytest.mark.parametrize("leave", ["cpu", "numpy", "to"])
-def test_values_do_not_leave_the_meta_device_but_as_numbers(leave: str) -> None:
+@pytest.mark.parametrize("move", [lambda it: it.cpu(), lambda it: it.to(HOST)])
+def test_a_tensor_that_is_moved_to_the_host_is_the_same_as_it_is_there(
+    move: Callable[[Tensor], Tensor],
+) -> None:
     recording = Recording()
-    with (
-        torch.device("meta"),
-        recording.active(),
-        pytest.raises((NotImplementedError, TypeError), match="meta"),
-    ):
+    with torch.device("meta"), recording.active():
         tensor = torch.ones(3)
-        tensor.to(HOST) if leave == "to" else getattr(tensor, leave)()
+        assert move(tensor) is tensor
+        assert tensor.to("cpu", torch.float64).dtype is torch.float64
+        assert tensor.to(HOST, copy=True) is not tensor
+
+
+@pytest.mark.parametrize("pickled", [pickle.dumps, lambda it: torch.save({"it": it}, io.BytesIO())])
+def test_a_tensor_without_values_is_neither_pickled_nor_saved(
+    pickled: Callable[[Tensor], object],
+) -> None:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        tensor = nn.Parameter(torch.ones(3))
+        with pytest.raises(RuntimeError, match=r"to pickle or save, found one of shape \(3,\)"):
+            pickled(tensor)
+
+
+HOSTED = torch.arange(12.0).view(3, 4) / 7
+
+
+def host(*shape: int) -> Tensor:
+    """A tensor that is on the host whatever the device is."""
+    return torch.zeros(shape, device=HOST)
+
+
+def sum_of_squares() -> Tensor:
+    total = host()
+    for _ in range(3):
+        total += torch.randn(4).pow(2).sum()
+    return total
+
+
+def written_on_the_host() -> Tensor:
+    found, weight = host(3, 4), torch.randn(3, 4)
+    found[:, 1:] += weight[:, 1:]
+    found[1] = weight[2]
+    found.addmm_(HOSTED, torch.randn(4, 4))
+    torch.mul(found, weight, out=found)
+    torch._foreach_add_([found, weight], [weight, found])
+    found[torch.randn(3) > 0] = 1.0
+    return torch.cat([found, weight])
+
+
+def data_dependent() -> Tensor:
+    layer, convolution = nn.Linear(4, 4), nn.Conv1d(3, 2, 1)
+    found = layer(HOSTED)
+    with torch.no_grad():
+        layer.bias -= found.mean(0)
+        layer.weight[1:3] = HOSTED[:2]
+        layer.weight.masked_fill_(HOSTED[:1] > 0.1, 0.5)
+    parts = [HOSTED @ layer.weight, convolution(HOSTED), torch.where(HOSTED > 1, found, HOSTED)]
+    rows = nn.functional.embedding(torch.tensor([2, 0], device=HOST), layer.weight)
+    return torch.cat([*parts, rows, layer(HOSTED), layer.weight[torch.arange(2, device=HOST)]]).data
+
+
+def replaced_data() -> Tensor:
+    layer, other = nn.Linear(4, 3), nn.Linear(4, 3, device=HOST)
+    first = layer.weight.detach().clone()
+    layer.weight.data = HOSTED.clone()
+    other.weight.data = first
+    layer.bias.data.copy_(HOSTED[:, 0])
+    return torch.cat([layer.weight, other.weight, layer.bias.expand(4, 3).t()]).data
+
+
+def read_as_arrays() -> Tensor:
+    weight = torch.randn(3, 4)
+    return torch.from_numpy(weight.numpy() + np.asarray(weight.detach()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sum_of_squares, written_on_the_host, data_dependent, replaced_data, read_as_arrays],
+)
+def test_tensors_of_the_host_and_those_that_wait_for_values_are_computed_with_together(
+    make: Make,
+) -> None:
+    torch.manual_seed(5)
+    expected, later = make(), torch.rand(3)
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        found = make()
+        assert torch.equal(torch.rand(3, device=HOST), later)
+    if found.is_meta:
+        place = recording.place_of(found)
+        found = place.over(dict(recording.repeat(recording.plan([place.storage])))[place.storage])
+    assert torch.equal(found, expected)
+
+
+def test_a_model_that_a_hook_has_for_its_shapes_draws_nothing() -> None:
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        weight = torch.randn(4)
+    before = torch.get_rng_state()
+    with recording.active(builds=False):
+        with torch.device("meta"):
+            layer = nn.Linear(4, 4)
+            layer(torch.randn(2, 4)).sum().backward()
+        assert layer.weight.is_meta and not recording.has(layer.weight)
+        copied = weight.clone()
+        made = torch.ones(3, device=weight.device)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert recording.has(copied) and recording.has(made)
+
+
+def test_a_mode_that_is_entered_while_recording_may_outlive_it() -> None:
+    recording, counter = Recording(), FlopCounterMode(display=False)
+    recorded = recording.active()
+    recorded.__enter__()
+    counter.__enter__()
+    recorded.__exit__(None, None, None)
+    torch.ones(2, 3) @ torch.ones(3, 4)
+    counter.__exit__(None, None, None)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4
+    assert not torch_function_modes()
 
 
 def test_operations_on_the_host_are_not_kept() -> None:

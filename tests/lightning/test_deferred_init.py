@@ -2,6 +2,8 @@
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,6 +334,86 @@ def test_a_copy_that_was_taken_before_the_training_is_named() -> None:
     with pytest.warns(UserWarning, match="that are taken between its building") as said:
         trainer.fit(model, token_loader(8))
     assert str(said[0].message).startswith(f"{len(kept)} tensors on the meta device")
+
+
+class KeepsAverages(Callback):
+    """Averages that a checkpoint has, and are restored in place."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.kept = {name: it.detach().clone() for name, it in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in pl_module.named_parameters():
+                self.kept[name].lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.kept)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        for name, tensor in state_dict.items():
+            self.kept[name].copy_(tensor)
+
+
+def resumed(shared_folder: str) -> None:
+    """Two runs, the second from the first's checkpoint, eager and deferred."""
+    runs = []
+    for deferred in (False, True):
+        for max_epochs, ckpt_path in ((1, None), (2, f"{shared_folder}/{deferred}.ckpt")):
+            seed(True)
+            callback = KeepsAverages()
+            trainer = make_trainer(ShardedDP(), max_epochs=max_epochs, callbacks=[callback])
+            with trainer.init_module(empty_init=deferred):
+                model = TinyGpt()
+            trainer.fit(model, token_loader(8), ckpt_path=ckpt_path)
+            trainer.save_checkpoint(f"{shared_folder}/{deferred}.ckpt")
+        runs.append((model.losses, callback.kept))
+    assert runs[0][0] == runs[1][0]
+    same_weights(runs[1][1], runs[0][1])
+
+
+def test_what_a_checkpoint_writes_to_copies_of_setup_hooks_is_there_when_training_goes_on(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(resumed, str(tmp_path))
+
+
+class NotesItsDevice(nn.Module):
+    """Makes positions on the device that it has noted, and counts forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.device = self.embed.weight.device
+        self.count = MeanMetric()
+
+    def forward(self) -> Tensor:
+        self.count.update(torch.ones(1))
+        return self.embed(torch.arange(4, device=self.device))
+
+
+class HasATeacher(TinyGpt):
+    """Beside the model a teacher, and a copy of it that a setup hook takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teachers = SimpleNamespace(each=[NotesItsDevice()])
+
+    def setup(self, stage: str) -> None:
+        self.teachers.each.append(copy.deepcopy(self.teachers.each[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.said = [teacher() for teacher in self.teachers.each]
+
+
+@on_ranks(2)
+def test_modules_beside_a_model_and_copies_of_them_are_on_the_host_as_they_have_noted() -> None:
+    said = []
+    for deferred in (False, True):
+        model, _ = trained(HasATeacher, {}, deferred, globally=True)
+        said.append(model.said)
+        assert [str(it.to("cpu").count.device) for it in model.teachers.each] == ["cpu", "cpu"]
+    assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
 
 
 class LoadsInSetup(TinyGpt):

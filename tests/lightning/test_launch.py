@@ -184,7 +184,7 @@ def test_forked_and_spawned_ranks_bring_the_full_weights_back(
     assert not finished.leftover
     (said,) = finished.said
     assert (said["is_ours"], said["saved"], said["plain"]) == (True, True, True)
-    assert said["beside"] == [0, 1, 2]
+    assert (said["beside"], said["noted"], said["follows"]) == ([0, 1, 2], "cpu", True)
     if "--only-fit" not in options:
         assert said["test"] == by_script[0].said[0]["test"]
     assert_equal(weights(tmp_path / f"{options[0]}.ckpt"), by_script[1])

@@ -34,6 +34,7 @@ class FailsOnOneRank(EvaluatedGpt):
         super().__init__()
         self.fail_on, self.killed = fail_on, killed
         self.beside = SimpleNamespace(table=torch.arange(3.0))  # no module has it
+        self.noted, self.alias = self.head.weight.device, self.head.weight.data
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """One loss, or the failure."""
@@ -92,6 +93,8 @@ def run(
         test=None if tested is None else round(tested[0]["test"], 4),
         predictions=None if predictions is None else len(predictions),
         beside=model.beside.table.tolist(),
+        noted=str(model.noted),
+        follows=bool((model.alias == model.head.weight).all()),
         listens_on=sorted({address for address, _ in listening(os.getpid())}),
     )
 

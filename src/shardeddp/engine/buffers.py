@@ -11,9 +11,7 @@ from torch import nn
 
 from shardeddp.comm import Mesh, during
 from shardeddp.tensor.operations import overlaps_itself
-from shardeddp.torch_private import (
-    foreach_copy_,
-)
+from shardeddp.torch_private import foreach_copy_, preserve_versions
 
 
 class BufferSync:
@@ -49,10 +47,13 @@ class BufferSync:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
                 plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
-                if plain:
-                    foreach_copy_(*map(list, zip(*plain, strict=True)))
-                for buffer, piece in pairs if len(plain) < len(pairs) else ():
-                    buffer.copy_(piece)
+                # As DDP does: a second forward may come before the backward of the first, which
+                # reads no running statistics, and would refuse them.
+                with preserve_versions(tuple(it for it in buffers if not it.is_inference())):
+                    if plain:
+                        foreach_copy_(*map(list, zip(*plain, strict=True)))
+                    for buffer, piece in pairs if len(plain) < len(pairs) else ():
+                        buffer.copy_(piece)
 
 
 def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:

@@ -145,13 +145,14 @@ class Materializer:
             _allocate(item.tensor, item.place, memory if is_common else kept)
             if isinstance(item.owner, torch.jit.ScriptModule):  # it has a tensor of its own
                 setattr(item.owner, item.name, item.tensor)
+        filled: list[torch.Tensor] = []
         for tensor, place in _elsewhere(self._recording, self._deferred):
-            if place.storage in memory:
-                _allocate(tensor, place, memory)
-            elif self._is_only or place.storage in kept or place.storage in self._of_parameters:
-                _allocate(tensor, place, kept)
+            is_own = place.storage in kept or place.storage in self._of_parameters
+            if place.storage in memory or is_own or self._is_only:
+                _allocate(tensor, place, memory if place.storage in memory else kept)
+                filled.append(tensor)
         if self.is_needed:
-            _name_host(self._root)
+            _name_host(self._root, filled)
         self._fill(mesh, memory, kept)
         await_values(parameters, False)
         self._recording.forget_values()
@@ -400,8 +401,8 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
     if spec.parameter.grad is not None:
         raise ConfigurationError(
             f"Expected parameters on the meta device to have no gradients, found one of "
-            f"{spec.fqn}: a constructor that runs a backward needs values. Build its module "
-            f"outside the meta device"
+            f"{spec.fqn}, which has no values: of a backward in a constructor, or one that counted "
+            f"FLOPs. Build its module outside of the meta device; after counting, zero_grad()"
         )
     return Deferred(
         fqn=spec.fqn, owner=owner, name=name, tensor=spec.parameter, place=place, is_parameter=True
@@ -501,10 +502,11 @@ def _elsewhere(
         )
     if copied:
         warnings.warn(
-            f"{len(copied)} tensors on the meta device, with shapes as of {first_three(copied)}, have no "
-            f"values and get none: copies of a model (deepcopy, clone) that are taken between its "
-            f"building and its training are not recorded. Take them under trainer.init_module(), in "
-            f"setup() or in on_fit_start()",
+            f"{len(copied)} tensors on the meta device, with shapes as of {first_three(sorted(set(copied)))}, have no "
+            f"values and get none. If they are another model that is there for its shapes, nothing "
+            f"is wrong. Copies of a model (deepcopy, clone) that are taken between its building and "
+            f"its training are not recorded: take them under trainer.init_module(), in setup() or "
+            f"in on_fit_start()",
             stacklevel=2,
         )
     return [*zip(known, places, strict=True)]
@@ -514,22 +516,29 @@ def _elsewhere(
 def fill_rest(recording: Recording) -> None:
     """Give all recorded tensors that are still on the meta device their values, whole, on this rank."""
     kept: dict[int, torch.UntypedStorage] = {}
-    for tensor, place in _elsewhere(recording):
+    elsewhere = _elsewhere(recording)
+    for tensor, place in elsewhere:
         _allocate(tensor, place, kept)
+    _name_host(None, [tensor for tensor, _ in elsewhere])
     _refill(kept, recording)
 
 
-def _name_host(root: nn.Module) -> None:
+def _name_host(root: nn.Module | None, elsewhere: Sequence[torch.Tensor]) -> None:
     """Let attributes that name the meta device, where modules were built, name the host.
 
     So an eager construction leaves them. A module that makes its positions on the device that it
     has noted (``self.device = self.weight.device``) would make them on the meta device.
+
+    Args:
+        root: The modules in it are looked at.
+        elsewhere: So are modules that have some of these tensors, and those that lead to them.
     """
 
     def named(leaf: Any) -> Any:
         return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-    for module in root.modules():
+    modules = [*root.modules()] if root is not None else []
+    for module in [*modules, *_holders(elsewhere)]:
         for name, value in [*vars(module).items()]:
             if isinstance(value, torch.device):
                 vars(module)[name] = named(value)
@@ -537,6 +546,24 @@ def _name_host(root: nn.Module) -> None:
                 leaves = pytree.tree_leaves(value)
                 if any(named(leaf) is not leaf for leaf in leaves):
                     vars(module)[name] = pytree.tree_map(named, value)
+
+
+def _holders(tensors: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """Modules that have some tensors, and those that lead to them, wherever they are kept."""
+    if not tensors:
+        return []
+    wanted = set(map(id, tensors))
+    rest = [it for it in gc.get_objects() if issubclass(type(it), nn.Module)]
+    found: list[nn.Module] = []
+    while True:
+        more, others = [], []
+        for it in rest:
+            own = [*it._parameters.values(), *it._buffers.values(), *it._modules.values()]
+            own += vars(it).values()  # states of metrics
+            (others if wanted.isdisjoint(map(id, own)) else more).append(it)
+        if not more:
+            return found
+        found, rest, wanted = [*found, *more], others, set(map(id, more))
 
 
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
@@ -621,10 +648,11 @@ def _warn_of_resets(missing: Sequence[Deferred], recording: Recording) -> None:
     names = [item.fqn for item in missing if item.fqn in recording.reset_names]
     if names:
         warnings.warn(
-            f"{first_three(names)} were built on the meta device under torch.device() "
-            f"alone. They get the values of their modules' reset_parameters(); whatever else the "
-            f"constructors do to them is lost. Build the model under "
-            f"trainer.init_module(empty_init=True) or in configure_model, where nothing is lost",
+            f"{first_three(names)} are on the meta device, and nobody saw how they got there: "
+            f"built under torch.device() alone, or copied, converted or built under another Trainer. "
+            f"They get the values of their modules' reset_parameters(); whatever else was done "
+            f"to them is lost. Do all of it under init_module(empty_init=True) of the Trainer "
+            f"that trains the model, or in configure_model, where nothing is lost",
             stacklevel=2,
         )
 
@@ -666,10 +694,15 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def materialize(root: nn.Module, recording: Recording) -> None:
+def materialize(root: nn.Module, recording: Recording, *, is_loaded: bool = False) -> None:
     """Give a module on the meta device all its values, on the host.
 
     Every reference to it is followed there.
+
+    Args:
+        root: The module.
+        recording: How it was built.
+        is_loaded: Whether values are loaded into it afterwards, and none has to be there before.
 
     Raises:
         ConfigurationError: Nothing can give some tensors values.
@@ -677,37 +710,18 @@ def materialize(root: nn.Module, recording: Recording) -> None:
     recording.notice_writes()
     record_resets(root, recording)
     deferred = _others(root, recording)
-    _check_writes(deferred, recording)
-    missing = [item for item in deferred if item.tensor.numel()]
-    _check_values(missing, recording)
-    _warn_of_resets(missing, recording)
+    if not is_loaded:
+        missing = [item for item in deferred if item.tensor.numel()]
+        _check_writes(deferred, recording)
+        _check_values(missing, recording)
+        _warn_of_resets(missing, recording)
     memory: dict[int, torch.UntypedStorage] = {}
     for item in deferred:
         _allocate(item.tensor, item.place, memory)
-    for tensor, place in _elsewhere(recording):
+    elsewhere = _elsewhere(recording)
+    for tensor, place in elsewhere:
         _allocate(tensor, place, memory)
-    _name_host(root)
+    _name_host(root, [tensor for tensor, _ in elsewhere])
     plan = recording.plan(memory)
     for storage, values in recording.repeat(plan, move_generators=True):
         _as_bytes(memory[storage]).copy_(_as_bytes(values))
-
-
-def allocate_on_host(module: nn.Module) -> None:
-    """Allocate host memory for a meta module's state-dict tensors, whose values are loaded later.
-
-    Buffers that are not persistent stay on the meta device: nothing is going to fill them.
-    """
-    for child in module.modules():
-        persistent = [
-            it
-            for name, it in child._buffers.items()
-            if name not in child._non_persistent_buffers_set
-        ]
-        for tensor in (*child._parameters.values(), *persistent):
-            if tensor is None or not tensor.is_meta:
-                continue
-            memory = torch.empty_like(tensor, device="cpu", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-            vars(memory).update(vars(tensor))
-            swap_bodies(tensor, memory)

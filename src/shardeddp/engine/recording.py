@@ -32,7 +32,9 @@ from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
 from shardeddp.torch_private import (
     OpOverload,
     TorchDispatchMode,
+    leave_mode,
     neg_view,
+    parse_to,
     pytree,
     storage_use_count,
     without_torch_function,
@@ -165,7 +167,20 @@ _LOADING = "_load_from_state_dict"  # of nn.Module
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 # Functions that need values and are no operations.
-_READING = (torch.Tensor.tolist, torch.Tensor.__format__)
+_READING = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__format__,
+)
+
+# Conversions, which leave a tensor where it is that an eager construction has on the host.
+_MOVING = (torch.Tensor.to, torch.Tensor.cpu)
+
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+_PICKLING = "_reduce_ex_internal"  # of torch.Tensor
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
@@ -185,7 +200,10 @@ class Recording:
         self._generators: dict[int, torch.Generator] = {}
         self._draws = 0  # number of them
         self._caught_up = 0  # number of operations whose draws generators have been brought behind
-        self._is_active = False
+        self._is_active = self._is_paused = False
+        self.builds = True
+        """Whether what is made on the meta device now is of a model that gets values."""
+
         # Tensors that were on the meta device before the first of them, by address.
         self._former: dict[int, weakref.ref[torch.Tensor]] | None = None
         # Of tensors as they were recorded; a write increases it, but one through `.data`.
@@ -201,29 +219,38 @@ class Recording:
         return type(self), ()
 
     @contextmanager
-    def active(self) -> Generator[None]:
-        """Record what this thread does to meta tensors."""
-        if self._is_active:
-            yield
-            return
+    def active(self, *, builds: bool = True) -> Generator[None]:
+        """Record what this thread does to meta tensors.
+
+        Args:
+            builds: Whether what is made under ``torch.device("meta")`` is of a model that gets
+                values. Hooks have models there for their shapes: to count FLOPs.
+        """
+        former, self.builds = self.builds, builds
+        modes = () if self._is_active else (_Functions(self), _Operations(self))
         self._is_active = True
+        for mode in modes:
+            mode.__enter__()
         try:
-            with _Functions(self), _Operations(self):
-                yield
+            yield
         finally:
-            self._is_active = False
+            self.builds = former
+            for mode in reversed(modes):  # the user's may have been entered since, and go on
+                leave_mode(mode)
+                self._is_active = False
 
     @contextmanager
-    def watched(self) -> Generator[None]:
+    def watched(self, *, builds: bool = True) -> Generator[None]:
         """Record, as :meth:`active` does; what is written to its tensors afterwards is noticed."""
         if self._is_active:
-            yield
+            with self.active(builds=builds):
+                yield
             return
         self.notice_writes()
         if self._former is None:
             self._former = {id(it): weakref.ref(it) for it in tensors_on_meta()}
         try:
-            with self.active():
+            with self.active(builds=builds):
                 yield
         finally:
             if self.is_used:
@@ -283,21 +310,43 @@ class Recording:
         """Size of a storage."""
         return self._storages[storage].nbytes()
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Run what is called inside, and keep nothing of it."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of torch, and keep it if it concerns the meta device."""
+        if self._is_paused:
+            return function(*args, **kwargs)
         involved = _meta_tensors((args, kwargs))
         name = function.overloadpacket.__name__
-        if involved and _answers_python(function):
+        if involved and not self.builds and not any(map(self.has, involved)):
+            return function(*args, **kwargs)
+        leaves = name == "_to_copy" and _is_made_off_meta(kwargs)
+        if involved and (leaves or _answers_python(function)):
             args, kwargs = self.values((args, kwargs))
             return function(*args, **kwargs)
-        if not involved and is_random(function) and not _is_made_on_meta(kwargs):
+        draws_now = not _is_made_on_meta(kwargs) if not involved else _is_made_off_meta(kwargs)
+        if draws_now and is_random(function):
             self._catch_up(_generator_in(args, kwargs))
         # In front of the call, which may change geometry. Without meta tensors the call comes
         # first: it changes nothing of what it is given, and most calls then stay on the host.
         kept = (self._kept(args), self._kept(kwargs)) if involved else None
+        given = args, kwargs
+        if kept and _on_host((args, kwargs)):
+            # Torch computes some mixtures from memory that is not there, and refuses others.
+            if not all(tensor.is_meta for tensor in written(function, args, kwargs)):
+                return self._run_at_once(function, args, kwargs)
+            args, kwargs = _moved_beside(name, args, kwargs)
         try:
             result = function(*args, **kwargs)
         except NotImplementedError:
+            args, kwargs = given
             if written(function, args, kwargs) or kwargs.get("device") is not None:
                 raise
             if is_random(function):
@@ -305,7 +354,7 @@ class Recording:
             # torch does not know the shapes of what it returns (geqrf): it runs at once, and its
             # values are kept.
             args, kwargs = self.values((args, kwargs))
-            return pytree.tree_map(self._moved, function(*args, **kwargs))
+            return pytree.tree_map(self.moved, function(*args, **kwargs))
         outputs = _meta_tensors(result)
         if not involved and not outputs:
             return result
@@ -314,7 +363,7 @@ class Recording:
         self._unknown -= made
         if name in _WITHOUT_VALUES:
             return result
-        changed = written(function, args, kwargs) if tells_what_it_writes(function) else involved
+        changed = written(function, *given) if tells_what_it_writes(function) else involved
         writes = made.union(self._number(tensor) for tensor in changed if tensor.is_meta)
         if writes:
             places = [
@@ -322,8 +371,23 @@ class Recording:
                 for it in pytree.tree_leaves(result)
             ]
             target = kept[0][0] if name in _REPLACING and isinstance(kept[0][0], MetaView) else None
-            draws = self._draw(_generator_in(args, kwargs)) if is_random(function) else ()
+            draws = self._draw(_generator_in(*given)) if is_random(function) else ()
             self._add(function, *kept, places, frozenset(made), frozenset(writes), target, draws)
+        return result
+
+    def _run_at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that writes to host tensors; what it writes on the meta device is kept."""
+        if is_random(function):
+            self._catch_up(_generator_in(args, kwargs))
+        places = [
+            self.place_of(it) if it.is_meta else None for it in written(function, args, kwargs)
+        ]
+        args, kwargs = self.values((args, kwargs))
+        result = function(*args, **kwargs)
+        for place, values in zip(places, written(function, args, kwargs), strict=True):
+            if place is not None:
+                changed, kept = frozenset((place.storage,)), (place, values.clone())
+                self._add(torch.Tensor.copy_, kept, {}, [], frozenset(), changed, place, ())
         return result
 
     def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
@@ -333,7 +397,8 @@ class Recording:
         only = frozenset((place.storage,))
         self._add(torch.clone, (values.detach().clone(),), {}, [place], only, only, None, ())
 
-    def _moved(self, values: Any) -> Any:
+    def moved(self, values: Any) -> Any:
+        """A tensor on the meta device that gets the values of one on the host; else the same."""
         if not isinstance(values, torch.Tensor):
             return values
         made = values.to("meta")
@@ -444,8 +509,7 @@ class Recording:
         Raises:
             RuntimeError: The making of one of them is not recorded.
         """
-        kept = self._kept(arguments)
-        needed = {leaf.storage for leaf in pytree.tree_leaves(kept) if isinstance(leaf, MetaView)}
+        needed = {self._number(it) for it in _meta_tensors(arguments)}
         if not needed.isdisjoint(self._unknown):
             raise RuntimeError(
                 "expected a tensor with values, found one on the meta device that was made "
@@ -454,7 +518,14 @@ class Recording:
         found = dict(self.repeat(self.plan(needed)))
         for storage in needed - found.keys():
             found[storage] = torch.UntypedStorage(self.nbytes(storage), device=HOST)
-        return pytree.tree_map_only(MetaView, lambda place: place.over(found[place.storage]), kept)
+
+        def real(leaf: Any) -> Any:
+            if is_strided_meta(leaf):
+                place = self.place_of(leaf)
+                return place.over(found[place.storage])
+            return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        return pytree.tree_map(real, arguments)
 
     # -- Replay
 
@@ -543,7 +614,9 @@ class Recording:
                 memory[place.storage] = own
             else:
                 memory[place.storage] = torch.UntypedStorage(nbytes, device=HOST)
-                place.over(memory[place.storage]).copy_(found)
+                # Statistics that a batch norm saves for its backward have other shapes on meta.
+                if found.shape == place.shape:
+                    place.over(memory[place.storage]).copy_(found)
 
 
 class _Operations(TorchDispatchMode):
@@ -580,8 +653,19 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         first = cast(Any, args[0] if args else None)
         is_made = func in _CONSTANTS and not isinstance(first, torch.Tensor)
-        if func in _INDEXING and first.is_meta:
-            args = (first, _on_host(args[1]), *args[2:])
+        if not self._recording.builds and _is_made_by_context(args, kwargs):
+            with self._recording.paused():
+                return func(*args, **kwargs)
+        if func in _MOVING and is_strided_meta(first) and self._recording.has(first):
+            return _stay(func, args, kwargs)
+        if func == _SET_DATA and first.is_meta != args[1].is_meta:
+            args = (
+                (first, self._recording.moved(args[1]))
+                if first.is_meta
+                else self._recording.values(args)
+            )
+        elif func in _INDEXING and first.is_meta:
+            args = (first, _with_index_on_host(args[1]), *args[2:])
         elif func in _READING or (is_made and _meta_tensors(first)):
             args = self._recording.values(args)
         elif is_made and type(first) is list and not first and _is_asked_by_transformers(kwargs):
@@ -590,6 +674,8 @@ class _Functions(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _CONSTANTS and is_strided_meta(result) and not self._recording.has(result):
             self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
+        elif func == _DEVICE and is_strided_meta(first) and self._recording.has(args[0]):
+            _refuse_pickle(_caller(sys._getframe(1)), args[0])
         elif func == _IS_META and is_strided_meta(args[0]):
             self._note_initializer(frame := _caller(sys._getframe(1)), args[0])
             # load_state_dict would warn that its copies are lost.
@@ -610,6 +696,17 @@ class _Functions(TorchFunctionMode):
             )
 
 
+def _refuse_pickle(frame: FrameType | None, tensor: torch.Tensor) -> None:
+    """Raise if it is for a pickle that torch asks for the device of a tensor without values."""
+    if frame is not None and frame.f_code.co_name == _PICKLING:
+        raise RuntimeError(
+            f"expected a tensor with values to pickle or save, found one of shape "
+            f"{tuple(tensor.shape)} on the meta device, of a model that gets its values as it is "
+            f"sharded. Copy it by deepcopy() or clone(), which get them, too; save it in "
+            f"on_fit_start()"
+        )
+
+
 def _caller(frame: FrameType | None) -> FrameType | None:
     """The frame that has called a function of torch, behind those of modes."""
     while frame is not None and frame.f_globals.get("__name__") in (
@@ -627,10 +724,10 @@ def _is_asked_by_transformers(kwargs: Mapping[str, Any]) -> bool:
     return kwargs.keys() <= {"device"} and name.startswith("transformers.")
 
 
-def _on_host(index: Any) -> Any:
+def _with_index_on_host(index: Any) -> Any:
     """An index with its lists of numbers, ranges and arrays as host tensors, which have values."""
     if type(index) is tuple:
-        return tuple(map(_on_host, index))
+        return tuple(map(_with_index_on_host, index))
     is_list = type(index) is list and not any(
         isinstance(it, torch.Tensor) for it in pytree.tree_leaves(index)
     )
@@ -664,6 +761,45 @@ def _meta_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if is_strided_meta(leaf)]
 
 
+def _on_host(arguments: Any) -> list[torch.Tensor]:
+    """The tensors with values among arguments."""
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    return [it for it in tensors if it.layout is torch.strided]
+
+
+def _moved_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with all tensors on the meta device, but for indices, whose values count."""
+
+    def move(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        return leaf.to("meta") if is_tensor and not leaf.is_meta else leaf
+
+    moved = pytree.tree_map(move, (args, kwargs))
+    if "index" in name and isinstance(args[1], (list, tuple)):
+        return (moved[0][0], args[1], *moved[0][2:]), moved[1]
+    return moved
+
+
+def _stay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor on the meta device, converted, if it is to go to the host, where it is said to be."""
+    if func is torch.Tensor.cpu:
+        return args[0]
+    copy = kwargs.pop("copy", False)
+    device, dtype, _, memory_format = parse_to(*args[1:], **kwargs)
+    if device is not None and device.type != "cpu":
+        return func(*args, copy=copy, **kwargs)
+    layout = {} if memory_format is None else {"memory_format": memory_format}
+    return func(args[0], dtype or args[0].dtype, copy=copy, **layout)
+
+
+def _is_made_by_context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``torch.device("meta")`` as a context has named the device of a new tensor."""
+    frame = sys._getframe(2)
+    by_context = frame.f_globals.get("__name__") == "torch.utils._device"
+    return by_context and _is_made_on_meta(kwargs) and not _meta_tensors(args)
+
+
 def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     return next(
         (it for it in (kwargs.get("generator"), *args) if isinstance(it, torch.Generator)), None
@@ -673,6 +809,10 @@ def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Genera
 def _is_made_on_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
+
+
+def _is_made_off_meta(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") is not None and not _is_made_on_meta(kwargs)
 
 
 @cache

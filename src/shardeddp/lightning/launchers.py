@@ -11,7 +11,6 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.checkpoint.durable import is_remote, local_path
-from shardeddp.engine.deferred_init import allocate_on_host
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     ModelCheckpoint,
@@ -126,18 +125,6 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
 # Lightning's own; full weights are brought back to the main process.
 
 
-class DeferredInit(Protocol):
-    """Methods of what records the building of models that the launcher uses."""
-
-    def materialize(self, module: nn.Module) -> None:
-        """Give a module on the meta device its values in this process."""
-        ...
-
-    def fill_rest(self) -> None:
-        """Give all else that was built there its values."""
-        ...
-
-
 class ShardedMultiProcessingLauncher(private.RankLauncher):
     """Spawns or forks the ranks; at the end the main process gets the full weights, as under DDP.
 
@@ -146,7 +133,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         start_method: How they start.
         gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it
             can be imported.
-        deferred: What was recorded of models on the meta device.
+        materialize: Gives a module on the meta device its values in this process.
         on_error: Called in a rank that is about to end with an error.
     """
 
@@ -155,11 +142,11 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         gather: Callable[[Any, bool], Any],
-        deferred: DeferredInit,
+        materialize: Callable[..., None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._gather, self._deferred = gather, deferred
+        self._gather, self._materialize = gather, materialize
         self._on_error, self._forks = on_error, start_method == "fork"
 
     @override
@@ -175,7 +162,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             if not self._forks:
                 # Its recording stays in this process, and so do relations between meta
                 # tensors.
-                self._deferred.materialize(trainer.lightning_module)
+                self._materialize(trainer.lightning_module)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -208,10 +195,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
     def recover_results(
         self, recover: Callable[[], None], trainer: Trainer, weights_path: Any
     ) -> None:
-        if weights_path is not None:
-            # The main process has sharded nothing: loading into a module on the meta device would
-            # do nothing.
-            allocate_on_host(trainer.lightning_module)
+        # The main process has sharded nothing: what was built there on the meta device has values
+        # from here on, weights those that are loaded.
+        self._materialize(trainer.lightning_module, is_loaded=True)
         recover()
-        if weights_path is not None:
-            self._deferred.fill_rest()  # as the constructors leave it, who did not see the training

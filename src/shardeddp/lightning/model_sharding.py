@@ -120,7 +120,7 @@ class ModelSharding:
         self._group, self._restore, self.options = group, restore, options
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
-        self._setup = ExitStack()
+        self._hooks = ExitStack()
         self.shards_several = False
         """Whether modules are sharded one after the other, as under Fabric, and not one alone."""
 
@@ -137,14 +137,21 @@ class ModelSharding:
         with place, self._recording.watched(), precision.tensor_init_context():
             yield
 
-    def begin_setup(self) -> None:
-        """Record what setup hooks do with a model on the meta device: copies, draws on the host."""
-        if self._recording.is_used:
-            self._setup.enter_context(self._recording.watched())
+    def begin_hooks(self) -> None:
+        """Record what hooks do with a model on the meta device from now on.
 
-    def end_setup(self) -> None:
-        """No more setup hooks are called, or one has failed."""
-        self._setup.close()
+        They are those of setup, and of a checkpoint that is read before there are shards.
+        """
+        if self._recording.is_used:
+            self._hooks.enter_context(self._recording.watched(builds=False))
+
+    def end_hooks(self) -> None:
+        """The model is about to be sharded, or a hook has failed."""
+        self._hooks.close()
+
+    def forget_values(self) -> None:
+        """Let values go that were recorded, when everything has its own."""
+        self._recording.forget_values()
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave tensors on the meta device to who shards them as the model is sharded."""
@@ -154,9 +161,14 @@ class ModelSharding:
         """Give what was built on the meta device, and is not going to be sharded, its values."""
         fill_rest(self._recording)
 
-    def materialize(self, module: nn.Module) -> None:
-        """Materialize a module's meta tensors in this process, whole."""
-        materialize(module, self._recording)
+    def materialize(self, module: nn.Module, *, is_loaded: bool = False) -> None:
+        """Materialize a module's meta tensors in this process, whole.
+
+        Args:
+            module: The module.
+            is_loaded: Whether values are loaded into it afterwards.
+        """
+        materialize(module, self._recording, is_loaded=is_loaded)
 
     def shard(
         self,

@@ -473,8 +473,8 @@ def _assigned(kind: type) -> Iterator[str]:
         )
 
 
-BEFORE_SETUP, AFTER_SETUP = "pre_setup", "post_setup"
-"""Names of the barriers of a strategy between which the Trainer calls the setup hooks."""
+BEFORE_SETUP = "pre_setup"
+"""Name of the barrier of a strategy after which the Trainer calls the setup hooks."""
 
 _TRAINER = "pytorch.trainer.trainer:Trainer"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"

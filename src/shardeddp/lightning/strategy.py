@@ -547,8 +547,9 @@ class ShardedDP(ParallelStrategy):
             )
         else:
             leave = self._group.explain_and_leave
+            materialize = self._model_sharding.materialize
             self._launcher = ShardedMultiProcessingLauncher(
-                self, options.start_method, gather_full, self._model_sharding, leave
+                self, options.start_method, gather_full, materialize, leave
             )
 
     def set_world_ranks(self) -> None:
@@ -633,6 +634,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        self._model_sharding.end_hooks()
         module = self._begin_run(trainer)
         self._runtime = self._model_sharding.shard(
             module,
@@ -648,6 +650,7 @@ class ShardedDP(ParallelStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors of inference mode could not be used in a later training.
             loop.inference_mode = False
+        self._model_sharding.forget_values()
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -877,12 +880,10 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if name == private.AFTER_SETUP:
-            self._model_sharding.end_setup()
         if not self._guards.is_alone(self.trainer):
             self._group.barrier(name)
         if name == private.BEFORE_SETUP:
-            self._model_sharding.begin_setup()
+            self._model_sharding.begin_hooks()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -1000,7 +1001,7 @@ class ShardedDP(ParallelStrategy):
 
         Shards and process group stay, so that saving and another run still work.
         """
-        self._model_sharding.end_setup()
+        self._model_sharding.end_hooks()
         if self._group.current is not None:
             self._group.current.end_run()
         self._guards.end_run(self.trainer)
