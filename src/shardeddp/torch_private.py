@@ -13,6 +13,7 @@ hooks) are used where they are needed; ``tests/house_rules.py`` lists them.
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -113,24 +114,23 @@ torch_function_modes: Callable[[], Sequence[Any]] = _private(
 )
 """The modes that are active, the innermost last."""
 
-_pop_dispatch_mode: Callable[[], Any] = _private("torch.utils._python_dispatch:_pop_mode")
-_push_dispatch_mode: Callable[[Any], None] = _private("torch.utils._python_dispatch:_push_mode")
-_pop_function_mode: Callable[[], Any] = _private("torch.overrides:_pop_mode")
-_push_function_mode: Callable[[Any], None] = _private("torch.overrides:_push_mode")
+torch_dispatch_modes: Callable[[], Sequence[Any]] = _private(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", ""
+)
+"""The modes that hear of operations, the innermost last."""
 
 
 def leave_mode(mode: Any) -> None:
     """End a mode, which may not be the last that was entered; those entered later go on."""
-    of_functions = isinstance(mode, TorchFunctionMode)
-    pop = _pop_function_mode if of_functions else _pop_dispatch_mode
-    push = _push_function_mode if of_functions else _push_dispatch_mode
-    later: list[Any] = []
-    while (last := pop()) is not mode:
-        later.append(last)
-    push(mode)
-    mode.__exit__(None, None, None)
+    kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+    active = torch_function_modes() if kind is TorchFunctionMode else torch_dispatch_modes()
+    later = [*itertools.takewhile(lambda it: it is not mode, reversed(active))]
+    if len(later) == len(active):
+        return
+    for each in (*later, mode):
+        kind.__exit__(each, None, None, None)  # without what their own would do
     for each in reversed(later):
-        push(each)
+        kind.__enter__(each)
 
 
 TensorBase: Any = _private("torch._C:TensorBase")

@@ -463,9 +463,9 @@ def data_dependent() -> Tensor:
 
 def replaced_data() -> Tensor:
     layer, other = nn.Linear(4, 3), nn.Linear(4, 3, device=HOST)
-    first = layer.weight.detach().clone()
+    with torch.no_grad():
+        other.weight.copy_(layer.weight)
     layer.weight.data = HOSTED.clone()
-    other.weight.data = first
     layer.bias.data.copy_(HOSTED[:, 0])
     return torch.cat([layer.weight, other.weight, layer.bias.expand(4, 3).t()]).data
 
@@ -510,6 +510,59 @@ def test_a_model_that_a_hook_has_for_its_shapes_draws_nothing() -> None:
         made = torch.ones(3, device=weight.device)
     assert torch.equal(torch.get_rng_state(), before)
     assert recording.has(copied) and recording.has(made)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(4, 4, device="meta"),
+        lambda: nn.init.trunc_normal_(torch.empty(4, 4, device="meta")),
+    ],
+)
+def test_it_does_not_where_its_device_is_an_argument(build: Callable[[], object]) -> None:
+    torch.manual_seed(5)
+    torch.randn(4)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        weight = torch.randn(4)
+    with recording.active(builds=False):
+        made = build()
+        assert torch.equal(torch.rand(2, device=HOST), expected)
+        assert torch.rand_like(weight, device=HOST).is_cpu
+    assert made is not None
+
+
+def test_statistics_of_a_norm_on_the_host_are_those_of_an_eager_construction() -> None:
+    torch.manual_seed(5)
+    data = torch.randn(5, 3)
+
+    def run() -> tuple[nn.Module, nn.Module]:
+        on_host, deferred = nn.BatchNorm1d(3, device=HOST), nn.BatchNorm1d(3)
+        on_host(nn.Linear(3, 5).weight)
+        deferred(data)
+        return on_host, deferred
+
+    torch.manual_seed(5)
+    expected = run()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        found = run()
+    assert torch.equal(found[0].running_mean, expected[0].running_mean)
+    with recording.active():
+        assert found[1].running_var.tolist() == expected[1].running_var.tolist()
+
+
+def test_what_would_be_lost_without_a_word_is_refused() -> None:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        weight, on_host = torch.randn(3), nn.Linear(3, 1, device=HOST).bias
+        with pytest.raises(ValueError, match="read-only"):
+            weight.numpy()[0] = 7
+        with pytest.raises(RuntimeError, match=r"found one of shape \(3,\).*copy_\(\) them"):
+            on_host.data = weight
 
 
 def test_a_mode_that_is_entered_while_recording_may_outlive_it() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardeddp.engine import storage
-from shardeddp.engine.storage import ReleasedMemory
+from shardeddp.engine.storage import GatheredBuffer, ReleasedMemory
 from training import Sharding
 from world import on_ranks
 
@@ -88,3 +88,33 @@ def test_a_view_that_left_its_unit_keeps_its_values_when_others_are_gathered() -
     expected = [layer.weight.full_tensor()[2:5] for layer in model]
     outputs.pop().backward()
     assert all(torch.equal(one, other) for one, other in zip(views, expected, strict=True))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@on_ranks(2)
+def test_a_block_that_a_view_had_and_let_go_is_the_memory_of_one_unit_alone(
+    order: list[int],
+) -> None:
+    units = [nn.Linear(4, 4) for _ in range(2)]
+    runtime = Sharding(units=("*",)).apply(nn.Sequential(*units))
+    first, second = (
+        it.unit.groups[0].buffer for it in runtime.progresses if it.unit.spec.parameters
+    )
+
+    def gather(buffer: GatheredBuffer, value: float) -> None:
+        buffer.allocate().fill_(value)
+        buffer.bind()
+
+    gather(first, 1.0)
+    view = first.parameters[0].detach()
+    first.release()
+    gather(first, 2.0)
+    del view
+    first.release()
+    buffers = [first, second]
+    for place in order:
+        gather(buffers[place], 10.0 + place)
+    assert [it.parameters[0].detach().unique().tolist() for it in buffers] == [[10.0], [11.0]]
+    for buffer in buffers:
+        buffer.release()
+    storage.RELEASED_MEMORY.clear()

@@ -445,8 +445,13 @@ def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name()
 
 
 class FailsInSetup(Callback):
+    """In ``setup``, and again when it hears of that."""
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         raise LookupError("no data")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, _: Any) -> None:
+        raise LookupError("no data to tell of")
 
 
 @on_ranks(2)

@@ -486,7 +486,9 @@ def _elsewhere(
         gc.collect()
         tensors = tensors_on_meta()
     with without_torch_function():  # some are those of other models, which may be gone
-        known = [it for it in tensors if recording.has(it) and not recording.leaves(it)]
+        known = [it for it in tensors if recording.has(it) and not recording.is_set_aside(it)]
+        # What hooks have there on purpose may have been computed with; it stays.
+        known = [it for it in known if recording.knows(recording.place_of(it).storage)]
         computed = [it.shape for it in known if it.requires_grad and not it.is_leaf]
         shapes = {item.place.shape: item.fqn for item in deferred if item.place.numel > 1}
         copied = [
@@ -558,8 +560,9 @@ def _holders(tensors: Sequence[torch.Tensor]) -> list[nn.Module]:
     while True:
         more, others = [], []
         for it in rest:
-            own = [*it._parameters.values(), *it._buffers.values(), *it._modules.values()]
-            own += vars(it).values()  # states of metrics
+            held = vars(it)  # a constructor that has failed may have left no more than some of it
+            parts = (x for name in _OF_MODULES for x in (held.get(name) or {}).values())
+            own = [*held.values(), *parts]  # states of metrics are attributes
             (others if wanted.isdisjoint(map(id, own)) else more).append(it)
         if not more:
             return found

@@ -82,12 +82,13 @@ class GradientMemory:
 
     def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The gradient buffer, with memory, and its slots."""
+        # Of a root: the peak may be here.
+        RELEASED_MEMORY.clear(for_nbytes=self._layout.padded_numel * self._reduce_dtype.itemsize)
         if self._buffer is None:
             self._buffer = torch.empty(
                 self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
             )
             self._buffer_slots = self._slots_of(self._buffer)
-        RELEASED_MEMORY.clear(for_nbytes=self._buffer.nbytes)  # of a root: the peak may be here
         allocate(self._buffer)
         return self._buffer, self._buffer_slots
 

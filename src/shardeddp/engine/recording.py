@@ -167,12 +167,8 @@ _LOADING = "_load_from_state_dict"  # of nn.Module
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 # Functions that need values and are no operations.
-_READING = (
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.__format__,
-)
+_READING = (torch.Tensor.tolist, torch.Tensor.__format__)
+_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 # Conversions, which leave a tensor where it is that an eager construction has on the host.
 _MOVING = (torch.Tensor.to, torch.Tensor.cpu)
@@ -194,7 +190,7 @@ class Recording:
         self._storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._unknown: set[int] = set()  # numbers of what was made unseen, or from such
-        self._left: set[int] = set()  # numbers of those that somebody else gives values
+        self._set_aside: set[int] = set()  # numbers of those that somebody else gives values
         self._seeded: set[bytes] = set()  # digests of states that generators were given here
         self._states: dict[bytes, torch.Tensor] = {}  # others in which they were found, by digest
         self._generators: dict[int, torch.Generator] = {}
@@ -237,6 +233,7 @@ class Recording:
             self.builds = former
             for mode in reversed(modes):  # the user's may have been entered since, and go on
                 leave_mode(mode)
+            if modes:
                 self._is_active = False
 
     @contextmanager
@@ -273,13 +270,13 @@ class Recording:
         """Take tensors that were made unseen for empty ones."""
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
-    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+    def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave the values of some tensors, parameters of averages, to who is going to shard them."""
-        self._left |= {self._number(tensor) for tensor in filter(is_strided_meta, tensors)}
+        self._set_aside |= {self._number(tensor) for tensor in filter(is_strided_meta, tensors)}
 
-    def leaves(self, tensor: torch.Tensor) -> bool:
+    def is_set_aside(self, tensor: torch.Tensor) -> bool:
         """Whether somebody else gives a tensor that was seen its values."""
-        return self._numbers[storage_of(tensor)] in self._left
+        return self._numbers[storage_of(tensor)] in self._set_aside
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether anything was seen of the memory of a tensor."""
@@ -313,11 +310,11 @@ class Recording:
     @contextmanager
     def paused(self) -> Generator[None]:
         """Run what is called inside, and keep nothing of it."""
-        self._is_paused = True
+        former, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = former
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of torch, and keep it if it concerns the meta device."""
@@ -325,22 +322,23 @@ class Recording:
             return function(*args, **kwargs)
         involved = _meta_tensors((args, kwargs))
         name = function.overloadpacket.__name__
-        if involved and not self.builds and not any(map(self.has, involved)):
-            return function(*args, **kwargs)
-        leaves = name == "_to_copy" and _is_made_off_meta(kwargs)
-        if involved and (leaves or _answers_python(function)):
-            args, kwargs = self.values((args, kwargs))
-            return function(*args, **kwargs)
         draws_now = not _is_made_on_meta(kwargs) if not involved else _is_made_off_meta(kwargs)
         if draws_now and is_random(function):
             self._catch_up(_generator_in(args, kwargs))
+        if involved and not self.builds and not any(map(self.has, involved)):
+            return function(*args, **kwargs)
+        is_read = name == "_to_copy" and _is_made_off_meta(kwargs)
+        if involved and (is_read or _answers_python(function)):
+            args, kwargs = self.values((args, kwargs))
+            return function(*args, **kwargs)
         # In front of the call, which may change geometry. Without meta tensors the call comes
         # first: it changes nothing of what it is given, and most calls then stay on the host.
         kept = (self._kept(args), self._kept(kwargs)) if involved else None
         given = args, kwargs
         if kept and _on_host((args, kwargs)):
             # Torch computes some mixtures from memory that is not there, and refuses others.
-            if not all(tensor.is_meta for tensor in written(function, args, kwargs)):
+            changed = written(function, args, kwargs)
+            if not (tells_what_it_writes(function) and all(it.is_meta for it in changed)):
                 return self._run_at_once(function, args, kwargs)
             args, kwargs = _moved_beside(name, args, kwargs)
         try:
@@ -379,15 +377,25 @@ class Recording:
         """Run an operation that writes to host tensors; what it writes on the meta device is kept."""
         if is_random(function):
             self._catch_up(_generator_in(args, kwargs))
+        tells = tells_what_it_writes(function)
+        changed = written(function, args, kwargs) if tells else _meta_tensors((args, kwargs))
+        changed = [*map(id, changed)]
         places = [
-            self.place_of(it) if it.is_meta else None for it in written(function, args, kwargs)
+            self.place_of(leaf) if is_strided_meta(leaf) and id(leaf) in changed else None
+            for leaf in pytree.tree_leaves((args, kwargs))
         ]
         args, kwargs = self.values((args, kwargs))
         result = function(*args, **kwargs)
-        for place, values in zip(places, written(function, args, kwargs), strict=True):
-            if place is not None:
-                changed, kept = frozenset((place.storage,)), (place, values.clone())
-                self._add(torch.Tensor.copy_, kept, {}, [], frozenset(), changed, place, ())
+        for place, values in zip(places, pytree.tree_leaves((args, kwargs)), strict=True):
+            if place is None:
+                continue
+            if values.shape != place.shape:
+                raise RuntimeError(
+                    f"{function.overloadpacket.__name__} resizes its output, of shape {place.shape} "
+                    f"on the meta device, to {tuple(values.shape)}: give it one of that shape"
+                )
+            only, kept = frozenset((place.storage,)), (place, values.clone())
+            self._add(torch.Tensor.copy_, kept, {}, [], frozenset(), only, place, ())
         return result
 
     def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
@@ -653,17 +661,22 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         first = cast(Any, args[0] if args else None)
         is_made = func in _CONSTANTS and not isinstance(first, torch.Tensor)
-        if not self._recording.builds and _is_made_by_context(args, kwargs):
+        if not self._recording.builds and _is_meant_for_meta(args, kwargs):
             with self._recording.paused():
                 return func(*args, **kwargs)
         if func in _MOVING and is_strided_meta(first) and self._recording.has(first):
             return _stay(func, args, kwargs)
+        if func in _ARRAYS and first.is_meta:
+            array = func(*self._recording.values(args), **kwargs)
+            array.setflags(write=False)  # what is written there would reach nobody
+            return array
         if func == _SET_DATA and first.is_meta != args[1].is_meta:
-            args = (
-                (first, self._recording.moved(args[1]))
-                if first.is_meta
-                else self._recording.values(args)
-            )
+            if not first.is_meta:
+                raise RuntimeError(
+                    f"expected `.data` of a tensor with values, found one of shape "
+                    f"{tuple(args[1].shape)} that gets them as its model is sharded: copy_() them"
+                )
+            args = first, self._recording.moved(args[1])
         elif func in _INDEXING and first.is_meta:
             args = (first, _with_index_on_host(args[1]), *args[2:])
         elif func in _READING or (is_made and _meta_tensors(first)):
@@ -676,7 +689,11 @@ class _Functions(TorchFunctionMode):
             self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
         elif func == _DEVICE and is_strided_meta(first) and self._recording.has(args[0]):
             _refuse_pickle(_caller(sys._getframe(1)), args[0])
-        elif func == _IS_META and is_strided_meta(args[0]):
+        elif (
+            func == _IS_META
+            and is_strided_meta(args[0])
+            and (self._recording.builds or self._recording.has(args[0]))
+        ):
             self._note_initializer(frame := _caller(sys._getframe(1)), args[0])
             # load_state_dict would warn that its copies are lost.
             return frame is None or frame.f_code.co_name != _LOADING
@@ -783,21 +800,25 @@ def _moved_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _stay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A tensor on the meta device, converted, if it is to go to the host, where it is said to be."""
+    tensor, *others = args
     if func is torch.Tensor.cpu:
-        return args[0]
-    copy = kwargs.pop("copy", False)
-    device, dtype, _, memory_format = parse_to(*args[1:], **kwargs)
+        others = [HOST, *others]
+    flags = [it for it in others if isinstance(it, bool)]  # non_blocking, copy
+    copy = kwargs.pop("copy", flags[1:] == [True])
+    device, dtype, _, memory_format = parse_to(
+        *[it for it in others if not isinstance(it, bool)], **kwargs
+    )
     if device is not None and device.type != "cpu":
         return func(*args, copy=copy, **kwargs)
     layout = {} if memory_format is None else {"memory_format": memory_format}
-    return func(args[0], dtype or args[0].dtype, copy=copy, **layout)
+    return torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy, **layout)
 
 
-def _is_made_by_context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``torch.device("meta")`` as a context has named the device of a new tensor."""
-    frame = sys._getframe(2)
-    by_context = frame.f_globals.get("__name__") == "torch.utils._device"
-    return by_context and _is_made_on_meta(kwargs) and not _meta_tensors(args)
+def _is_meant_for_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a new tensor is on meta by its name or a context, and not by another's device."""
+    by_context = sys._getframe(2).f_globals.get("__name__") == "torch.utils._device"
+    is_named = by_context or kwargs.get("device") == "meta"
+    return is_named and _is_made_on_meta(kwargs) and not _meta_tensors(args)
 
 
 def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:

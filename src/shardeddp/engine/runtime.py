@@ -306,6 +306,7 @@ class Runtime:
                     progress.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
             if progress.unit.has_views:
                 progress.unit.renew_views()
+        RELEASED_MEMORY.clear()
 
     def sync_buffers(self) -> None:
         """Give rank 0's buffers to all ranks."""

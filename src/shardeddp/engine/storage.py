@@ -73,15 +73,18 @@ class ReleasedMemory:
         block, self._block = self._block, None
         return block if block is not None and block.nbytes() == nbytes else None
 
-    def give(self, flat: torch.Tensor) -> None:
+    def give(self, flat: torch.Tensor) -> bool:
         """Keep the memory of a tensor that the caller alone refers to, and is about to drop.
 
-        Nothing is kept of a tensor on a device, or of which anything else holds a view, a graph
-        or a transfer.
+        Returns:
+            Whether it was kept; weak references are to be forgotten then. Nothing is kept of a
+            tensor on a device, or of which anything else holds a view, a graph or a transfer.
         """
         block = flat.untyped_storage()
-        if block.device.type == "cpu" and storage_use_count(block._cdata) == _ALONE:
-            self._block = block
+        if block.device.type != "cpu" or storage_use_count(block._cdata) != _ALONE:
+            return False
+        self._block = block
+        return True
 
     def clear(self, for_nbytes: float = math.inf) -> None:
         """Give it back to the system, before more than it has is allocated."""
@@ -207,7 +210,8 @@ class GatheredBuffer:
         # and all of that gather's memory, of which each is a part. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
         self._kept: StorageWeakRef | None = None
-        self._lender, self._in_turn = lender, in_turn
+        self._lender = lender
+        self._in_turn = in_turn and device.type == "cpu"
         self.fills_kept_memory = False
         """Whether the gather at hand fills memory that views hold already."""
         if memory is not None:
@@ -226,7 +230,7 @@ class GatheredBuffer:
         if self.flat is None:
             kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
             self._kept, self.fills_kept_memory = None, kept is not None
-            if kept is None and self._device.type == "cpu":
+            if kept is None and self._in_turn:
                 kept = RELEASED_MEMORY.take(self.layout.padded_numel * self.dtype.itemsize)
             numel = 0 if kept is not None else self.layout.padded_numel
             with _outside_inference():
@@ -316,11 +320,11 @@ class GatheredBuffer:
                 _set_attribute(parameter, "__class__", released)
         if self._outlived or self.fills_kept_memory:
             (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
-        flat, self.flat, self._bound = self.flat, None, None
-        self._storages, self._rests = {}, False
+        self._storages, self._bound, self._rests = {}, None, False
+        flat, self.flat = self.flat if self._in_turn else None, None
         # Neither a transfer has it nor a buffer that was lent it.
-        if self._in_turn and sys.getrefcount(flat) == _LOCAL:
-            RELEASED_MEMORY.give(flat)
+        if flat is not None and sys.getrefcount(flat) == _LOCAL and RELEASED_MEMORY.give(flat):
+            (self._lender or self)._kept = None
 
     @property
     def is_usable(self) -> bool:

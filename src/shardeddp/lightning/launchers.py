@@ -13,6 +13,7 @@ from typing_extensions import override
 from shardeddp.checkpoint.durable import is_remote, local_path
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
+    ClusterEnvironment,
     ModelCheckpoint,
     OnExceptionCheckpoint,
     ParallelStrategy,
@@ -52,7 +53,24 @@ def resolve_last(trainer: Trainer) -> None:
 
 
 class ShardedScriptLauncher(SubprocessScriptLauncher):
-    """Lightning's own launcher of scripts, for a strategy that finds checkpoints."""
+    """Lightning's own launcher of scripts, for a strategy that finds checkpoints.
+
+    Args:
+        environment: Of the cluster.
+        num_processes: Ranks of this node.
+        num_nodes: Nodes of the run.
+        end: Called when a run has failed, before callbacks hear of it.
+    """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        end: Callable[[], None],
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._end = end
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has started no processes."""
@@ -68,7 +86,11 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
     ) -> Any:
         if trainer is not None:
             resolve_last(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self._end()
+            raise
 
 
 def _agree(trainer: Trainer, path: Any) -> Any:
@@ -133,7 +155,8 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         start_method: How they start.
         gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it
             can be imported.
-        materialize: Gives a module on the meta device its values in this process.
+        materialize: Gives a module on the meta device its values in this process; whether they are
+            loaded afterwards.
         on_error: Called in a rank that is about to end with an error.
     """
 
@@ -142,7 +165,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         gather: Callable[[Any, bool], Any],
-        materialize: Callable[..., None],
+        materialize: Callable[[nn.Module, bool], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
@@ -162,7 +185,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             if not self._forks:
                 # Its recording stays in this process, and so do relations between meta
                 # tensors.
-                self._materialize(trainer.lightning_module)
+                self._materialize(trainer.lightning_module, False)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -197,5 +220,5 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
     ) -> None:
         # The main process has sharded nothing: what was built there on the meta device has values
         # from here on, weights those that are loaded.
-        self._materialize(trainer.lightning_module, is_loaded=True)
+        self._materialize(trainer.lightning_module, True)
         recover()

@@ -153,15 +153,15 @@ class ModelSharding:
         """Let values go that were recorded, when everything has its own."""
         self._recording.forget_values()
 
-    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+    def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave tensors on the meta device to who shards them as the model is sharded."""
-        self._recording.leave(tensors)
+        self._recording.set_aside(tensors)
 
     def fill_rest(self) -> None:
         """Give what was built on the meta device, and is not going to be sharded, its values."""
         fill_rest(self._recording)
 
-    def materialize(self, module: nn.Module, *, is_loaded: bool = False) -> None:
+    def materialize(self, module: nn.Module, is_loaded: bool) -> None:
         """Materialize a module's meta tensors in this process, whole.
 
         Args:

@@ -543,7 +543,10 @@ class ShardedDP(ParallelStrategy):
             self._launcher = launcher
         elif options.start_method == "popen":
             self._launcher = ShardedScriptLauncher(
-                self._environment, self.num_processes, self.num_nodes
+                self._environment,
+                self.num_processes,
+                self.num_nodes,
+                self._model_sharding.end_hooks,
             )
         else:
             leave = self._group.explain_and_leave
@@ -672,7 +675,7 @@ class ShardedDP(ParallelStrategy):
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._model_sharding.leave(self._callbacks.before_sharding(trainer, module))
+        self._model_sharding.set_aside(self._callbacks.before_sharding(trainer, module))
         return module
 
     @override
