@@ -231,6 +231,16 @@ def repeat(make: Make) -> Tensor:
     return place.over(found[place.storage])
 
 
+def eager_and_recorded(build: Callable[[], Any]) -> tuple[Any, Any, Recording]:
+    """What is built eagerly and, from the same seed, on the meta device; and how it was built there."""
+    torch.manual_seed(5)
+    expected = build()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        return expected, build(), recording
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_generator_are_those_of_an_eager_run(name: str) -> None:
     torch.manual_seed(5)
@@ -281,12 +291,8 @@ def test_parameters_are_complete_one_after_the_other_though_a_parent_changes_all
             weight.mul_(0.5)
         return weights
 
-    torch.manual_seed(5)
-    expected = build()
-    torch.manual_seed(5)
-    recording = Recording()
-    with torch.device("meta"), recording.active():
-        places = [recording.place_of(weight) for weight in build()]
+    expected, weights, recording = eager_and_recorded(build)
+    places = [recording.place_of(weight) for weight in weights]
     plan = recording.plan(place.storage for place in places)
     assert plan.completed == [place.storage for place in places]
     # The first draws of the constructors and their bounds are overwritten: they move the generator and no more.
@@ -363,12 +369,8 @@ def test_draws_that_nobody_wants_are_passed_by(monkeypatch: pytest.MonkeyPatch) 
         weight = torch.empty(64, 64).uniform_(0, 1)
         return weight.normal_()  # as models do to their layers' weights after the constructor
 
-    torch.manual_seed(5)
-    expected = build()
-    torch.manual_seed(5)
-    recording = Recording()
-    with torch.device("meta"), recording.active():
-        place = recording.place_of(build())
+    expected, built, recording = eager_and_recorded(build)
+    place = recording.place_of(built)
     drawn: list[int] = []
     draw_part = recording_module._draw_part
 
@@ -482,13 +484,10 @@ def read_as_arrays() -> Tensor:
 def test_tensors_of_the_host_and_those_that_wait_for_values_are_computed_with_together(
     make: Make,
 ) -> None:
-    torch.manual_seed(5)
-    expected, later = make(), torch.rand(3)
-    torch.manual_seed(5)
-    recording = Recording()
-    with torch.device("meta"), recording.active():
-        found = make()
-        assert torch.equal(torch.rand(3, device=HOST), later)
+    (expected, later), (found, later_found), recording = eager_and_recorded(
+        lambda: (make(), torch.rand(3, device=HOST))
+    )
+    assert torch.equal(later_found, later)
     if found.is_meta:
         place = recording.place_of(found)
         found = place.over(dict(recording.repeat(recording.plan([place.storage])))[place.storage])
@@ -544,12 +543,7 @@ def test_statistics_of_a_norm_on_the_host_are_those_of_an_eager_construction() -
         deferred(data)
         return on_host, deferred
 
-    torch.manual_seed(5)
-    expected = run()
-    torch.manual_seed(5)
-    recording = Recording()
-    with torch.device("meta"), recording.active():
-        found = run()
+    expected, found, recording = eager_and_recorded(run)
     assert torch.equal(found[0].running_mean, expected[0].running_mean)
     with recording.active():
         assert found[1].running_var.tolist() == expected[1].running_var.tolist()

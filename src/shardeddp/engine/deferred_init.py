@@ -275,21 +275,17 @@ def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
     Raises:
         ConfigurationError: Names the parameters.
     """
-    for is_parameter in (True, False):
-        names = [
-            it.fqn
-            for it in items
-            if it.is_parameter == is_parameter and it.place.storage in recording.written
-        ]
-        said = (
-            f"{first_three(names)}: expected nothing to be written on the meta device between the "
-            f"building of the model and its training, found that something was, which is lost "
-            f"there. Write under trainer.init_module(empty_init=True), or in setup()"
-        )
-        if names and is_parameter:
-            raise ConfigurationError(said)
-        if names:
-            warnings.warn(said, stacklevel=2)
+    lost = [it for it in items if it.place.storage in recording.written]
+    parameters = [it.fqn for it in lost if it.is_parameter]
+    said = (
+        f"{first_three(parameters or [it.fqn for it in lost])}: expected nothing to be written on "
+        f"the meta device between the building of the model and its training, found that something "
+        f"was, which is lost there. Write under trainer.init_module(empty_init=True), or in setup()"
+    )
+    if parameters:
+        raise ConfigurationError(said)
+    if lost:
+        warnings.warn(said, stacklevel=2)
 
 
 def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
@@ -491,9 +487,7 @@ def _elsewhere(
         known = [it for it in known if recording.knows(recording.place_of(it).storage)]
         computed = [it.shape for it in known if it.requires_grad and not it.is_leaf]
         shapes = {item.place.shape: item.fqn for item in deferred if item.place.numel > 1}
-        copied = [
-            shapes[it.shape] for it in tensors if it.shape in shapes and recording.has_missed(it)
-        ]
+        missed = [it for it in tensors if it.shape in shapes and recording.has_missed(it)]
         places = [recording.place_of(it) for it in known]
     if computed:
         warnings.warn(
@@ -502,10 +496,11 @@ def _elsewhere(
             f"constant: no gradient leads through it. Compute it in forward",
             stacklevel=2,
         )
-    if copied:
+    if missed:
+        names = sorted({shapes[it.shape] for it in missed})
         warnings.warn(
-            f"{len(copied)} tensors on the meta device, with shapes as of {first_three(sorted(set(copied)))}, have no "
-            f"values and get none. If they are another model that is there for its shapes, nothing "
+            f"{len(missed)} tensors on the meta device, with shapes as of {first_three(names)}, have "
+            f"no values and get none. If they are another model that is there for its shapes, nothing "
             f"is wrong. Copies of a model (deepcopy, clone) that are taken between its building and "
             f"its training are not recorded: take them under trainer.init_module(), in setup() or "
             f"in on_fit_start()",

@@ -335,7 +335,7 @@ class Recording:
         # first: it changes nothing of what it is given, and most calls then stay on the host.
         kept = (self._kept(args), self._kept(kwargs)) if involved else None
         given = args, kwargs
-        if kept and _on_host((args, kwargs)):
+        if kept and any(map(_is_strided_host, pytree.tree_leaves((args, kwargs)))):
             # Torch computes some mixtures from memory that is not there, and refuses others.
             changed = written(function, args, kwargs)
             if not (tells_what_it_writes(function) and all(it.is_meta for it in changed)):
@@ -378,24 +378,21 @@ class Recording:
         if is_random(function):
             self._catch_up(_generator_in(args, kwargs))
         tells = tells_what_it_writes(function)
-        changed = written(function, args, kwargs) if tells else _meta_tensors((args, kwargs))
-        changed = [*map(id, changed)]
-        places = [
-            self.place_of(leaf) if is_strided_meta(leaf) and id(leaf) in changed else None
-            for leaf in pytree.tree_leaves((args, kwargs))
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        changed = written(function, args, kwargs) if tells else leaves
+        changed = {id(it) for it in changed if is_strided_meta(it)}
         args, kwargs = self.values((args, kwargs))
         result = function(*args, **kwargs)
-        for place, values in zip(places, pytree.tree_leaves((args, kwargs)), strict=True):
-            if place is None:
+        for leaf, values in zip(leaves, pytree.tree_leaves((args, kwargs)), strict=True):
+            if id(leaf) not in changed:
                 continue
-            if values.shape != place.shape:
+            if values.shape != leaf.shape:
                 raise RuntimeError(
-                    f"{function.overloadpacket.__name__} resizes its output, of shape {place.shape} "
-                    f"on the meta device, to {tuple(values.shape)}: give it one of that shape"
+                    f"{function.overloadpacket.__name__} resizes its output, of shape "
+                    f"{tuple(leaf.shape)} on the meta device, to {tuple(values.shape)}: give it one "
+                    f"of that shape"
                 )
-            only, kept = frozenset((place.storage,)), (place, values.clone())
-            self._add(torch.Tensor.copy_, kept, {}, [], frozenset(), only, place, ())
+            self.run(torch.ops.aten.copy_.default, (leaf, values), {})
         return result
 
     def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
@@ -664,7 +661,7 @@ class _Functions(TorchFunctionMode):
         if not self._recording.builds and _is_meant_for_meta(args, kwargs):
             with self._recording.paused():
                 return func(*args, **kwargs)
-        if func in _MOVING and is_strided_meta(first) and self._recording.has(first):
+        if func in _MOVING and self._has(first):
             return _stay(func, args, kwargs)
         if func in _ARRAYS and first.is_meta:
             array = func(*self._recording.values(args), **kwargs)
@@ -687,17 +684,19 @@ class _Functions(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _CONSTANTS and is_strided_meta(result) and not self._recording.has(result):
             self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
-        elif func == _DEVICE and is_strided_meta(first) and self._recording.has(args[0]):
+        elif func == _DEVICE and self._has(first):
             _refuse_pickle(_caller(sys._getframe(1)), args[0])
-        elif (
-            func == _IS_META
-            and is_strided_meta(args[0])
-            and (self._recording.builds or self._recording.has(args[0]))
-        ):
+        elif func == _IS_META and self._has(first, or_is_built=True):
             self._note_initializer(frame := _caller(sys._getframe(1)), args[0])
             # load_state_dict would warn that its copies are lost.
             return frame is None or frame.f_code.co_name != _LOADING
         return result
+
+    def _has(self, leaf: Any, or_is_built: bool = False) -> bool:
+        """Whether a tensor waits for values that were recorded, or that are while a model is built."""
+        if not is_strided_meta(leaf):
+            return False
+        return (or_is_built and self._recording.builds) or self._recording.has(leaf)
 
     def _note_initializer(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
         """Note a ``torch.nn.init`` function that asks whether its tensor is meta, then returns."""
@@ -778,19 +777,17 @@ def _meta_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if is_strided_meta(leaf)]
 
 
-def _on_host(arguments: Any) -> list[torch.Tensor]:
-    """The tensors with values among arguments."""
-    leaves = pytree.tree_leaves(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-    return [it for it in tensors if it.layout is torch.strided]
+def _is_strided_host(leaf: Any) -> bool:
+    """Whether it is a tensor with values."""
+    is_host = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    return is_host and leaf.layout is torch.strided
 
 
 def _moved_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Arguments with all tensors on the meta device, but for indices, whose values count."""
 
     def move(leaf: Any) -> Any:
-        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        return leaf.to("meta") if is_tensor and not leaf.is_meta else leaf
+        return leaf.to("meta") if _is_strided_host(leaf) else leaf
 
     moved = pytree.tree_map(move, (args, kwargs))
     if "index" in name and isinstance(args[1], (list, tuple)):

@@ -1004,7 +1004,6 @@ class ShardedDP(ParallelStrategy):
 
         Shards and process group stay, so that saving and another run still work.
         """
-        self._model_sharding.end_hooks()
         if self._group.current is not None:
             self._group.current.end_run()
         self._guards.end_run(self.trainer)
