@@ -68,6 +68,13 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 STACKS_AFTER = 0.9
 """The part of a call's time after which its ranks write where they are."""
 
+DEVICE = torch.device(os.environ.get("SHARDEDDP_TEST_DEVICE", "cpu"))
+"""Where ranks compute.
+
+``cuda:0``: all of them on that GPU, which NCCL 2.30 and later can where NCCL_MULTI_RANK_GPU_ENABLE is 1. Not through
+NVIDIA's MPS: a rank that is killed takes everybody's memory there with it.
+"""
+
 FAULTS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 
 
@@ -337,9 +344,16 @@ def fresh_world(rank: int, size: int, store: str) -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    file_store = dist.FileStore(store, size)
+    on_gpu = DEVICE.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group(
-        "gloo", store=file_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+        "nccl" if on_gpu else "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=DEVICE if on_gpu else None,
     )
     yield
     gc.collect()  # what refers to groups in circles

@@ -53,7 +53,9 @@ def check_peak(setting: Setting) -> None:
     training = Training(setting, stack(WIDTH))
     training.train(2)
     plan = training.plan()
-    assert abs(held() - before - plan.resting_nbytes) <= TOLERANCE * plan.peak_nbytes
+    # What is not sharded has gradients of autograd, which are dropped after a step.
+    dropped = plan.gradient_shard_nbytes if training.runtime.passthrough else 0
+    assert abs(held() - before - plan.resting_nbytes + dropped) <= TOLERANCE * plan.peak_nbytes
     torch.cuda.reset_peak_memory_stats(DEVICE)
     training.train(1)
     torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from torch import nn
 from shardeddp.comm import mesh
 from shardeddp.comm.backends import NativeCollectives
 from shardeddp.comm.streams import CudaStream
+from shardeddp.plan.memory import WAITING_UNITS
 from training import Sharding
 from world import Worlds
 
@@ -74,12 +75,16 @@ def streams_that_log(size: int) -> Iterator[None]:
         yield
 
 
-def log_of(sharding: Sharding, size: int, micro_batches: int) -> list[tuple[str, str, str]]:
-    """What the streams are asked for in a step of a stack of four units and the root."""
+def log_of(
+    sharding: Sharding, size: int, micro_batches: int, drop_gradients: bool = False
+) -> list[tuple[str, str, str]]:
+    """What the streams are asked for in a step of a stack of units and the root."""
     with streams_that_log(size):
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in sharding.units))
         runtime = sharding.apply(model)
         step(runtime, model, micro_batches)
+        if drop_gradients:
+            model.zero_grad()
         LOG.clear()
         step(runtime, model, micro_batches)
         return LOG.copy()
@@ -98,7 +103,7 @@ UNITS = ("0", "1", "2", "3")
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_backward_waits_for_replicas_only_at_its_end(
+def test_a_backward_of_few_units_waits_for_replicas_only_at_its_end(
     world: Worlds, micro_batches: int, split: bool
 ) -> None:
     sharding = Sharding(units=UNITS, strategy="hybrid_shard", shard_size=4, split=split)
@@ -111,3 +116,31 @@ def test_a_backward_waits_for_replicas_only_at_its_end(
     assert max(issued) < min(waited)
     # Their memory is of the other stream, which is behind compute before it is released.
     assert all(("reductions", "waits for", COMPUTE) in log[place:] for place in waited)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_no_more_than_some_reductions_wait_for_replicas_beside_the_gradient_shard(
+    world: Worlds, split: bool
+) -> None:
+    units = tuple(map(str, range(12)))
+    sharding = Sharding(units=units, strategy="hybrid_shard", shard_size=4, split=split)
+    # Gradients are left from the step before, so what arrives is added to them, beside them.
+    (log,) = world(1).run(log_of, sharding, 8, 1)
+    waiting = most = 0
+    for each in log:
+        waiting += each == ("replicas", "waits for", "reductions")
+        waiting -= each == (COMPUTE, "waits for", "replicas")
+        most = max(most, waiting)
+    assert waiting == 0
+    assert most == WAITING_UNITS + 1
+
+
+def test_reductions_that_arrive_in_the_gradient_shard_wait_for_nobody(world: Worlds) -> None:
+    units = tuple(map(str, range(12)))
+    sharding = Sharding(units=units, strategy="hybrid_shard", shard_size=4)
+    (log,) = world(1).run(log_of, sharding, 8, 1, True)
+    issued = [
+        place for place, each in enumerate(log) if each == ("replicas", "waits for", "reductions")
+    ]
+    assert len(issued) >= len(units)
+    assert max(issued) < log.index((COMPUTE, "waits for", "replicas"))

@@ -1,5 +1,6 @@
 """Steps on plain tensors in the place of sharded ones: that they fail, and what hooks and subclasses see of them."""
 
+import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -147,3 +148,17 @@ def test_a_step_inside_of_a_step_is_one_step() -> None:
     trial = Trial(linears(2), Sharding(), Decaying, {"Decaying": "parameter"})
     trial.train(square, steps=2)
     assert trial.optimizer.state_dict()["state"][0]["factors"] == [0.9, 1.1] * 2
+
+
+@on_ranks(2)
+def test_gradients_of_plain_parameters_are_not_held_after_they_are_dropped() -> None:
+    plain = nn.Parameter(torch.ones(8))
+    model = linears(2)
+    trial = Trial(model, Sharding(units=("1",)), lambda them: optim.AdamW([*them, plain]))
+    for _ in range(2):
+        trial.backward(square)
+        plain.grad = torch.ones(8)
+        alive = weakref.ref(plain.grad)
+        trial.optimizer.step()
+        trial.optimizer.zero_grad()
+        assert alive() is None

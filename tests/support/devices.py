@@ -126,8 +126,9 @@ class Training:
         mesh = mesh or setting.mesh()
         self.runtime: Runtime = shard_model(units, mesh, setting.asked, recording=recording)
         self.optimizer = adamw(model)
-        offload = setting.offload.optimizer_alone
-        attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
+        if not self.runtime.passthrough:
+            offload = setting.offload.optimizer_alone
+            attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
 
     def step(self, number: int, micro_batches: int = 1) -> torch.Tensor:
         """One step of the optimizer; the last loss."""

@@ -67,6 +67,8 @@ class Run:
     def _train(self, strategy: ShardedDP | DDPStrategy | str, ranks: int = 1) -> Trained:
         seed_everything(1, verbose=False)
         warnings.filterwarnings("ignore", self.warns)
+        if isinstance(strategy, DDPStrategy):  # which Lightning sets up on another stream
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         model = self.model()
         trainer = make_trainer(strategy, max_steps=self.steps, max_epochs=-1, **self.options)
         together = () if ranks == 1 else (4 * ranks,)

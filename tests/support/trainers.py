@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from shardeddp import ShardTensor
+from world import DEVICE
 
 EXPECTED_WARNINGS = (
     # As in pyproject.toml, which the ranks do not read: what Lightning and torch say of each other or of tests.
@@ -94,6 +96,20 @@ class PoolEnvironment(ClusterEnvironment):
         return dist.get_rank() // self._ranks_per_node
 
 
+class OneGpu(CUDAAccelerator):
+    """One GPU that all ranks of a machine share."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        """The number of ranks, as it is."""
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """The same for each rank."""
+        return [DEVICE] * devices
+
+
 def make_trainer(strategy: Any, **options: Any) -> Trainer:
     """A quiet Trainer over all ranks of the pool's world.
 
@@ -116,7 +132,7 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         plugins.append(PoolEnvironment(devices))
     return Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if DEVICE.type == "cpu" else OneGpu(),
         devices=devices,
         strategy=strategy,
         plugins=plugins,
@@ -128,8 +144,8 @@ def precision_options(precision: str) -> dict[str, Any]:
     """A Trainer's options for a precision; Lightning itself has no ``16-mixed`` on CPUs."""
     if precision != "16-mixed":
         return {"precision": precision}
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    return {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
+    return {"plugins": [MixedPrecision(precision, DEVICE.type, scaler)]}
 
 
 def full_weights(module: LightningModule) -> dict[str, torch.Tensor]:

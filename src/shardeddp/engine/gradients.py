@@ -251,6 +251,12 @@ class Reduction:
         """
         return self._advance(waits=False)
 
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes that wait for replicas, or for their copy to the host, beside the gradient shard."""
+        waits = bool(self._following) and self._output is not self._memory.shard
+        return self._output.untyped_storage().nbytes() if waits else 0
+
     def finish(self) -> None:
         """Wait for all of them."""
         while not self._advance(waits=True):

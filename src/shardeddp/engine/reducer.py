@@ -17,6 +17,7 @@ from shardeddp.comm import Mesh, all_gather_bytes, during
 from shardeddp.comm.agreement import ABOUT_TRAINED, ask_for_highest_alike
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
+from shardeddp.plan.memory import WAITING_UNITS
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.backward import store_gradients, stored_gradients
 from shardeddp.tensor.shard_tensor import any_completion_hooks
@@ -107,6 +108,7 @@ class Reducer:
         self._trained: list[frozenset[int]] | None = None
         # With the label of their unit; issued -> finished before the next unit packs
         self._in_flight: list[tuple[str, Reduction]] = []
+        self._largest_waiting = 0  # bytes of a reduction that waited for replicas, so far
         self._sharded = [
             sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
         ]
@@ -268,16 +270,29 @@ class Reducer:
                 if not reduction.advance():
                     left.append((unit, reduction))
         self._in_flight = left
+        self._bound_waiting()
         progress.issued = True
         issued = progress.unit.reduce_gradients(self._across_replicas)
         self._in_flight += [(progress.unit.label, reduction) for reduction in issued]
 
+    def _bound_waiting(self) -> None:
+        """Wait for replicas where more waits for them than some of the largest units have.
+
+        Without a bound that is a copy of all gradients. A network that has as much before it is busy
+        all the same.
+        """
+        waiting = [reduction.waiting_nbytes for _, reduction in self._in_flight]
+        self._largest_waiting = max([self._largest_waiting, *waiting])
+        while sum(waiting) > WAITING_UNITS * self._largest_waiting:
+            waiting.pop(0)
+            self._finish(1)
+
     @torch.no_grad()
-    def _finish(self) -> None:
-        for unit, reduction in self._in_flight:
+    def _finish(self, count: int | None = None) -> None:
+        for unit, reduction in self._in_flight[:count]:
             with during(self._mesh.clock, "reduction", unit):
                 reduction.finish()
-        self._in_flight = []
+        self._in_flight = [] if count is None else self._in_flight[count:]
 
     # -- Agreement at the end of a backward
     #

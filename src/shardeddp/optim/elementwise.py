@@ -216,8 +216,16 @@ class LocalStep(SwappedStep):
             [it.raw_local if isinstance(it, ShardTensor) else it for it in each] for each in groups
         ]
         options = [group.get("differentiable") for group in self._optimizer.param_groups]
-        # Parts of gradients, and not those themselves: see `GroupGradients`.
-        return [*shards, *parts, [self._states, *options]]
+        # Parts of gradients, and not those themselves: see `GroupGradients`. Those of plain parameters
+        # are new in each backward, and would be held until the next step.
+        known = [
+            [
+                part if isinstance(it, ShardTensor) else part is not None
+                for it, part in zip(*each, strict=True)
+            ]
+            for each in zip(groups, parts, strict=True)
+        ]
+        return [*shards, *known, [self._states, *options]]
 
     def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
         """Whether tensors are to be found anew, and whether neighbours are joined then.

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
+WAITING_UNITS = 4
+"""Largest units whose shards of gradients may wait for replicas when another unit is reduced."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCost:
@@ -78,12 +81,14 @@ class GroupCost:
 
     @property
     def sharing_nbytes(self) -> int:
-        """Bytes of a shard's gradients on their way to the replicas that split it.
+        """Bytes of a shard's gradients on their way to the replicas, beside the gradient shard.
 
-        Arrivals from those replicas are included.
+        Arrivals from replicas that split the shard are included.
         """
+        if self.replicas == 1 or (self.split == 1 and self.reduce_itemsize == self.main_itemsize):
+            return 0  # it is averaged where it stays
         shard = self.buffer_nbytes * self.split // self.layout.shard_size
-        return 0 if self.split == 1 else shard + shard - shard // self.split
+        return shard + shard - shard // self.split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,16 +255,25 @@ def backward_moments(
         everything = kept_root + waiting + max(extra + largest, default=0)
         return [(max(0, len(units) - 1), everything)]
     unsharded = _unsharded(parameters, sharding, prefetch)
+    sharing = [sum(group.sharing_nbytes for group in unit) for unit in units]
+
+    def waiting_behind(place: int) -> int:
+        """Bytes of reductions in the second collective while the unit of this place is in the first."""
+        behind = sharing[place + 1 :]
+        if staged:
+            return sum(behind[:1])
+        # Streams keep the order: the host issues both at once, as far as the reducer lets it.
+        return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing))
+
     # The root's turn, the last inner unit being done.
-    moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]))]
-    # The unit before the one at work is in the first collective, the one before that in the second.
-    sharing = [*(sum(group.sharing_nbytes for group in unit) for unit in units[3:]), 0]
+    moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0))]
     for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
         moments.append((place, root + own + held))
-    for place, (own, before, earlier, held) in enumerate(
-        zip(gradients[1:], packed[2:], sharing, unsharded, strict=False), start=1
+    # The unit before the one at work is in the first collective, the one before that in the second.
+    for place, (own, before, held) in enumerate(
+        zip(gradients[1:], packed[2:], unsharded, strict=False), start=1
     ):
-        moments.append((place, root + own + before + earlier + held))
+        moments.append((place, root + own + before + waiting_behind(place + 1) + held))
     return moments
 
 
