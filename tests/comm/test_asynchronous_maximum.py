@@ -22,6 +22,15 @@ def test_the_highest_number_counts_and_only_once() -> None:
     assert maximum.result() == 0
 
 
+@on_ranks(1)
+def test_a_rank_that_is_alone_asks_nobody() -> None:
+    maximum = AsyncMaximum(all_ranks())
+    maximum.contribute(1)
+    maximum.contribute(2)
+    assert maximum.result() == 2
+    assert maximum.result() == 0
+
+
 @on_ranks(3)
 def test_ranks_that_come_to_one_place_are_together() -> None:
     barrier = StoreBarrier(dist.get_rank(), 3)

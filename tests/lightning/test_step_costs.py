@@ -151,9 +151,14 @@ class OfScales(LightningModule):
 
 
 class CountCalls(Callback):
-    """Counts calls of the package's own functions in the fifth step."""
+    """Counts calls of Python functions in the fifth step.
 
-    def __init__(self) -> None:
+    Args:
+        source: Where they are defined.
+    """
+
+    def __init__(self, source: str = os.path.dirname(shardeddp.__file__)) -> None:
+        self._source = source
         self.calls: Counter[str] = Counter()
 
     def on_train_batch_start(
@@ -166,14 +171,9 @@ class CountCalls(Callback):
         sys.setprofile(None)
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
-            code = frame.f_code
-            self.calls[
-                f"{code.co_filename[len(SOURCE) :]}:{code.co_firstlineno} {code.co_name}"
-            ] += 1
-
-
-SOURCE = os.path.dirname(shardeddp.__file__)
+        if event == "call" and frame.f_code.co_filename.startswith(self._source):
+            code, begin = frame.f_code, len(self._source)
+            self.calls[f"{code.co_filename[begin:]}:{code.co_firstlineno} {code.co_name}"] += 1
 
 
 @pytest.mark.slow
@@ -195,3 +195,20 @@ def test_few_functions_are_called_for_each_parameter_in_a_step() -> None:
         more = calls[1] - calls[0]
         listed = "\n".join(f"{number / 40:5.2f} {name}" for name, number in more.most_common())
         assert 0 < more.total() / 40 <= most, f"{strategy}\n{listed}"
+
+
+def calls_on_one_rank(strategy: Any) -> Counter[str]:
+    counter = CountCalls(source="")
+    trainer = make_trainer(strategy, max_steps=5, callbacks=[counter])
+    trainer.fit(OfScales(2), token_loader(40))
+    return counter.calls
+
+
+@on_ranks(1)
+def test_few_functions_are_called_on_one_rank_beyond_a_single_device() -> None:
+    alone = calls_on_one_rank("auto")
+    for name in ("full_shard", "no_shard"):
+        more = calls_on_one_rank(ShardedDP(name))
+        more.subtract(alone)
+        listed = "\n".join(f"{number} {each}" for each, number in more.most_common(40))
+        assert 0 < more.total() <= 70, listed

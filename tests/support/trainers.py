@@ -149,9 +149,11 @@ def precision_options(precision: str) -> dict[str, Any]:
 
 
 def full_weights(module: LightningModule) -> dict[str, torch.Tensor]:
-    """The whole state dict of a module, sharded or not; every rank calls it."""
+    """The whole state dict of a module, sharded or not, on the host; every rank calls it."""
     return {
-        name: (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor).detach().clone()
+        name: (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor)
+        .detach()
+        .to("cpu", copy=True)
         for name, tensor in module.state_dict().items()
     }
 

@@ -514,6 +514,7 @@ class AsyncMaximum:
     def __init__(self, group: HostGroup) -> None:
         self._group = group
         self._under_way: HostReduction | None = None
+        self._own = 0  # the number of a rank that is alone, which asks nobody
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
@@ -522,6 +523,9 @@ class AsyncMaximum:
             number: From 0 to 255.
         """
         self.result()
+        if self._group.size == 1:
+            self._own = number
+            return
         self._under_way = reduce_highest(
             torch.tensor([number], dtype=torch.uint8, device="cpu"),
             "agreement on signals",
@@ -535,4 +539,5 @@ class AsyncMaximum:
         Waits for what is not there yet.
         """
         under_way, self._under_way = self._under_way, None
-        return 0 if under_way is None else int(under_way.wait())
+        own, self._own = self._own, 0
+        return own if under_way is None else int(under_way.wait())

@@ -229,6 +229,30 @@ def extend_reading(extended: Callable[[Reader], Reader]) -> None:
             vars(saving)["pl_load"] = extended(vars(saving)["pl_load"])
 
 
+# -- Callbacks of the strategy's own
+
+
+class SilentCallback(Callback):
+    """A callback of the strategy's own, that has no hooks within a batch but those it defines.
+
+    Lightning times each call of a hook of a callback, which takes longer than most of them do, and
+    passes by what is not callable.
+    """
+
+    on_train_batch_start: Any = None
+    on_train_batch_end: Any = None
+    on_before_zero_grad: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
+    on_validation_batch_start: Any = None
+    on_validation_batch_end: Any = None
+    on_test_batch_start: Any = None
+    on_test_batch_end: Any = None
+    on_predict_batch_start: Any = None
+    on_predict_batch_end: Any = None
+
+
 # -- Parts that a Trainer makes
 
 

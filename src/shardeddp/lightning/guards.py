@@ -12,7 +12,14 @@ from typing_extensions import override
 
 from shardeddp.comm import all_gather_bytes
 from shardeddp.comm.store import PATIENCE_S, StoreBarrier
-from shardeddp.lightning.api import Callback, LightningModule, Trainer, TrainerStatus, callbacks_of
+from shardeddp.lightning.api import (
+    Callback,
+    LightningModule,
+    SilentCallback,
+    Trainer,
+    TrainerStatus,
+    callbacks_of,
+)
 from shardeddp.lightning.preemption import Preemption
 from shardeddp.lightning.process_group import ProcessGroup
 
@@ -118,7 +125,7 @@ class _Interruption:
         return self._alone
 
 
-class _FirstCallback(Callback):
+class _FirstCallback(SilentCallback):
     """The first callback of a run."""
 
     def __init__(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -21,31 +20,28 @@ _SIGNS = ("not enough memory", "can't allocate memory", "out of memory")
 _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
 
 
-@contextmanager
-def explaining_memory(describe: Callable[[BaseException], Sequence[str]]) -> Generator[None]:
-    """Surround a part of a step: an error for want of memory has a table at the end of its text.
-
-    It is the same error otherwise.
+def explain_memory(
+    error: BaseException, describe: Callable[[BaseException], Sequence[str]]
+) -> None:
+    """Put a table at the end of the text of an error for want of memory; others stay as they are.
 
     Args:
+        error: Of a part of a step, while the rank holds what it held then.
         describe: Makes the lines of the table.
     """
+    text = str(error)
+    if not _is_out_of_memory(error, text) or _HEADING in text:
+        return
     try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error)
-        if _is_out_of_memory(error, text) and _HEADING not in text:
-            try:
-                lines = describe(error)
-            except Exception as other:  # noqa: BLE001 - the first error is the one to tell of
-                lines = [f"(not counted: {type(other).__name__}: {other})"]
-            error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
-        raise
+        lines = describe(error)
+    except Exception as other:  # noqa: BLE001 - the first error is the one to tell of
+        lines = [f"(not counted: {type(other).__name__}: {other})"]
+    error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
-        sign in text for sign in _SIGNS
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
     )
 
 

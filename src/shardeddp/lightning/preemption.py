@@ -46,6 +46,7 @@ from shardeddp.lightning.api import (
     ModelCheckpoint,
     OnExceptionCheckpoint,
     SIGTERMException,
+    SilentCallback,
     SLURMEnvironment,
     Trainer,
     TrainerFn,
@@ -185,7 +186,7 @@ class Preemption:
         raise SIGTERMException(EXIT_CODE)
 
 
-class _Boundary(Checkpoint):
+class _Boundary(SilentCallback, Checkpoint):
     """Ends of batches and epochs, after the hooks of other callbacks.
 
     The answer to a question asked at one end is read at the next, so no rank waits for it.
@@ -211,31 +212,32 @@ class _Boundary(Checkpoint):
         # By number: ranks may have different numbers of batches, and so different last ones.
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        loop = trainer.fit_loop
-        self._ask(
-            trainer,
-            ready=not private.accumulates(loop)
-            and not loop.epoch_loop.batch_progress.is_last_batch,
-        )
+        self._ask(trainer, _is_complete)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer."""
-        self._ask(trainer, ready=True)
+        self._ask(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer for the last time: nothing is on its way after that."""
-        self._ask(trainer, ready=True)
-        self._ask(trainer, ready=True)
+        self._ask(trainer)
+        self._ask(trainer)
         self._signals.result()
 
-    def _ask(self, trainer: Trainer, *, ready: bool) -> None:
+    def _ask(self, trainer: Trainer, is_ready: Callable[[Trainer], bool] | None = None) -> None:
         self._agreed = max(self._agreed, self._signals.result())
-        if self._agreed and ready:
+        if self._agreed and (is_ready is None or is_ready(trainer)):
             agreed, self._agreed = self._agreed, _NOTHING
             self._answer(trainer, agreed)
         self._signals.contribute(self._seen())
+
+
+def _is_complete(trainer: Trainer) -> bool:
+    """Whether the step of a batch is complete, and the epoch is not."""
+    loop = trainer.fit_loop
+    return not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch
 
 
 def _save(trainer: Trainer) -> str:

@@ -91,9 +91,20 @@ def set_device(module: nn.Module, device: torch.device) -> None:
             child._device = device
 
 
-def forget_compilation(module: Any) -> None:
-    """Drop the note of ``torch.compile``, for which a Trainer refuses a module."""
-    module._compiler_ctx = None
+class ModuleEntry:
+    """The module that a Trainer has assigned to a strategy, without the note of ``torch.compile``.
+
+    Lightning reads it dozens of times a step: without ``__get__`` that is a look at the strategy's
+    own attributes.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, strategy: object, module: Any) -> None:
+        vars(strategy)[self._name] = module
+        if module is not None:
+            module._compiler_ctx = None
 
 
 def give_device_mesh(module: Any, mesh: DeviceMesh) -> None:

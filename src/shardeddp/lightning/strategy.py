@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -21,8 +21,9 @@ from typing_extensions import override
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.checkpoint.schema import KEY
-from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
+from shardeddp.comm import Mesh, Traffic, agree_on_layout
 from shardeddp.comm.rendezvous import leave_loopback
+from shardeddp.comm.step_clock import StepClock
 from shardeddp.config import (
     ActivationCheckpointingLike,
     CheckpointOptions,
@@ -58,7 +59,7 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.out_of_memory import explaining_memory, memory_lines
+from shardeddp.lightning.out_of_memory import explain_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
@@ -74,7 +75,7 @@ from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import (
     compare_losses,
-    explaining_shapes,
+    explain_shapes,
     refuse_optimizer,
     refuse_uncalled_layers,
     refuse_untried_in,
@@ -308,17 +309,7 @@ class ShardedDP(ParallelStrategy):
     # Lightning's `to_uncompiled` with it: each later run without a module of its own looks for the
     # note again. Rejected: registering as a virtual subclass of one of the three, for which
     # Lightning asks for other reasons too.
-    @property
-    def _lightning_module(self) -> LightningModule | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._connected
-
-    @_lightning_module.setter
-    def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, module: LightningModule | None
-    ) -> None:
-        self._connected = module
-        if module is not None:
-            private.forget_compilation(module)
+    _lightning_module = private.ModuleEntry()  # pyright: ignore[reportAssignmentType]
 
     @property
     def trainer(self) -> Trainer | None:
@@ -394,7 +385,7 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return shard_precision(self._precision_plugin)
+        return self._precision_plugin or shard_precision(None)
 
     @precision_plugin.setter
     @override
@@ -463,12 +454,8 @@ class ShardedDP(ParallelStrategy):
         # Where the host is the device, its states are there already.
         return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
-    def _explaining_memory(self) -> AbstractContextManager[None]:
-        return explaining_memory(
-            lambda error: memory_lines(
-                error, self.runtime, self.memory_plan, self.optimizers, self.options
-            )
-        )
+    def _describe_memory(self, error: BaseException) -> list[str]:
+        return memory_lines(error, self.runtime, self.memory_plan, self.optimizers, self.options)
 
     def print_units(self) -> None:
         """Print the units, and the bytes that each rank stores of them, on rank 0.
@@ -692,11 +679,13 @@ class ShardedDP(ParallelStrategy):
             refuse_optimizer(optimizer, scopes)
         for optimizer in self.optimizers if self.options.expert_parallel_size > 1 else ():
             expert_parallel.refuse_optimizer(optimizer, scopes)
-        follow_optimizers(parameters_changed)
         self._attach_optimizers()
 
     def _attach_optimizers(self) -> None:
-        for optimizer in () if self.runtime.passthrough else self.optimizers:
+        if self.runtime.passthrough:
+            return
+        follow_optimizers(parameters_changed)
+        for optimizer in self.optimizers:
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
@@ -785,9 +774,9 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_batch()
         self._callbacks.begin_batch(self._trainer_at_work())
 
-    def _during(self, part: str) -> AbstractContextManager[None]:
+    def _during(self, part: str) -> _Part:
         mesh = self._group.current
-        return during(None if mesh is None else mesh.clock, part)
+        return _Part(part, None if mesh is None else mesh.clock, self._describe_memory)
 
     @override
     def batch_to_device(
@@ -819,26 +808,25 @@ class ShardedDP(ParallelStrategy):
     def _step(
         self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any
     ) -> Any:
-        with (
-            self._during("compute"),
-            precision,
-            self.runtime.step(name) as outputs,
-            self._explaining_memory(),
-            explaining_shapes(self.options.tensor_parallel_size),
-        ):
-            outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
+        with self._during("compute"), precision, self.runtime.step(name) as outputs:
+            try:
+                outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
+            except Exception as error:
+                explain_memory(error, self._describe_memory)  # before units are released
+                explain_shapes(error, self.options.tensor_parallel_size)
+                raise
         return outputs[0]
 
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with self._during("compute"), self._explaining_memory():
+        with self._during("compute"):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._during("optimizer"), self._explaining_memory():
+        with self._during("optimizer"):
             return super().optimizer_step(*args, **kwargs)
 
     @override
@@ -1021,3 +1009,27 @@ class ShardedDP(ParallelStrategy):
 
 
 register_names(ShardedDP)
+
+
+class _Part:
+    """A part of a step: measured where somebody measures, and an error for want of memory explained.
+
+    Not a generator, since a step of a small model has several.
+    """
+
+    def __init__(
+        self, name: str, clock: StepClock | None, describe: Callable[[BaseException], list[str]]
+    ) -> None:
+        self._name, self._clock, self._describe = name, clock, describe
+
+    def __enter__(self) -> None:
+        """Begin it."""
+        if self._clock is not None:
+            self._clock.during(self._name)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End it."""
+        if error is not None:
+            explain_memory(error, self._describe)
+        if self._clock is not None:
+            self._clock.__exit__()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,29 +112,28 @@ _SHAPES = (
 """In messages of torch about shapes that do not go together."""
 
 
-@contextmanager
-def explaining_shapes(size: int) -> Generator[None]:
-    """Surround a step: an error about shapes ends with what ranks have of split layers.
+def explain_shapes(error: BaseException, size: int) -> None:
+    """Put at the end of an error about shapes what ranks have of split layers.
 
-    It is the same error otherwise.
+    Others stay as they are.
 
     Args:
+        error: Of a step.
         size: Ranks that split layers.
     """
-    try:
-        yield
-    except (RuntimeError, IndexError, ValueError) as error:
-        text = str(error)
-        if size > 1 and "tensor_parallel_" not in text and any(it in text for it in _SHAPES):
-            text = (
-                f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
-                f"this rank's 1/{size} of its features, and so is the weight of a split layer where "
-                f"it is used without calling the layer. Behind it has to be a 'rowwise' layer and "
-                f"nothing that needs all features (a norm, a parameter of their size); or leave the "
-                f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
-            )
-            error.args = (text, *error.args[1:])
-        raise
+    if size == 1 or not isinstance(error, RuntimeError | IndexError | ValueError):
+        return
+    text = str(error)
+    if "tensor_parallel_" in text or not any(it in text for it in _SHAPES):
+        return
+    text = (
+        f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
+        f"this rank's 1/{size} of its features, and so is the weight of a split layer where "
+        f"it is used without calling the layer. Behind it has to be a 'rowwise' layer and "
+        f"nothing that needs all features (a norm, a parameter of their size); or leave the "
+        f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
+    )
+    error.args = (text, *error.args[1:])
 
 
 def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
