@@ -4,17 +4,22 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from shardeddp.lightning.preemption import EXIT_CODE, Preemption
+from shardeddp import ShardedDP
+from shardeddp.lightning.preemption import EXIT_CODE, FILE_NAME, Preemption
 from support.host_groups import all_ranks
+from support.tasks import TinyGpt, token_loader
+from support.trainers import make_trainer
 from world import on_ranks
 
 
@@ -115,3 +120,34 @@ def test_sigusr1_is_left_to_whom_it_belongs() -> None:
         preemption.detach()
         made._signal_connector.teardown()
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+class SignalsItself(Callback):
+    """Sends its process a signal within a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self.callbacks: set[int] = set()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.callbacks.add(len(trainer.callbacks))
+        if batch_idx == self._batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 5])
+@on_ranks(1)
+def test_a_rank_that_is_alone_asks_nobody_and_saves_all_the_same(batch: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sends = SignalsItself(batch)
+        trainer = make_trainer(
+            ShardedDP(), max_epochs=1, callbacks=[sends], default_root_dir=folder
+        )
+        with pytest.raises(SIGTERMException):
+            trainer.fit(TinyGpt(), token_loader(24))
+        # One more from the signal on, which looks at the ends of batches.
+        assert len(sends.callbacks) <= 2
+        assert batch < trainer.global_step <= batch + 3
+        assert Path(folder, FILE_NAME).exists()

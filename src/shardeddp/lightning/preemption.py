@@ -104,7 +104,8 @@ class Preemption:
                 else has.
         """
         self._boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
-        callbacks_of(trainer).append(self._boundary)
+        if group.size > 1 or self._seen:
+            callbacks_of(trainer).append(self._boundary)
         if launcher is not None:
             self._boundary.launcher = launcher
         if not _requeues(trainer) and not _is_caught(signal.SIGUSR1):
@@ -141,11 +142,20 @@ class Preemption:
                 trainer.strategy.launcher.kill(signum)
             private.note_sigterm(trainer)
             raise SIGTERMException(EXIT_CODE)
-        self._seen = _END
+        self._see(_END)
 
     def _on_requeue(self, signum: int, frame: FrameType | None = None) -> None:
         if os.getpid() == self._owner and not self._requeued:
-            self._seen = max(self._seen, _REQUEUE)
+            self._see(_REQUEUE)
+
+    def _see(self, signal_: int) -> None:
+        self._seen = max(self._seen, signal_)
+        if self._trainer is None or self._boundary is None:
+            return
+        # A rank that is alone looks at the ends of batches from its first signal on.
+        callbacks = callbacks_of(self._trainer)
+        if self._boundary not in callbacks:
+            callbacks.append(self._boundary)
 
     # -- Decisions of all ranks
 

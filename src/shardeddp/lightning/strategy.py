@@ -783,7 +783,8 @@ class ShardedDP(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         with self._during("data"):
-            return super().batch_to_device(batch, device, dataloader_idx)
+            # The device of a strategy is looked up by a variable of the environment each time.
+            return super().batch_to_device(batch, device or self._group.device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
