@@ -144,3 +144,5 @@ def test_reductions_that_arrive_in_the_gradient_shard_wait_for_nobody(world: Wor
     ]
     assert len(issued) >= len(units)
     assert max(issued) < log.index((COMPUTE, "waits for", "replicas"))
+    # Once each, and not again for each unit that is reduced after them.
+    assert log.count((COMPUTE, "waits for", "reductions")) == len(issued)

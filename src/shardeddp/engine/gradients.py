@@ -252,6 +252,11 @@ class Reduction:
         return self._advance(waits=False)
 
     @property
+    def is_queued(self) -> bool:
+        """Whether all that is left is on its way, in the order of streams."""
+        return bool(self._following) and self._following[0].is_ordered
+
+    @property
     def waiting_nbytes(self) -> int:
         """Bytes that wait for replicas, or for their copy to the host, beside the gradient shard."""
         waits = bool(self._following) and self._output is not self._memory.shard
@@ -264,7 +269,8 @@ class Reduction:
 
     def _advance(self, waits: bool) -> bool:
         following = self._following.copy()
-        self._handle.advance()  # which may issue what follows
+        if self._in_buffer or not self._handle.is_ordered:  # compute is behind the first only once
+            self._handle.advance()  # which may issue what follows
         if self._in_buffer and not self._following and self._adds:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:

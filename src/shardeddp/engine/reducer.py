@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -107,8 +108,10 @@ class Reducer:
         # Trainable parameters by unit; None: no backward yet.
         self._trained: list[frozenset[int]] | None = None
         # With the label of their unit; issued -> finished before the next unit packs
-        self._in_flight: list[tuple[str, Reduction]] = []
-        self._largest_waiting = 0  # bytes of a reduction that waited for replicas, so far
+        self._in_flight: deque[tuple[str, Reduction]] = deque()
+        # Those that are on their way by themselves, the earliest first; bytes that they hold.
+        self._queued: deque[tuple[str, Reduction]] = deque()
+        self._queued_nbytes = self._most_nbytes = 0
         self._sharded = [
             sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
         ]
@@ -264,35 +267,45 @@ class Reducer:
     def _issue(self, progress: UnitProgress) -> None:
         # One unit's gradients are in each collective at a time: that bounds memory, and one unit's
         # backward hides it.
-        left: list[tuple[str, Reduction]] = []
-        for unit, reduction in self._in_flight:
+        for _ in range(len(self._in_flight)):
+            unit, reduction = self._in_flight[0]
             with during(self._mesh.clock, "reduction", unit):
-                if not reduction.advance():
-                    left.append((unit, reduction))
-        self._in_flight = left
-        self._bound_waiting()
+                is_done = reduction.advance()
+            self._in_flight.popleft()
+            if reduction.is_queued and not is_done:
+                self._queue(unit, reduction)
+            elif not is_done:
+                self._in_flight.append((unit, reduction))
         progress.issued = True
         issued = progress.unit.reduce_gradients(self._across_replicas)
-        self._in_flight += [(progress.unit.label, reduction) for reduction in issued]
+        self._in_flight.extend((progress.unit.label, reduction) for reduction in issued)
 
-    def _bound_waiting(self) -> None:
-        """Wait for replicas where more waits for them than some of the largest units have.
+    def _queue(self, unit: str, reduction: Reduction) -> None:
+        """Leave a reduction to its streams, and wait for the first where too much memory waits there.
 
-        Without a bound that is a copy of all gradients. A network that has as much before it is busy
-        all the same.
+        Without a bound that is a copy of all gradients. A network that has some of the largest units
+        before it is busy all the same.
         """
-        waiting = [reduction.waiting_nbytes for _, reduction in self._in_flight]
-        self._largest_waiting = max([self._largest_waiting, *waiting])
-        while sum(waiting) > WAITING_UNITS * self._largest_waiting:
-            waiting.pop(0)
-            self._finish(1)
+        self._queued.append((unit, reduction))
+        self._queued_nbytes += reduction.waiting_nbytes
+        self._most_nbytes = max(self._most_nbytes, reduction.waiting_nbytes)
+        while self._queued_nbytes > WAITING_UNITS * self._most_nbytes:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        unit, reduction = self._queued.popleft()
+        self._queued_nbytes -= reduction.waiting_nbytes
+        with during(self._mesh.clock, "reduction", unit):
+            reduction.finish()
 
     @torch.no_grad()
-    def _finish(self, count: int | None = None) -> None:
-        for unit, reduction in self._in_flight[:count]:
+    def _finish(self) -> None:
+        while self._queued:
+            self._finish_first()
+        for unit, reduction in self._in_flight:
             with during(self._mesh.clock, "reduction", unit):
                 reduction.finish()
-        self._in_flight = [] if count is None else self._in_flight[count:]
+        self._in_flight.clear()
 
     # -- Agreement at the end of a backward
     #
