@@ -1,5 +1,6 @@
 """What units take and return: tensors anywhere in plain containers are found, what hides them is warned about."""
 
+import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,3 +110,39 @@ def test_plain_values_hold_no_tensors() -> None:
         )
         == []
     )
+
+
+class ReturnsItsWeight(nn.Module):
+    """A unit whose output is its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+class TakesAWeight(nn.Module):
+    """Multiplies with what a unit returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ReturnsItsWeight()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.unit(x)
+
+
+@on_ranks(2)
+def test_nothing_is_kept_of_earlier_steps_where_a_unit_returns_its_parameter() -> None:
+    warnings.filterwarnings("ignore", "parameter unit.weight is used outside")
+    for strategy in RUNTIMES:
+        trial = Trial(TakesAWeight(), Sharding(strategy=strategy, units=("unit",)))
+        trial.train(square, steps=4)
+        trial.check_parameters()
+        (unit,) = (it.unit for it in trial.runtime.progresses if it.unit.spec.parameters)
+        with trial.runtime.step():
+            node = torch.autograd.graph.get_gradient_edge(unit.unsharded_parameters()[0]).node
+        known = [it for it in node.metadata.values() if isinstance(it, list)]
+        assert [len(it) for it in known] == [1]
