@@ -382,3 +382,23 @@ def test_an_error_that_the_step_handles_itself_changes_nothing(strategy: str) ->
         return square(model, rank, step)
 
     chain(strategy).train(retrying)
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_forward_that_a_user_interrupts_leaves_nothing_behind(strategy: str) -> None:
+    trial = chain(strategy, order=(0, 1, 2))
+    runtime: Any = trial.runtime
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = trial.model.blocks[1].register_forward_pre_hook(interrupts)
+    with pytest.raises(KeyboardInterrupt), runtime.step():
+        square(trial.model, dist.get_rank(), 0)
+    handle.remove()
+    assert [each.active for each in runtime.progresses] == [0] * len(runtime.progresses)
+    assert top_hooks(True) is None
+    assert not any(getattr(hook, "_calls", None) for hook in runtime._hooks)
+    trial.train(square, steps=2)
+    trial.check_parameters()

@@ -93,6 +93,10 @@ class UnitHook:
         if self.belongs_to(module) and self._calls and self._calls.pop():
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
+    def reset(self) -> None:
+        """Forget calls that have not been left: torch calls no hook after a KeyboardInterrupt."""
+        self._calls.clear()
+
     def belongs_to(self, module: nn.Module) -> bool:
         """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""
         return module is self._unit_progress.unit.spec.module
@@ -176,6 +180,9 @@ class EncoderHook:
 
     def follow(self) -> None:
         """There is nothing to follow."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
 
     def detach(self) -> None:
         """Leave the encoder's call as it was."""

@@ -320,6 +320,8 @@ class Runtime:
         self._reducer.abort()
         self.agreement.reset()
         self._saved.clear()
+        for hook in self._hooks:
+            hook.reset()
         for progress in self.progresses:
             progress.active = 0
             progress.forget_forwards()
