@@ -63,6 +63,29 @@ def test_a_python_file(tmp_path: Path) -> None:
     assert "use_orig_params" in found.translation.unneeded
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from lightning.fabric.strategies import FSDPStrategy as F\ns = F()\n",
+        "import lightning.fabric.strategies as S\ns = S.FSDPStrategy()\n",
+        "from lightning_fabric import strategies\ns = strategies.FSDPStrategy()\n",
+        'from lightning.fabric import Fabric\nfabric = Fabric(strategy="fsdp")\n',
+        'import lightning as L\nfabric = L.Fabric(devices=8, strategy="fsdp")\n',
+    ],
+)
+def test_fabric_gets_the_strategy_of_fabric(tmp_path: Path, text: str) -> None:
+    found = migrated(tmp_path, "train.py", text)
+    assert found.text.splitlines()[0] == "from shardeddp.fabric import ShardedDP"
+
+
+def test_what_a_subclass_changes_is_lost(tmp_path: Path) -> None:
+    text = "import lightning.pytorch.strategies as S\nclass Mine(S.FSDPStrategy): ...\n"
+    found = migrated(tmp_path, "train.py", text)
+    assert found.place.endswith("train.py:2")
+    assert found.was == "class Mine(S.FSDPStrategy)"
+    assert found.translation.loses
+
+
 def test_what_only_the_program_knows_is_lost(tmp_path: Path) -> None:
     found = migrated(tmp_path, "train.py", "FSDPStrategy(ignored_modules=[x], **options())")
     assert {note.key for note in found.translation.notes if note.lost} == {

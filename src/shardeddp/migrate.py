@@ -354,14 +354,22 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
         for value, word in _words(node):
             if word in NAMES:
                 kind, arguments = NAMES[word]
-                made = translate(kind, arguments)
-                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}")
+                made, fabric = translate(kind, arguments), reader.is_fabric(node)
+                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}", fabric)
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                if (name := reader.name_of(base)) in RULES:
+                    made = translate(name, {})
+                    made.lose(f"class {node.name}", f"what it changes of {name} is its own code")
+                    was = f"class {node.name}({ast.unparse(base)})"
+                    yield _in_python(made, f"{path}:{node.lineno}", was, reader.is_fabric(base))
         if isinstance(node, ast.Call) and (name := reader.name_of(node.func)) in RULES:
             given, unread = reader.arguments(node)
             made = translate(name, _with_config(given, path), [*map(reader.read, node.args)])
             for each in unread:
                 made.lose(f"**{each}", "arguments that only the running program knows")
-            yield _in_python(made, f"{path}:{node.lineno}", ast.unparse(node))
+            fabric = reader.is_fabric(node)
+            yield _in_python(made, f"{path}:{node.lineno}", ast.unparse(node), fabric)
 
 
 def _words(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
@@ -377,12 +385,15 @@ def _words(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
             yield value, value.value
 
 
-def _in_python(made: Translation, place: str, was: str) -> Migrated:
-    names = {"ShardedDP"} | {
+def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrated:
+    names = {
         it.name for it in made.options.values() if isinstance(it, Call) and "shardeddp." in it.path
     }
     line = f"strategy={_as_python(Call(path='ShardedDP', arguments=made.options))}"
-    imports = f"from shardeddp import {', '.join(sorted(names))}"
+    if not fabric:
+        names.add("ShardedDP")
+    imports = f"from shardeddp import {', '.join(sorted(names))}\n" if names else ""
+    imports = (imports + "from shardeddp.fabric import ShardedDP" * fabric).rstrip()
     trainer = "".join(f", {key}={_as_python(it)}" for key, it in made.trainer.items())
     return Migrated(place=place, was=was, text=f"{imports}\n{line}{trainer}", translation=made)
 
@@ -398,6 +409,13 @@ class _Reader:
             for alias in node.names
             if alias.asname
         }
+        # By name, the module that it is, or comes from.
+        self._modules = {
+            alias.asname or alias.name: (getattr(node, "module", None) or alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
         self._assigned: dict[str, list[ast.expr]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -412,6 +430,20 @@ class _Reader:
         if isinstance(function, ast.Name):
             return self._imported.get(function.id, function.id).rpartition(".")[2]
         return ""
+
+    def is_fabric(self, node: ast.AST) -> bool:
+        """Whether a call makes a Fabric, or what is named comes from Fabric's modules."""
+        function = node.func if isinstance(node, ast.Call) else node
+        if isinstance(function, ast.expr) and self.name_of(function) == "Fabric":
+            return True
+        root = function
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        named = ast.unparse(function)
+        module = self._modules.get(root.id, "") if isinstance(root, ast.Name) else ""
+        return any(
+            "fabric" in it.split(".")[:2] or "lightning_fabric" in it for it in (module, named)
+        )
 
     def arguments(self, call: ast.Call) -> tuple[dict[str, Any], list[str]]:
         """Arguments with names, and what is unpacked and cannot be read."""

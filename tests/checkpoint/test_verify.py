@@ -262,3 +262,10 @@ def test_checkpoints_are_listed_newest_first_and_broken_ones_last(tmp_path: Path
     stock(tmp_path / "a stock one")
     (tmp_path / "no checkpoint").mkdir()
     assert checkpoints_in(tmp_path) == [paths[3], paths[1], tmp_path / "a stock one", paths[2]]
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (found,) = verify(path)
+    assert (found.file, found.found) == (MANIFEST, "nothing")
+    assert newest_verified(path.parent) is None

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from shardeddp import ShardedDP
 from shardeddp.comm import desync
 from shardeddp.errors import DesyncError
-from support.tasks import Block, EvaluatedGpt, token_loader
+from support.tasks import Block, EvaluatedGpt, TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds, on_ranks
 
@@ -602,3 +602,25 @@ def test_what_one_rank_does_alone_in_a_second_training_is_told_by_name(
 def test_a_handle_that_waits_for_a_rank_at_work_is_waited_for(world: Worlds) -> None:
     for ended in world(3).run(train_handing, "full_shard", hand_late):
         assert ended.said == "trained"
+
+
+class OddOptimizer(TinyGpt):
+    """Has another optimizer on one rank."""
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.SGD if dist.get_rank() else torch.optim.AdamW
+        return kind(self.parameters(), lr=0.1)
+
+
+def warnings_of_optimizers() -> list[str]:
+    trainer = make_trainer(make_strategy("full_shard"), max_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(OddOptimizer(), token_loader(32))
+    return [str(each.message) for each in caught if "ranks" in str(each.message)]
+
+
+def test_ranks_that_step_with_different_optimizers_are_told_once(world: Worlds) -> None:
+    (said,), others = world(2).run(warnings_of_optimizers)
+    assert "rank 0 AdamW, rank 1 SGD" in said
+    assert not others

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+import warnings
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,8 @@ def test_a_rank_that_is_alone_asks_nobody_and_saves_all_the_same(batch: int) -> 
         assert len(sends.callbacks) <= 2
         assert batch < trainer.global_step <= batch + 3
         assert Path(folder, FILE_NAME).exists()
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        again = make_trainer(ShardedDP(), max_epochs=1, default_root_dir=folder)
+        again.fit(TinyGpt(), token_loader(24), ckpt_path="last")
+        assert again.ckpt_path == str(Path(folder, FILE_NAME))
+        assert again.global_step == 6

@@ -259,6 +259,9 @@ def examine(
         return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
         return _examine_own(path, progress, started)
+    if os.path.lexists(path / PLACEMENT):
+        damage = Damage(file=MANIFEST, expected="the manifest of what lies here", found="nothing")
+        return Verification(path=path, step=None, nbytes=0, damages=[damage])
     if os.path.lexists(path / DCP_METADATA):
         return _examine_foreign(path, progress, started)
     what = (

@@ -530,10 +530,21 @@ class Reducer:
                 f"embedding's max_norm writes to the rows that its rank has looked up: limit all "
                 f"rows after the optimizer's step instead"
             )
-        for name in _differing([each for _, each in said]) if self._mesh.rank == 0 else ():
+        options = [each for _, each in said]
+        classes = [", ".join(sorted({_optimizer_of(name) for name in each})) for each in options]
+        if len(set(classes)) > 1:
+            if self._mesh.rank == 0:
+                steps = ", ".join(f"rank {rank} {it}" for rank, it in enumerate(classes[:8]))
+                warnings.warn(
+                    f"ranks step with different optimizers: {steps}. Each steps on its part of the "
+                    f"parameters, so parts are trained differently: make the same in "
+                    f"configure_optimizers() on all ranks",
+                    stacklevel=2,
+                )
+            return
+        for name in _differing(options) if self._mesh.rank == 0 else ():
             values = ", ".join(
-                f"{each.get(name, 'none')} on rank {rank}"
-                for rank, (_, each) in enumerate(said[:8])
+                f"{each.get(name, 'none')} on rank {rank}" for rank, each in enumerate(options[:8])
             )
             warnings.warn(
                 f"the ranks' optimizers step with different options: {name} is {values}. Each rank "
@@ -561,6 +572,10 @@ class Reducer:
             key=lambda progress: progress.index == 0,
         )
         self._order_is_agreed = True
+
+
+def _optimizer_of(option: str) -> str:
+    return option.rpartition(" of ")[2].partition("'s group")[0]
 
 
 def _differing(said: Sequence[Mapping[str, object]]) -> list[str]:

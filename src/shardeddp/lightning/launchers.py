@@ -23,6 +23,7 @@ from shardeddp.lightning.api import (
     cluster_environment_of,
     handed_down,
 )
+from shardeddp.lightning.preemption import FILE_NAME
 from shardeddp.lightning.private import SubprocessScriptLauncher
 
 # -- ``ckpt_path="last"``: the checkpoint of the highest step
@@ -116,6 +117,8 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
         path for callback in callbacks for path in private.find_last_checkpoints(callback, trainer)
     }
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
+    if not any(getattr(callback, "dirpath", None) for callback in callbacks):
+        candidates |= _preempted_in(trainer.default_root_dir)
     given = {local_path(path): path for path in candidates}
     folders = [
         local_path(folder)
@@ -124,14 +127,19 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
     ]
     remote = any(map(is_remote, given))
     # In a store, Lightning looks for files alone, and warns where it finds none.
-    parsed = None if remote else parse(ckpt_path)
     if not remote and not any(
         os.path.lexists(path) for path in given
     ):  # a link may lead nowhere yet
-        return parsed
+        return parse(ckpt_path)
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
     found = strategy.find_last(sorted(given), folders)
     return given.get(found, found) if found else None  # as the callback names it: a path or a text
+
+
+def _preempted_in(folder: str) -> set[str]:
+    """What a signal has saved there, where no callback keeps checkpoints."""
+    path = os.path.join(folder, FILE_NAME)
+    return {path} if os.path.lexists(path) else set()
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:

@@ -35,7 +35,7 @@ from shardeddp.checkpoint.find import (
     is_checkpoint,
     what_lies_beside,
 )
-from shardeddp.checkpoint.manifest import DCP_METADATA
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST, PLACEMENT
 from shardeddp.checkpoint.plain_file import require_data
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
@@ -498,6 +498,12 @@ def open_any(
     remote = isinstance(path, RemotePath)
     if remote or carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
         return open_checkpoint(path, weights_only, CODECS, part)
+    if not foreign and os.path.lexists(path / PLACEMENT):
+        raise CheckpointError(
+            f"{path} has lost its {MANIFEST}, which says what belongs to it and with which checksums. "
+            f"Take another checkpoint; or read what is left as that of another tool: "
+            f"CheckpointOptions(foreign=True), shardeddp.load_from_checkpoint(..., foreign=True)"
+        )
     if not foreign:
         raise CheckpointError(
             f"{path} was written by another tool, and its index is a pickle. To load it by a "
