@@ -294,7 +294,11 @@ def _source(options: argparse.Namespace) -> Source:
     if sum(it is not None for it in given) != 1:
         raise _UsageError("say one of: a LightningModule, --transformer CONFIG, --dims SIZES")
     if options.dims is not None:
-        return of_dimensions(Dimensions.of_text(options.dims), options.length)
+        try:
+            dimensions = Dimensions.of_text(options.dims)
+        except ConfigurationError as error:
+            raise _UsageError(f"{error}") from None
+        return of_dimensions(dimensions, options.length)
     if options.transformer is not None:
         return of_transformers_config(options.transformer, options.length)
     try:

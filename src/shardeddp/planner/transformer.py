@@ -35,11 +35,12 @@ class Dimensions:
     fused_attention: bool = True
 
     def __post_init__(self) -> None:
-        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+        if self.width % self.heads:
             raise ConfigurationError(
-                f"{self.heads} heads do not divide a width of {self.width}, or {self.kv_heads} "
-                f"key-value heads do not divide them"
+                f"{self.heads} heads do not divide a width of {self.width}: expected a multiple"
             )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigurationError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
