@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
@@ -201,16 +200,3 @@ def test_slurm_need_not_say_a_rank_to_the_only_one(world: Worlds, told: list[str
 def test_several_ranks_that_slurm_does_not_tell_apart_are_its_error(world: Worlds) -> None:
     with pytest.raises(KeyError, match="SLURM_"):
         world(2).run(train_under_slurm, [])
-
-
-def average_deferred() -> None:
-    averages = []
-    for deferred in (False, True):
-        average = EMAWeightAveraging(decay=0.5)
-        train_deferred(Viewed, deferred, callbacks=[average])
-        averages.append(average._average_model.state_dict())
-    torch.testing.assert_close(*averages, rtol=0, atol=0)
-
-
-def test_averages_of_a_deferred_module_have_values_there(world: Worlds) -> None:
-    world(1).run(average_deferred)

@@ -231,27 +231,18 @@ def _check_same(copy: nn.Module, module: LightningModule) -> None:
 @torch.no_grad()
 def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
     # The whole parameter is kept, so that its id is not reused.
-    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}
     for path, owner in average.copy.named_modules(remove_duplicate=False):
         for name, mine in owner._parameters.items():
             theirs = module.get_submodule(path)._parameters[name]
-            if mine is None or not (isinstance(theirs, ShardTensor) or mine.is_meta):
+            if mine is None or not isinstance(theirs, ShardTensor):
                 continue
-            if (
-                isinstance(mine, ShardTensor)
-                and isinstance(theirs, ShardTensor)
-                and mine.spec.lies_like(theirs.spec)
-            ):
+            if isinstance(mine, ShardTensor) and mine.spec.lies_like(theirs.spec):
                 mine.requires_grad_(False)  # a copy of a module that was sharded before
                 continue
-            if id(mine) not in done and isinstance(theirs, ShardTensor):
+            if id(mine) not in done:
                 whole: Any = mine.whole("averaging") if isinstance(mine, ShardTensor) else mine
                 done[id(mine)] = (mine, _shard(whole, theirs, average.device, mesh))
-            elif id(mine) not in done and theirs is not None:  # on one rank
-                values = theirs.detach().to(average.device, mine.dtype, copy=True)
-                plain = nn.Parameter(values, requires_grad=mine.requires_grad)
-                vars(plain).update(mine.__dict__)
-                done[id(mine)] = (mine, plain)
             owner._parameters[name] = done[id(mine)][1]  # type: ignore[assignment]  # a Parameter to isinstance
 
 
