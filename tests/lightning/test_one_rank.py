@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
@@ -51,59 +50,6 @@ def test_training_is_that_of_a_single_device_and_parameters_stay_what_they_are(
     world: Worlds,
 ) -> None:
     world(1).run(compare)
-
-
-class Viewed(TinyGpt):
-    """Has views of weights in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = [self.embed.weight.detach()[:2], self.blocks[0].up.weight.detach().t()]
-        self.register_buffer("bias", torch.arange(3.0))
-
-
-def train_deferred(
-    kind: type[TinyGpt], deferred: bool, path: str | None = None, **options: Any
-) -> Any:
-    strategy = ShardedDP(auto_wrap_policy={Block})
-    trainer = make_trainer(strategy, max_epochs=2, **options)
-    seed_everything(1, verbose=False)
-    with trainer.init_module(empty_init=deferred):
-        model = kind()
-    identities = [*map(id, model.parameters())]
-    trainer.fit(model, token_loader(16), ckpt_path=path)
-    assert [*map(id, model.parameters())] == identities
-    return model
-
-
-def compare_deferred(folder: str) -> None:
-    expected, found = (train_deferred(Viewed, deferred) for deferred in (False, True))
-    assert found.losses == expected.losses
-    assert all(type(parameter) is nn.Parameter for parameter in found.parameters())
-    assert found.head.weight is found.embed.weight
-    for row, other in zip(found.rows, expected.rows, strict=True):
-        assert torch.equal(row, other)
-        assert row.untyped_storage().data_ptr() in {
-            parameter.untyped_storage().data_ptr() for parameter in found.parameters()
-        }
-    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    cast, plain = (
-        train_deferred(TinyGpt, deferred, precision="bf16-mixed") for deferred in (True, False)
-    )
-    assert cast.losses == plain.losses
-    path = str(Path(folder, "one.ckpt"))
-    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_epochs=1)
-    trainer.fit(Viewed(), token_loader(16))
-    trainer.save_checkpoint(path)
-    again, whole = (train_deferred(Viewed, deferred, path) for deferred in (True, False))
-    assert again.losses == whole.losses
-    torch.testing.assert_close(again.state_dict(), whole.state_dict(), rtol=0, atol=0)
-
-
-def test_a_deferred_module_is_trained_as_one_that_was_built_at_once(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(1).run(compare_deferred, str(tmp_path))
 
 
 def cast_or_offloaded() -> None:

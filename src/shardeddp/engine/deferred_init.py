@@ -6,7 +6,7 @@ import gc
 import inspect
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -117,22 +117,11 @@ class Materializer:
             _check_writes([*parameters, *own], recording)
         self._deferred = [*parameters, *own]
         self._root, self._of_parameters = root, storages
-        # By what was recorded: memory of what is not sharded, the same on all ranks.
-        self._memory: dict[int, torch.UntypedStorage] = {}
 
     @property
     def is_needed(self) -> bool:
         """Whether something was on the meta device."""
         return bool(self._deferred)
-
-    @torch.no_grad()
-    def leave_whole(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-        """Give parameters memory on a device, where :meth:`fill` is to fill them as they are."""
-        among = {id(parameter) for parameter in parameters}
-        for place, item in enumerate(self._deferred):
-            if id(item.tensor) in among:
-                _allocate(item.tensor, item.place, self._memory, device)
-                self._deferred[place] = replace(item, is_parameter=False)
 
     @torch.no_grad()
     def fill(self, mesh: Mesh) -> set[str]:
@@ -148,9 +137,9 @@ class Materializer:
         """
         parameters = [item.current for item in self._deferred if item.is_parameter]
         await_values(parameters, True)
-        memory = self._memory
+        memory: dict[int, torch.UntypedStorage] = {}
         kept: dict[int, torch.UntypedStorage] = {}  # of this rank alone
-        own = [it for it in self._deferred if not it.is_parameter and it.tensor.is_meta]
+        own = [item for item in self._deferred if not item.is_parameter]
         for item in sorted(own, key=lambda it: not it.is_shared):
             is_common = item.is_shared or item.place.storage in memory
             _allocate(item.tensor, item.place, memory if is_common else kept)
@@ -340,22 +329,19 @@ def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: 
 
 
 def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)  # type: ignore[arg-type]
+    return torch.empty(0, dtype=torch.uint8, device=HOST).set_(memory)  # type: ignore[arg-type]
 
 
 def _allocate(
-    tensor: torch.Tensor,
-    place: MetaView,
-    memory: dict[int, torch.UntypedStorage],
-    device: torch.device = HOST,
+    tensor: torch.Tensor, place: MetaView, memory: dict[int, torch.UntypedStorage]
 ) -> None:
-    """Give a tensor memory, shared with those in the same storage; its identity stays.
+    """Give a tensor host memory, shared with those in the same storage; its identity stays.
 
     Raises:
         RuntimeError: Native code holds a weak reference to it.
     """
     storage = memory.setdefault(
-        place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=device)
+        place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
     )
     body: Any = make_subclass(
         type(tensor), place.over(storage), tensor.requires_grad and tensor.is_leaf

@@ -61,7 +61,7 @@ class MetaView:
 
     def over(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor that lies there in real memory."""
-        found = torch.empty(0, dtype=self.dtype, device=memory.device)
+        found = torch.empty(0, dtype=self.dtype, device=HOST)
         found.set_(cast(Any, memory), self.offset, self.shape, self.stride)
         found = found.conj() if self.conjugated else found
         return neg_view(found) if self.negated else found

@@ -16,7 +16,7 @@ from shardeddp.config import Options
 from shardeddp.engine.deferred_init import Materializer, MetaGuard, record_resets
 from shardeddp.engine.recording import Recording, storage_of
 from shardeddp.engine.runtime import Runtime
-from shardeddp.engine.takeover import Takeover, is_taken_over
+from shardeddp.engine.takeover import Takeover
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
 from shardeddp.garbage import collector_paused
@@ -97,7 +97,7 @@ def shard_model(
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
     if mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer):
-        specs = [_pass_through(spec, mesh.device, materializer) for spec in specs]
+        specs = [_pass_through(spec, mesh.device) for spec in specs]
     units = run_on_all_ranks(
         "sharding the model",
         lambda: [Unit(spec, mesh, sharding) for spec in specs],
@@ -225,16 +225,15 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage_of(tensor) if tensor.is_meta else 0, start, start + (reach + 1) * nbytes
 
 
-def _pass_through(spec: UnitSpec, device: torch.device, materializer: Materializer) -> UnitSpec:
+def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
     """Keep the parameters of a single rank out of a unit that has nothing to do with them.
 
     Training with them costs what it costs without a strategy.
     """
-    busy = [it.param_dtype is not it.dtype or is_taken_over(it.parameter) for it in spec.parameters]
+    busy = [it.parameter.is_meta or it.param_dtype is not it.dtype for it in spec.parameters]
     passthrough = tuple(
         it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy
     )
-    materializer.leave_whole((it.parameter for it in passthrough), device)
     for parameter in (it.parameter for it in passthrough):
         parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
