@@ -402,3 +402,31 @@ def test_a_forward_that_a_user_interrupts_leaves_nothing_behind(strategy: str) -
     assert not any(getattr(hook, "_calls", None) for hook in runtime._hooks)
     trial.train(square, steps=2)
     trial.check_parameters()
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_model_may_be_called_by_itself_after_a_backward_that_failed(strategy: str) -> None:
+    trial = chain(strategy, order=(0, 1, 2))
+    runtime: Any = trial.runtime
+    x = batch(dist.get_rank(), 0, 4, WIDTH)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with runtime.step() as outputs:
+        y = trial.model(x)
+        y.register_hook(lambda gradient: gradient)
+        outputs.append(y.square().mean())
+    handle = trial.model.blocks[0].register_full_backward_hook(lambda *_: fails(x))
+    with runtime.step() as outputs:
+        outputs.append(trial.model(x.clone().requires_grad_()).square().mean())
+    with pytest.raises(KeyboardInterrupt):
+        outputs[0].backward()
+    handle.remove()
+    for _ in range(2):
+        with torch.no_grad():
+            trial.model(x)
+    assert [each.active for each in runtime.progresses] == [0] * len(runtime.progresses)
+    trial.train(square, steps=2)
+    trial.check_parameters()

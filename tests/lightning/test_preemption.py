@@ -157,3 +157,63 @@ def test_a_rank_that_is_alone_asks_nobody_and_saves_all_the_same(batch: int) -> 
         again.fit(TinyGpt(), token_loader(24), ckpt_path="last")
         assert again.ckpt_path == str(Path(folder, FILE_NAME))
         assert again.global_step == 6
+
+
+def boundaries(made: Trainer) -> int:
+    return sum(type(each).__name__ == "_Boundary" for each in made.callbacks)
+
+
+def begun(made: Trainer, times: int, signals: bool) -> int:
+    """Boundaries after a signal in a run in which others have begun, as those of tuners."""
+    preemption = Preemption()
+    preemption.attach(made)
+    made.state.fn = TrainerFn.FITTING
+    outer = made.callbacks
+    for nested in range(times):
+        made.callbacks = [*outer] if nested else outer
+        preemption.begin(made, all_ranks(), None)
+    made.callbacks = outer
+    if signals:
+        preemption._on_end(signal.SIGTERM)
+        preemption._on_end(signal.SIGTERM)
+    found = boundaries(made)
+    preemption.detach()
+    made.callbacks = outer
+    return found
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@on_ranks(2)
+def test_a_signal_adds_nothing_where_all_ranks_ask(times: int) -> None:
+    assert begun(quiet_trainer(), times, signals=True) == 1
+
+
+@on_ranks(1)
+def test_a_rank_that_is_alone_looks_once_from_the_first_signal_on() -> None:
+    assert begun(quiet_trainer(), 1, signals=False) == 0
+    assert begun(quiet_trainer(), 1, signals=True) == 1
+    made, preemption = quiet_trainer(), Preemption()
+    preemption.attach(made)
+    made.state.fn = TrainerFn.FITTING
+    preemption._on_end(signal.SIGTERM)  # before there is anything to look with
+    preemption.begin(made, all_ranks(), None)
+    assert boundaries(made) == 1
+    preemption.detach()
+    assert boundaries(made) == 0
+
+
+@on_ranks(1)
+def test_what_a_signal_saved_is_not_the_last_of_a_run_whose_callbacks_keep_checkpoints() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ends = make_trainer(
+            ShardedDP(), max_epochs=1, callbacks=[SignalsItself(1)], default_root_dir=folder
+        )
+        with pytest.raises(SIGTERMException):
+            ends.fit(TinyGpt(), token_loader(24))
+        assert Path(folder, FILE_NAME).exists()
+        warnings.filterwarnings("ignore", ".*no last checkpoint available")
+        other = make_trainer(
+            ShardedDP(), max_epochs=1, default_root_dir=folder, enable_checkpointing=True
+        )
+        other.fit(TinyGpt(), token_loader(24), ckpt_path="last")
+        assert not other.ckpt_path

@@ -54,6 +54,14 @@ _never_traced = never_traced(
 )
 
 
+@dataclasses.dataclass
+class _Call:
+    """A call of a unit's module."""
+
+    has_entered: bool = False
+    """False where it was refused."""
+
+
 class UnitHook:
     """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
 
@@ -76,26 +84,29 @@ class UnitHook:
         # The replacement of the compiled call.
         self._bracketed: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None  # that call
-        # One entry for each call that has come to `enter`; False where that refused it.
-        self._calls: list[bool] = []
+        # One entry for each call that has come to `enter`.
+        self._calls: list[_Call] = []
 
     @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if self.belongs_to(module):
-            self._calls.append(False)
+            calls = self._calls
+            calls.append(call := _Call())
             self.runtime.enter(self._unit_progress)
-            self._calls[-1] = True
+            call.has_entered = True
+            if calls is not self._calls:  # a reset, of what came before this call
+                self._calls.append(call)
 
     @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook, called after an exception as well, also of a forward pre-hook."""
-        if self.belongs_to(module) and self._calls and self._calls.pop():
+        if self.belongs_to(module) and self._calls and self._calls.pop().has_entered:
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def reset(self) -> None:
         """Forget calls that have not been left: torch calls no hook after a KeyboardInterrupt."""
-        self._calls.clear()
+        self._calls = []
 
     def belongs_to(self, module: nn.Module) -> bool:
         """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""

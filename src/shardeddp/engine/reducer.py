@@ -534,7 +534,9 @@ class Reducer:
         classes = [", ".join(sorted({_optimizer_of(name) for name in each})) for each in options]
         if len(set(classes)) > 1:
             if self._mesh.rank == 0:
-                steps = ", ".join(f"rank {rank} {it}" for rank, it in enumerate(classes[:8]))
+                steps = ", ".join(
+                    f"rank {rank} {it or 'none'}" for rank, it in enumerate(classes[:8])
+                )
                 warnings.warn(
                     f"ranks step with different optimizers: {steps}. Each steps on its part of the "
                     f"parameters, so parts are trained differently: make the same in "

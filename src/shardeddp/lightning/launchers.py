@@ -117,7 +117,7 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
         path for callback in callbacks for path in private.find_last_checkpoints(callback, trainer)
     }
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
-    if not any(getattr(callback, "dirpath", None) for callback in callbacks):
+    if not callbacks:
         candidates |= _preempted_in(trainer.default_root_dir)
     given = {local_path(path): path for path in candidates}
     folders = [

@@ -29,6 +29,8 @@ def explain_memory(
         error: Of a part of a step, while the rank holds what it held then.
         describe: Makes the lines of the table.
     """
+    if not isinstance(error, MemoryError | RuntimeError):
+        return
     text = str(error)
     if not _is_out_of_memory(error, text) or _HEADING in text:
         return
@@ -40,8 +42,8 @@ def explain_memory(
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or any(
+        sign in text for sign in _SIGNS
     )
 
 

@@ -79,6 +79,7 @@ class Preemption:
         self._owner = 0  # the process whose signals count: workers of loaders inherit handlers
         self._trainer: Trainer | None = None
         self._boundary: _Boundary | None = None
+        self._is_alone = False
 
     def __reduce__(self) -> Any:
         """A copy, of a Trainer for instance, is at work in no run."""
@@ -95,7 +96,7 @@ class Preemption:
         private.replace_signal_handlers(trainer, self._on_end, self._on_requeue)
 
     def begin(self, trainer: Trainer, group: HostGroup, launcher: int | None) -> None:
-        """Ask all ranks from now on after each batch.
+        """Ask all ranks from now on after each batch; one that is alone, once it has a signal.
 
         Args:
             trainer: Of the run.
@@ -103,9 +104,13 @@ class Preemption:
             launcher: The process that has started this one as a rank beside itself; None: something
                 else has.
         """
-        self._boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
-        if group.size > 1 or self._seen:
-            callbacks_of(trainer).append(self._boundary)
+        self._is_alone = group.size == 1
+        boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
+        if not self._is_alone:
+            callbacks_of(trainer).append(boundary)
+        self._boundary = boundary
+        if self._seen:
+            self._look()
         if launcher is not None:
             self._boundary.launcher = launcher
         if not _requeues(trainer) and not _is_caught(signal.SIGUSR1):
@@ -115,12 +120,13 @@ class Preemption:
         """Leave a run that is over; Lightning restores the handlers that were there before."""
         if self._trainer is None:
             return
-        callbacks = callbacks_of(self._trainer)
+        trainer, boundary = self._trainer, self._boundary
+        self._trainer, self._boundary = None, None  # a signal adds nothing from here on
+        callbacks = callbacks_of(trainer)
         # Tuner callbacks run a Trainer inside of its run, and remove callbacks meanwhile.
-        if self._boundary in callbacks:
-            callbacks.remove(self._boundary)
-        private.restore_broadcast(self._trainer)
-        self._trainer, self._boundary = None, None
+        if boundary in callbacks:
+            callbacks.remove(boundary)
+        private.restore_broadcast(trainer)
 
     # -- Signal handlers
 
@@ -150,12 +156,15 @@ class Preemption:
 
     def _see(self, signal_: int) -> None:
         self._seen = max(self._seen, signal_)
-        if self._trainer is None or self._boundary is None:
-            return
-        # A rank that is alone looks at the ends of batches from its first signal on.
-        callbacks = callbacks_of(self._trainer)
-        if self._boundary not in callbacks:
-            callbacks.append(self._boundary)
+        self._look()
+
+    def _look(self) -> None:
+        """Let a rank that is alone look at the ends of batches, from its first signal on."""
+        trainer, boundary = self._trainer, self._boundary
+        if self._is_alone and trainer is not None and boundary is not None:
+            callbacks = callbacks_of(trainer)
+            if boundary not in callbacks:
+                callbacks.append(boundary)
 
     # -- Decisions of all ranks
 

@@ -90,6 +90,12 @@ class GroupCost:
         shard = self.buffer_nbytes * self.split // self.layout.shard_size
         return shard + shard - shard // self.split
 
+    @property
+    def leaving_nbytes(self) -> int:
+        """Bytes of a shard's gradients on their way from a device to the host."""
+        nbytes = self.layout.padded_numel * self.reduce_itemsize // self.layout.shard_size
+        return nbytes if self.trainable else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -255,7 +261,11 @@ def backward_moments(
         everything = kept_root + waiting + max(extra + largest, default=0)
         return [(max(0, len(units) - 1), everything)]
     unsharded = _unsharded(parameters, sharding, prefetch)
-    sharing = [sum(group.sharing_nbytes for group in unit) for unit in units]
+    to_host = sharding.offload_params and not staged
+    sharing = [
+        sum(max(group.sharing_nbytes, group.leaving_nbytes * to_host) for group in unit)
+        for unit in units
+    ]
 
     def waiting_behind(place: int) -> int:
         """Bytes of reductions in the second collective while the unit of this place is in the first."""
@@ -263,7 +273,7 @@ def backward_moments(
         if staged:
             return sum(behind[:1])
         # Streams keep the order: the host issues both at once, as far as the reducer lets it.
-        return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing))
+        return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
 
     # The root's turn, the last inner unit being done.
     moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0))]
