@@ -392,26 +392,21 @@ def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrate
     line = f"strategy={_as_python(Call(path='ShardedDP', arguments=made.options))}"
     if not fabric:
         names.add("ShardedDP")
-    imports = f"from shardeddp import {', '.join(sorted(names))}\n" if names else ""
-    imports = (imports + "from shardeddp.fabric import ShardedDP" * fabric).rstrip()
+    lines = [f"from shardeddp import {', '.join(sorted(names))}"] if names else []
+    lines += ["from shardeddp.fabric import ShardedDP"] if fabric else []
     trainer = "".join(f", {key}={_as_python(it)}" for key, it in made.trainer.items())
-    return Migrated(place=place, was=was, text=f"{imports}\n{line}{trainer}", translation=made)
+    return Migrated(
+        place=place, was=was, text="\n".join([*lines, line + trainer]), translation=made
+    )
 
 
 class _Reader:
     """Values of expressions, as far as a file says them."""
 
     def __init__(self, tree: ast.Module) -> None:
+        # By the name here: the module that it is or comes from, and its name there.
         self._imported = {
-            alias.asname: alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-            if alias.asname
-        }
-        # By name, the module that it is, or comes from.
-        self._modules = {
-            alias.asname or alias.name: (getattr(node, "module", None) or alias.name)
+            alias.asname or alias.name: (getattr(node, "module", None) or alias.name, alias.name)
             for node in ast.walk(tree)
             if isinstance(node, (ast.Import, ast.ImportFrom))
             for alias in node.names
@@ -428,7 +423,7 @@ class _Reader:
         if isinstance(function, ast.Attribute):
             return function.attr
         if isinstance(function, ast.Name):
-            return self._imported.get(function.id, function.id).rpartition(".")[2]
+            return self._imported.get(function.id, ("", function.id))[1].rpartition(".")[2]
         return ""
 
     def is_fabric(self, node: ast.AST) -> bool:
@@ -440,7 +435,7 @@ class _Reader:
         while isinstance(root, ast.Attribute):
             root = root.value
         named = ast.unparse(function)
-        module = self._modules.get(root.id, "") if isinstance(root, ast.Name) else ""
+        module = self._imported.get(root.id, ("",))[0] if isinstance(root, ast.Name) else ""
         return any(
             "fabric" in it.split(".")[:2] or "lightning_fabric" in it for it in (module, named)
         )

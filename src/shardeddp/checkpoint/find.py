@@ -34,6 +34,7 @@ from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     FORMAT,
     MANIFEST,
+    PLACEMENT,
     Manifest,
     manifest_from_bytes,
 )
@@ -94,6 +95,11 @@ def content_id(path: Location) -> bytes:
     except CheckpointError:
         return bytes(16)
     return bytes.fromhex(checksum(content))
+
+
+def has_lost_manifest(path: Path) -> bool:
+    """Whether a directory has what this package writes beside a manifest, and no manifest."""
+    return os.path.lexists(path / PLACEMENT) and not os.path.lexists(path / MANIFEST)
 
 
 def carries_manifest(path: StrPath | RemotePath) -> bool:

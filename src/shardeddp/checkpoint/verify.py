@@ -32,7 +32,7 @@ from shardeddp.checkpoint.durable import (
     read_into,
     reading_ahead,
 )
-from shardeddp.checkpoint.find import find_checkpoints, read_manifest_alone
+from shardeddp.checkpoint.find import find_checkpoints, has_lost_manifest, read_manifest_alone
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
 from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
 from shardeddp.checkpoint.manifest import (
@@ -259,7 +259,7 @@ def examine(
         return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
         return _examine_own(path, progress, started)
-    if os.path.lexists(path / PLACEMENT):
+    if has_lost_manifest(path):
         damage = Damage(file=MANIFEST, expected="the manifest of what lies here", found="nothing")
         return Verification(path=path, step=None, nbytes=0, damages=[damage])
     if os.path.lexists(path / DCP_METADATA):

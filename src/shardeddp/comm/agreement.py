@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -513,8 +513,7 @@ class AsyncMaximum:
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._under_way: HostReduction | None = None
-        self._own = 0  # the number of a rank that is alone, which asks nobody
+        self._under_way: Callable[[], Any] | None = None  # returns the highest number
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
@@ -523,15 +522,15 @@ class AsyncMaximum:
             number: From 0 to 255.
         """
         self.result()
-        if self._group.size == 1:
-            self._own = number
+        if self._group.size == 1:  # there is nobody to ask
+            self._under_way = lambda: number
             return
         self._under_way = reduce_highest(
             torch.tensor([number], dtype=torch.uint8, device="cpu"),
             "agreement on signals",
             self._group,
             ahead=True,
-        )
+        ).wait
 
     def result(self) -> int:
         """The highest number contributed; 0 if none was since the last result.
@@ -539,5 +538,4 @@ class AsyncMaximum:
         Waits for what is not there yet.
         """
         under_way, self._under_way = self._under_way, None
-        own, self._own = self._own, 0
-        return own if under_way is None else int(under_way.wait())
+        return 0 if under_way is None else int(under_way())

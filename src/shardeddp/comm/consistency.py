@@ -28,8 +28,8 @@ class WriteDigest:
         self._values: list[tuple[str, torch.Tensor]] = []
         # 0D, by parameter that was written to inside of its unit.
         self._states: dict[str, torch.Tensor] = {}
-        # Options of the last step, by group of the optimizer.
-        self._options: dict[str, dict[str, object]] = {}
+        # Options of the last step, by optimizer and group.
+        self._options: dict[tuple[str, int], dict[str, object]] = {}
         # Options changed since the last comparison; None: comparison has ended.
         self._changed: dict[str, str] | None = {}
 
@@ -64,12 +64,11 @@ class WriteDigest:
         if self._changed is None:
             return
         for index, group in enumerate(groups):
-            name = f"{optimizer}'s group {index}"
-            known = self._options.setdefault(name, {})
+            known = self._options.setdefault((optimizer, index), {})
             for option, value in group.items():
                 if isinstance(value, (bool, int, float, str)) and known.get(option) != value:
                     known[option] = value
-                    self._changed[f"{option} of {name}"] = repr(value)
+                    self._changed[_named(option, optimizer, index)] = repr(value)
 
     def take_changed_options(self) -> dict[str, str]:
         """The options that have changed since the last call, with their values."""
@@ -83,10 +82,15 @@ class WriteDigest:
         """
         self._changed = None
         return {
-            f"{option} of {name}": repr(value)
-            for name, known in self._options.items()
+            _named(option, *of): repr(value)
+            for of, known in self._options.items()
             for option, value in known.items()
         }
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Names of those that have stepped."""
+        return sorted({optimizer for optimizer, _ in self._options})
 
     @property
     def pending(self) -> list[str]:
@@ -100,6 +104,10 @@ class WriteDigest:
         for fqn, total in values:
             found[fqn] = zlib.crc32(str(total.item()).encode(), found.get(fqn, 0))
         return found
+
+
+def _named(option: str, optimizer: str, group: int) -> str:
+    return f"{option} of {optimizer}'s group {group}"
 
 
 @torch.no_grad()

@@ -54,14 +54,6 @@ _never_traced = never_traced(
 )
 
 
-@dataclasses.dataclass
-class _Call:
-    """A call of a unit's module."""
-
-    has_entered: bool = False
-    """False where it was refused."""
-
-
 class UnitHook:
     """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
 
@@ -84,29 +76,29 @@ class UnitHook:
         # The replacement of the compiled call.
         self._bracketed: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None  # that call
-        # One entry for each call that has come to `enter`.
-        self._calls: list[_Call] = []
+        # One entry for each call that has come to `enter`; False where that refused it.
+        self._calls: list[bool] = []
 
     @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if self.belongs_to(module):
-            calls = self._calls
-            calls.append(call := _Call())
-            self.runtime.enter(self._unit_progress)
-            call.has_entered = True
-            if calls is not self._calls:  # a reset, of what came before this call
-                self._calls.append(call)
+            has_entered = False
+            try:
+                self.runtime.enter(self._unit_progress)  # which may forget earlier calls
+                has_entered = True
+            finally:
+                self._calls.append(has_entered)
 
     @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook, called after an exception as well, also of a forward pre-hook."""
-        if self.belongs_to(module) and self._calls and self._calls.pop().has_entered:
+        if self.belongs_to(module) and self._calls and self._calls.pop():
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def reset(self) -> None:
         """Forget calls that have not been left: torch calls no hook after a KeyboardInterrupt."""
-        self._calls = []
+        self._calls.clear()
 
     def belongs_to(self, module: nn.Module) -> bool:
         """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""

@@ -517,9 +517,10 @@ class Reducer:
 
     def _tell_of_differences(self, written: dict[str, int]) -> None:
         """Name what differs between ranks: written values or step options; all ranks come here."""
-        mine = json.dumps([written, self._mesh.written.end_options()]).encode()
+        digest = self._mesh.written
+        mine = json.dumps([written, digest.end_options(), ", ".join(digest.optimizers)]).encode()
         said = [json.loads(text) for text in all_gather_bytes(mine, self._mesh.control)]
-        names = _differing([each for each, _ in said])
+        names = _differing([each for each, _, _ in said])
         if names:
             raise RuntimeError(
                 f"parameter {', '.join(names)}: ranks have written different values to it since "
@@ -530,12 +531,11 @@ class Reducer:
                 f"embedding's max_norm writes to the rows that its rank has looked up: limit all "
                 f"rows after the optimizer's step instead"
             )
-        options = [each for _, each in said]
-        classes = [", ".join(sorted({_optimizer_of(name) for name in each})) for each in options]
-        if len(set(classes)) > 1:
+        options, optimizers = [each for _, each, _ in said], [each for _, _, each in said]
+        if len(set(optimizers)) > 1:
             if self._mesh.rank == 0:
                 steps = ", ".join(
-                    f"rank {rank} {it or 'none'}" for rank, it in enumerate(classes[:8])
+                    f"rank {rank} {it or 'none'}" for rank, it in enumerate(optimizers[:8])
                 )
                 warnings.warn(
                     f"ranks step with different optimizers: {steps}. Each steps on its part of the "
@@ -574,10 +574,6 @@ class Reducer:
             key=lambda progress: progress.index == 0,
         )
         self._order_is_agreed = True
-
-
-def _optimizer_of(option: str) -> str:
-    return option.rpartition(" of ")[2].partition("'s group")[0]
 
 
 def _differing(said: Sequence[Mapping[str, object]]) -> list[str]:

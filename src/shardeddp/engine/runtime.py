@@ -530,10 +530,10 @@ class Runtime:
             if uses is None:
                 uses = known[self._in_nodes] = []
                 node.register_prehook(weakly(self, Runtime._reach_all, progress, uses))
-            # The node of a parameter that a unit returns is there in every step.
-            uses[:] = [
-                it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
-            ]
+            else:  # that of a parameter that a unit returns is there in every step
+                uses[:] = [
+                    it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
+                ]
             uses.append((progress.index, use))
         unit = progress.unit
         if len(unit.trainable()) < len(unit.unsharded_parameters()):

@@ -32,10 +32,11 @@ from shardeddp.checkpoint.find import (
     carries_manifest,
     checkpoints_in,
     content_id,
+    has_lost_manifest,
     is_checkpoint,
     what_lies_beside,
 )
-from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST, PLACEMENT
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.plain_file import require_data
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
@@ -498,7 +499,7 @@ def open_any(
     remote = isinstance(path, RemotePath)
     if remote or carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
         return open_checkpoint(path, weights_only, CODECS, part)
-    if not foreign and os.path.lexists(path / PLACEMENT):
+    if not foreign and has_lost_manifest(path):
         raise CheckpointError(
             f"{path} has lost its {MANIFEST}, which says what belongs to it and with which checksums. "
             f"Take another checkpoint; or read what is left as that of another tool: "

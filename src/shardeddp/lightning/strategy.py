@@ -21,9 +21,8 @@ from typing_extensions import override
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.checkpoint.schema import KEY
-from shardeddp.comm import Mesh, Traffic, agree_on_layout
+from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
 from shardeddp.comm.rendezvous import leave_loopback
-from shardeddp.comm.step_clock import StepClock
 from shardeddp.config import (
     ActivationCheckpointingLike,
     CheckpointOptions,
@@ -776,7 +775,7 @@ class ShardedDP(ParallelStrategy):
 
     def _during(self, part: str) -> _Part:
         mesh = self._group.current
-        return _Part(part, None if mesh is None else mesh.clock, self._describe_memory)
+        return _Part(during(None if mesh is None else mesh.clock, part), self._describe_memory)
 
     @override
     def batch_to_device(
@@ -1019,18 +1018,18 @@ class _Part:
     """
 
     def __init__(
-        self, name: str, clock: StepClock | None, describe: Callable[[BaseException], list[str]]
+        self,
+        timed: AbstractContextManager[None],
+        describe: Callable[[BaseException], list[str]],
     ) -> None:
-        self._name, self._clock, self._describe = name, clock, describe
+        self._timed, self._describe = timed, describe
 
     def __enter__(self) -> None:
         """Begin it."""
-        if self._clock is not None:
-            self._clock.during(self._name)
+        self._timed.__enter__()
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """End it."""
+        self._timed.__exit__(kind, error, traceback)
         if error is not None:
             explain_memory(error, self._describe)
-        if self._clock is not None:
-            self._clock.__exit__()
