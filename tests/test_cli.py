@@ -218,6 +218,9 @@ def test_a_damaged_checkpoint_is_not_exported(path: Path, tmp_path: Path, capsys
     assert (status, len(err.splitlines())) == (1, 1)
 
 
+DIMS = "layers=2,width=8,heads=2,vocabulary=16"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -230,6 +233,10 @@ def test_a_damaged_checkpoint_is_not_exported(path: Path, tmp_path: Path, capsys
         ["consolidate", "{path}", "-o", "a.ckpt", "--dtype", "bf16"],
         ["consolidate", "{path}", "-o", "a.ckpt", "--ema"],
         ["inspect", "{path}", "--all", "--tensors", "x"],
+        ["plan", "--gpus", "8", "--dims", "layers=2"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--gpu", "H999"],
+        ["plan", "--gpus", "9", "--dims", DIMS],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--gpu", "V100", "--precision", "bf16-mixed"],
     ],
 )
 def test_a_wrong_command_line_is_status_2(path: Path, capsys: Output, arguments: list[str]) -> None:
@@ -435,6 +442,11 @@ def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
     assert status == 1
     assert "more than 0.1 GiB." in out
     assert "leaves" not in out
+
+
+def test_a_gpu_without_bfloat16_is_planned_in_float16(capsys: Output) -> None:
+    status, out, _ = run(capsys, "plan", "--gpus", "8", "--dims", DIMS, "--gpu", "V100")
+    assert (status, "precision: 16-mixed" in out) == (0, True)
 
 
 def test_a_plan_is_calibrated_with_the_figures_of_a_file(tmp_path: Path, capsys: Output) -> None:

@@ -145,6 +145,36 @@ def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
     assert not found.translation.loses
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "lost"),
+    [
+        ({"gradient_clipping": "auto"}, "gradient_clipping", False),
+        ({"train_batch_size": "auto"}, "train_batch_size", False),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled", False),
+        ({"gradient_clipping": "0.5"}, "gradient_clipping", True),
+        ({"fp16": True}, "fp16", True),
+        ({"activation_checkpointing": True}, "activation_checkpointing", True),
+        (
+            {"zero_optimization": {"mics_shard_size": "8"}},
+            "zero_optimization.mics_shard_size",
+            True,
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "disk"}}},
+            "zero_optimization.offload_param",
+            True,
+        ),
+    ],
+)
+def test_a_key_of_deepspeed_that_is_filled_in_elsewhere_or_wrong_has_a_line(
+    tmp_path: Path, config: dict[str, Any], key: str, lost: bool
+) -> None:
+    config = {"zero_optimization": {}, **config}
+    found = migrated(tmp_path, "ds.json", json.dumps(config)).translation
+    assert [note.lost for note in found.notes if note.key == f"config.{key}"] == [lost]
+    assert found.options.keys() | found.trainer.keys() == {"sharding_strategy"}
+
+
 def test_what_deepspeed_makes_of_its_configuration_is_written_out(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": "auto"}}
     found = migrated(tmp_path, "ds.json", json.dumps({**CONFIG, "optimizer": adam}))

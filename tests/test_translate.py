@@ -157,6 +157,13 @@ def test_an_argument_of_another_strategy_is_refused_with_the_line_to_write(
     assert str(refused.value).endswith(line)
 
 
+def test_a_misspelt_argument_of_another_strategy_is_named() -> None:
+    with pytest.raises(TypeError, match=r"did you mean limit_all_gathers \(of FSDPStrategy\)"):
+        ShardedDP(limit_all_gather=True)
+    made = translate("FSDPStrategy", {"limit_all_gather": True})
+    assert "did you mean limit_all_gathers?" in made.notes[0].text
+
+
 def test_a_misspelt_argument_is_named() -> None:
     with pytest.raises(TypeError, match="did you mean shard_size") as refused:
         ShardedDP("hybrid_shard", shard_sise=4)

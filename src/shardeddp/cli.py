@@ -39,7 +39,7 @@ from shardeddp.checkpoint.verify import (
     module_rows,
     tensor_rows,
 )
-from shardeddp.errors import CheckpointError, ConfigurationError, printable
+from shardeddp.errors import CheckpointError, ConfigurationError, UsageError, printable
 from shardeddp.lightning.probe import probe as measure
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report as migration_report
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         return _COMMANDS[options.name](options)
-    except _UsageError as error:
+    except UsageError as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
         return 2
     except (CheckpointError, ConfigurationError, NotImplementedError) as error:
@@ -144,7 +144,7 @@ def inspect(options: argparse.Namespace) -> int:
 def _inspect_file(path: Location, options: argparse.Namespace) -> int:
     """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
     if options.json:
-        raise _UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
+        raise UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
     named = _named_tensors(_contents(path, options)).items()
     wanted = options.tensors or ""
     wanted = wanted if any(sign in wanted for sign in "*?[") else f"*{wanted}*"
@@ -246,7 +246,7 @@ def plan(options: argparse.Namespace) -> int:
         length=options.length,
         global_batch=options.global_batch,
         strategies=options.strategy or tuple(SHARDING_STRATEGIES),
-        precisions=options.precision or ("bf16-mixed",),
+        precisions=options.precision,
         recomputes=options.recompute or tuple(RECOMPUTES),
         offloads=options.offload or ("none",),
         micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
@@ -268,7 +268,7 @@ def plan(options: argparse.Namespace) -> int:
 def probe(options: argparse.Namespace) -> int:
     """Measure how fast the machine at hand is."""
     if options.output.is_dir() or not options.output.parent.is_dir():
-        raise _UsageError(f"-o {options.output}: expected a file in a directory that is there")
+        raise UsageError(f"-o {options.output}: expected a file in a directory that is there")
     found = measure()
     if found is not None:
         write(options.output, found)
@@ -292,19 +292,15 @@ def report(options: argparse.Namespace) -> int:
 def _source(options: argparse.Namespace) -> Source:
     given = [options.module, options.dims, options.transformer]
     if sum(it is not None for it in given) != 1:
-        raise _UsageError("say one of: a LightningModule, --transformer CONFIG, --dims SIZES")
+        raise UsageError("say one of: a LightningModule, --transformer CONFIG, --dims SIZES")
     if options.dims is not None:
-        try:
-            dimensions = Dimensions.of_text(options.dims)
-        except ConfigurationError as error:
-            raise _UsageError(f"{error}") from None
-        return of_dimensions(dimensions, options.length)
+        return of_dimensions(Dimensions.of_text(options.dims), options.length)
     if options.transformer is not None:
         return of_transformers_config(options.transformer, options.length)
     try:
         arguments = json.loads(options.args)
     except json.JSONDecodeError as error:
-        raise _UsageError(f"--args is no JSON object: {error}") from None
+        raise UsageError(f"--args is no JSON object: {error}") from None
     sys.path.insert(0, os.curdir)
     return of_module(options.module, arguments, options.input, options.length)
 
@@ -421,19 +417,15 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-class _UsageError(Exception):
-    """The options of the command line contradict each other."""
-
-
 def _check_ckpt_options(options: argparse.Namespace) -> None:
     if options.dtype:
-        raise _UsageError(
+        raise UsageError(
             "a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files"
         )
     if options.adapter:
-        raise _UsageError("peft reads adapters from a safetensors file: -o NAME.safetensors")
+        raise UsageError("peft reads adapters from a safetensors file: -o NAME.safetensors")
     if not options.weights_only and (options.ema or options.strip_prefix):
-        raise _UsageError(
+        raise UsageError(
             "a whole .ckpt file is as the training saved it: --ema and --strip-prefix go with "
             "--weights-only"
         )

@@ -25,6 +25,10 @@ class ConfigurationError(ValueError):
     """Options or model cannot be trained as asked; raised before any training, on every rank."""
 
 
+class UsageError(ConfigurationError):
+    """Arguments that name what there is not or contradict each other, whatever the model is."""
+
+
 class RankError(RuntimeError):
     """At least one rank failed in a step that all ranks take together.
 

@@ -374,6 +374,9 @@ def verification_view(found: Verification, seconds: float) -> list[str]:
     return [printable(line) for line in lines]
 
 
+_UNCOUNTED = "step 0, epoch 0, or in a loop of one's own that counts in its state (--state)"
+
+
 def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
     run = manifest.run
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
@@ -382,7 +385,9 @@ def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     facts = {
         "checkpoint": str(path),
-        "saved at": f"step {run.step:,}, epoch {run.epoch:,}",
+        "saved at": f"step {run.step:,}, epoch {run.epoch:,}"
+        if run.step or run.epoch
+        else _UNCOUNTED,
         "by": f"{ranks}, {run.sharding_strategy}{shards}",
         "versions": versions,
         "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files}",

@@ -227,7 +227,7 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
         value = _BY_NUMBER[number - 1]
     found = sharding_of(value)
     if found is None:
-        near = "".join(f"; did you mean {it}?" for it in _nearest(str(value).upper(), _BY_NUMBER))
+        near = _did_you_mean(_nearest(str(value).upper(), _BY_NUMBER))
         made.lose(key, f"{value!r} is not known: expected one of {', '.join(_BY_NUMBER)}{near}")
     else:
         made.options |= found
@@ -477,6 +477,8 @@ def _stage(made: Translation, key: str, value: Any) -> None:
 def _zero(made: Translation, key: str, value: Any) -> None:
     if value is False:
         made.options["sharding_strategy"] = "no_shard"
+    elif value is not True:
+        _not_understood(made, key, value, "true or false")
 
 
 def _offload_of(part: str) -> Rule:
@@ -486,7 +488,9 @@ def _offload_of(part: str) -> Rule:
             made.lose(key, "disks are not offloaded to: host memory is the last resort")
         if device in (None, False, "none"):
             return
-        if part == "params":
+        if device not in (True, "cpu", "nvme"):
+            _not_understood(made, key, device, "cpu, nvme or none")
+        elif part == "params":
             made.options["cpu_offload"] = True
         else:
             made.options.setdefault("cpu_offload", {"optimizer": True})
@@ -513,11 +517,15 @@ def _hpz(made: Translation, key: str, value: Any) -> None:
         made.options["reshard_after_forward"] = value
         made.note(key, "hpZ is reshard_after_forward: each rank keeps its part of what was "
                        "gathered, and this many neighbours gather for the backward")  # fmt: skip
+    elif not isinstance(value, int):
+        _not_understood(made, key, value, "a number of ranks")
 
 
 def _mics(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, int) and value > 0:
         made.options |= {"sharding_strategy": "hybrid_shard", "shard_size": value}
+    elif not isinstance(value, int):
+        _not_understood(made, key, value, "a number of ranks")
 
 
 def _gather_on_save(made: Translation, key: str, value: Any) -> None:
@@ -561,18 +569,30 @@ _ZERO: dict[str, Rule] = {
 }
 
 
+_AUTO = "'auto' is filled in by transformers; Lightning has to be told"
+
+
+def _not_understood(made: Translation, key: str, value: Any, expected: str) -> None:
+    if value is not None:
+        made.lose(key, f"{value!r} is not understood: expected {expected}")
+
+
 def _zero_optimization(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, bool):
         _zero(made, key, value)
     elif isinstance(value, Mapping):
         _apply(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
     else:
-        made.lose(key, f"expected a mapping or a flag, found {value!r}")
+        _not_understood(made, key, value, "a mapping, true or false")
 
 
 def _mixed(precision: str) -> Rule:
     def rule(made: Translation, key: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value.get("enabled") not in (False, None):
+        if not isinstance(value, Mapping):
+            _not_understood(made, key, value, 'a mapping with "enabled"')
+        elif value.get("enabled") == "auto":
+            made.note(f"{key}.enabled", f"{_AUTO}: Trainer(precision={precision!r}), or nothing")
+        elif value.get("enabled"):
             made.trainer["precision"] = precision
             scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
                        "min_loss_scale"} & value.keys()  # fmt: skip
@@ -584,14 +604,16 @@ def _mixed(precision: str) -> Rule:
 
 def _to_trainer(name: str) -> Rule:
     def rule(made: Translation, key: str, value: Any) -> None:
-        if value not in (None, "auto"):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             made.trainer[name] = value
+        elif value is not None:
+            _not_understood(made, key, value, "a number")
 
     return rule
 
 
 def _in_loader(made: Translation, key: str, value: Any) -> None:
-    if value not in (None, "auto"):
+    if value is not None:
         own = value if key.endswith("train_micro_batch_size_per_gpu") else "..."
         made.note(key, f"the DataLoader says it: DataLoader(batch_size={own}), per rank")
 
@@ -599,6 +621,8 @@ def _in_loader(made: Translation, key: str, value: Any) -> None:
 def _recomputation(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Mapping):
         _apply(made, _ACTIVATIONS, cast("Mapping[str, Any]", value), f"{key}.")
+    else:
+        _not_understood(made, key, value, "a mapping")
 
 
 _IN_CODE = "written in code: configure_optimizers() returns it"
@@ -724,6 +748,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "DDPStrategy": _DDP,
 }
 
+_THEIRS = frozenset(name for rules in RULES.values() for name in rules)
 _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("FSDPStrategy", {}),
@@ -801,7 +826,11 @@ def _apply(
     for key in sorted(arguments, key=_LAST.__contains__):
         rule = rules.get(key)
         if rule is None:
-            made.lose(f"{prefix}{key}", "no counterpart is known")
+            near = _did_you_mean(_nearest(key, rules))
+            made.lose(f"{prefix}{key}", f"no counterpart is known{near}")
+            continue
+        if arguments[key] == "auto" and prefix and rule is not _unneeded:
+            made.note(f"{prefix}{key}", f"{_AUTO}")
             continue
         before = len(made.notes), len(made.unneeded)
         rule(made, key, arguments[key])
@@ -875,10 +904,14 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
     known, lines, foreign = list(known), list[str](), dict[str, str]()
     own = {key: it for key, it in given.items() if key in known}
     for name in names:
-        owner = next((each for each, rules in RULES.items() if name in rules), None)
+        owner = _owner(name)
         if owner is None:
-            lines.append(f"{name}: {not_known(name, known)}")
-            own |= {near: given[name] for near in _nearest(name, known) if near not in given}
+            nearest = _nearest(name, known)
+            theirs = (
+                [] if nearest else [f"{it} (of {_owner(it)})" for it in _nearest(name, _THEIRS)]
+            )
+            lines.append(f"{name}: not known{_did_you_mean([*nearest, *theirs])}")
+            own |= {near: given[name] for near in nearest if near not in given}
         else:
             foreign[name] = owner
     made = Translation()
@@ -901,7 +934,16 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
 
 def not_known(name: str, known: Iterable[str]) -> str:
     """Text about a name that is none of the known ones, with the nearest of them."""
-    return "not known" + "".join(f"; did you mean {near}?" for near in _nearest(name, known))
+    return f"not known{_did_you_mean(_nearest(name, known))}"
+
+
+def _owner(name: str) -> str | None:
+    """The strategy of others that has an argument."""
+    return next((each for each, rules in RULES.items() if name in rules), None)
+
+
+def _did_you_mean(nearest: Iterable[str]) -> str:
+    return "".join(f"; did you mean {near}?" for near in nearest)
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:

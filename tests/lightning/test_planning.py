@@ -422,9 +422,9 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
     assert [planned_precision(name, None) for name in names] == [
         "32-true",
         "bf16-mixed",
-        "bf16-mixed",
+        "16-mixed",
         "bf16-true",
-        "bf16-true",
+        "16-true",
         "32-true",
     ]
     assert planned_precision("32-true", MixedPrecision(param_dtype="bf16")) == "bf16"

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from shardeddp import CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
 from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
 from shardeddp_cli import main
-from support.object_stores import gs_server, s3_server, use_gs, use_s3, use_shelf
+from support.object_stores import Shelf, gs_server, s3_server, use_gs, use_s3, use_shelf
 from support.resuming import fit, losses_and_weights
 from support.tasks import Block, TinyGpt
 from world import Worlds
@@ -92,6 +94,27 @@ def test_a_store_that_cannot_be_saved_to_is_refused_before_training(
     world: Worlds, folder: str, why: str
 ) -> None:
     assert all(why in said for said in world(2).run(refusal, folder))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_store_that_does_not_answer_is_refused_before_callbacks_look_into_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: bool
+) -> None:
+    use_shelf()
+    monkeypatch.setattr(Shelf, "fault", lambda name, path: "before")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    folder = f"shelf://{tmp_path}/run"
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        default_root_dir=None if given else folder,
+        callbacks=[ModelCheckpoint(folder if given else None)],
+        strategy=ShardedDP(),
+    )
+    with pytest.raises(ConfigurationError, match=f"checkpoints cannot be saved to {folder}"):
+        trainer.fit(BoringModel())
 
 
 def test_a_web_server_is_refused_as_a_place_to_save_to() -> None:

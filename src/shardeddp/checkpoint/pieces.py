@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,6 +166,9 @@ class PieceTable:
 # -- Placement: the data files of each tensor
 
 
+_REQUESTS_AT_ONCE = 16
+
+
 class Pieces:
     """Finds pieces in a directory; reads no more of placement and tables than are asked for."""
 
@@ -207,6 +212,11 @@ class Pieces:
         if name not in self._tables:
             self._tables[name] = self.read_table(name)
         return self._tables[name]
+
+    def read_tables(self) -> None:
+        """Read the tables of all data files; in a store several at once, as each takes a while."""
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE, "shardeddp-tables") as threads:
+            deque(threads.map(self.table, self._manifest.data_files), maxlen=0)
 
     def read_table(self, name: str) -> PieceTable:
         """The table of a data file."""

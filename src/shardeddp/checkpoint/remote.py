@@ -10,7 +10,7 @@ import posixpath
 import random
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -48,7 +48,9 @@ _FINAL = (
 WINDOW_NBYTES = 32 * 2**20
 """Read in one request."""
 
-_WINDOWS_AHEAD, _WINDOWS_KEPT = 1, 3
+_WINDOWS_AHEAD = 1
+_KEPT_NBYTES = 7 * WINDOW_NBYTES // 2
+"""Of what was read last: three windows of a large object, and small objects besides."""
 
 PART_NBYTES = 50 * 2**20
 """Uploaded in one request, about half of the memory of an upload; more for objects of which stores
@@ -56,6 +58,7 @@ would need too many."""
 
 _MOST_PARTS = 9_000  # S3 takes 10,000
 _SENT_NBYTES = 16 * 2**20  # handed to the client in one go
+_SENT_AHEAD = 2  # of these that wait for the client, which takes long at the end of each part
 
 ResultT = TypeVar("ResultT")
 
@@ -344,7 +347,7 @@ class Windows:
             for ahead in range(1, _WINDOWS_AHEAD + 1) if onward else ():
                 self._window(path, number + ahead)
             # A window may be asked for by its pieces: the one before it stays for as long.
-            while len(self._found) > _WINDOWS_KEPT:
+            while sum(map(self._nbytes_of, self._found)) > _KEPT_NBYTES:
                 self._found.popitem(last=False)
         try:
             return wanted.result()
@@ -352,6 +355,10 @@ class Windows:
             with self._lock:
                 self._found.pop((str(path), number), None)
             raise
+
+    def _nbytes_of(self, key: tuple[str, int]) -> int:
+        path, number = key
+        return min(WINDOW_NBYTES, self._sizes[path] - number * WINDOW_NBYTES)
 
     def _window(self, path: RemotePath, number: int) -> Future[bytes]:
         key, start = (str(path), number), number * WINDOW_NBYTES
@@ -377,7 +384,7 @@ class Upload:
         self._path, self._file = path, file
         self._collected = io.BytesIO()
         self._thread = ThreadPoolExecutor(1, "shardeddp-upload")
-        self._sent: Future[Any] = _nothing()
+        self._waiting: deque[Future[Any]] = deque()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append some bytes."""
@@ -388,8 +395,8 @@ class Upload:
     def close(self) -> None:
         """End it: the object appears."""
         self._send()
+        self._wait(0)
         with self._errors():
-            self._sent.result()
             self._file.close()
         self._thread.shutdown()
 
@@ -402,10 +409,15 @@ class Upload:
             self._file.closed = True
 
     def _send(self) -> None:
-        with self._errors():
-            self._sent.result()
+        self._wait(_SENT_AHEAD)
         full, self._collected = self._collected, io.BytesIO()
-        self._sent = self._thread.submit(self._file.write, full.getbuffer())
+        self._waiting.append(self._thread.submit(self._file.write, full.getbuffer()))
+
+    def _wait(self, count: int) -> None:
+        """Until no more than so many are on their way."""
+        while len(self._waiting) > count:
+            with self._errors():
+                self._waiting.popleft().result()
 
     @contextlib.contextmanager
     def _errors(self) -> Generator[None]:

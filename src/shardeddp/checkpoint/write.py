@@ -23,7 +23,6 @@ from shardeddp.checkpoint.durable import (
     location,
     make_directories,
     preflight,
-    reading_ahead,
 )
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
@@ -318,8 +317,9 @@ class _Writing:
             self._put(name, content)
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         if num_pieces <= DCP_PIECES:
-            # In a store the placement is read once, and not with a request for each tensor.
-            pieces = Pieces(reading_ahead(self.folder), manifest)
+            at_hand = replace(manifest, inline={PLACEMENT: bytes(placement)})
+            pieces = Pieces(self.folder, at_hand)
+            pieces.read_tables()
             content = to_bytes(dcp_metadata(manifest, pieces))
             self._put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))

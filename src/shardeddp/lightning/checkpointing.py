@@ -11,7 +11,7 @@ import posixpath
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,14 +76,14 @@ class Checkpoints:
             )
 
     def check_stores(self, trainer: Trainer) -> None:
-        """Refuse, before anything is trained, a store in which nothing could be saved.
+        """Refuse a store in which nothing could be saved, before callbacks look into it.
 
         It is a collective of all ranks.
         """
         refusal = ""
         if self._group.is_rank_zero:
             try:
-                for folder in filter(is_remote, checkpoint_folders(trainer)):
+                for folder in filter(is_remote, map(local_path, _folders_to_be(trainer))):
                     require_writable(RemotePath(folder), trainer.world_size)
             except ConfigurationError as error:
                 refusal = str(error)
@@ -358,6 +358,14 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
     callbacks = trainer.checkpoint_callbacks
     folders = (local_path(getattr(callback, "dirpath", None) or "") for callback in callbacks)
     return [folder for folder in folders if folder]
+
+
+def _folders_to_be(trainer: Trainer) -> Iterator[str]:
+    """The same before callbacks are set up, which makes folders of those that have none."""
+    for callback in trainer.checkpoint_callbacks:
+        given = getattr(callback, "dirpath", None)
+        logged = trainer.loggers[0].save_dir if trainer.loggers else None
+        yield str(given or logged or trainer.default_root_dir)
 
 
 def _place_of(path: str) -> str:

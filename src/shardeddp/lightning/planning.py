@@ -32,6 +32,7 @@ from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
+from shardeddp.planner.trace import PRECISIONS
 from shardeddp.wrap import Policy, build_units
 
 ASSUMED_GPU = "H100-80"
@@ -56,7 +57,7 @@ class RunSetting:
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
-    """The planner's name of a precision; half precision counts as bfloat16, double as single.
+    """The planner's name of a precision; double counts as single.
 
     Args:
         precision: Of the Trainer.
@@ -64,9 +65,7 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
     """
     if mixed_precision is not None and mixed_precision.param_dtype is not None:
         return "bf16"
-    return {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(
-        str(precision).removeprefix("bf"), "32-true"
-    )
+    return str(precision) if str(precision) in PRECISIONS else "32-true"
 
 
 def setting_of(

@@ -561,6 +561,8 @@ class ShardedDP(ParallelStrategy):
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
+            if self._fitting:
+                self._checkpoints.check_stores(self.trainer)
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
 
     @property
@@ -656,8 +658,6 @@ class ShardedDP(ParallelStrategy):
             expert_parallel.refuse_trainer(trainer)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
-        if self._fitting:
-            self._checkpoints.check_stores(trainer)
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))

@@ -3,13 +3,14 @@
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import UsageError
 
 GIB = 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPU:
     """One GPU as its data sheet has it; all products are dense, without structured sparsity."""
 
@@ -27,6 +28,7 @@ class GPU:
     """Share of the dense peak that the best matmul of any shape reaches."""
     network_gbits: float = 200.0
     """Gbit/s of a GPU's share of the network that its vendor's reference machine has."""
+    has_bf16: bool = True
 
 
 # Peaks, memory, links: the vendors' data sheets (A100 2021, H100 2023, H200 2024, Blackwell 2024,
@@ -58,19 +60,8 @@ _TABLE = (
     ("MI325X", 1307, 163.4, 256, 6.0, 448, 0.60, 400),
     ("MI355X", 2300, 157.3, 288, 8.0, 538, 0.68, 400),
 )
-GPUS = {
-    name: GPU(
-        name=name,
-        bf16_tflops=bf16,
-        fp32_tflops=fp32,
-        memory_gb=memory,
-        memory_tbs=bandwidth,
-        link_gbs=link,
-        best=best,
-        network_gbits=network,
-    )
-    for name, bf16, fp32, memory, bandwidth, link, best, network in _TABLE
-}
+_WITHOUT_BF16 = ("V100",)
+GPUS = {row[0]: GPU(*row, has_bf16=row[0] not in _WITHOUT_BF16) for row in _TABLE}
 _ALIASES = {"A100": "A100-80", "H100": "H100-80", "A100-SXM": "A100-80", "H100-SXM": "H100-80"}
 
 
@@ -88,7 +79,7 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         **figures: Fields of :class:`GPU` that replace those of the table; None: as they are.
 
     Raises:
-        ConfigurationError: The table does not have it, and figures are missing.
+        UsageError: The table does not have it, and figures are missing.
     """
     given = {key: value for key, value in figures.items() if value is not None}
     key = name_of_gpu(name)
@@ -100,13 +91,13 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
     if missing:
         near = get_close_matches(key, (*GPUS, *_ALIASES), n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigurationError(
+        raise UsageError(
             f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint or '.'} Of another one say "
             f"{', '.join('--' + need.replace('_', '-') for need in missing)} as well (from Python: "
             f"gpu_figures={{{missing[0]!r}: ...}})"
         )
-    defaults = {"best": 0.75, "fp32_tflops": given["bf16_tflops"] / 16}
-    return GPU(name=name, **{**defaults, **given})
+    own: dict[str, Any] = {"best": 0.75, "fp32_tflops": given["bf16_tflops"] / 16, **given}
+    return GPU(name, **own)
 
 
 def gpu_of_device(name: str, memory_nbytes: int) -> str | None:
@@ -138,11 +129,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.per_node < 1:
-            raise ConfigurationError(
+            raise UsageError(
                 f"expected at least one GPU on a node, found {self.count} GPUs at {self.per_node}"
             )
         if self.count > self.per_node and self.count % self.per_node:
-            raise ConfigurationError(
+            raise UsageError(
                 f"{self.count} GPUs at {self.per_node} on a node leave a node that is not full: "
                 f"every node needs the same number of ranks"
             )

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from shardeddp.errors import ConfigurationError
-from shardeddp.plan.hardware import Cluster, find_gpu
+from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
@@ -92,7 +92,7 @@ def make_plan(
     length: int = 2048,
     global_batch: int | None = None,
     strategies: Strategies = tuple(SHARDING_STRATEGIES),
-    precisions: Sequence[str] = ("bf16-mixed",),
+    precisions: Sequence[str] | None = None,
     recomputes: Sequence[str] = tuple(RECOMPUTES),
     offloads: Sequence[str] = ("none",),
     micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
@@ -124,7 +124,8 @@ def make_plan(
         global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
         strategies: Names of sharding strategies, each in all shard sizes that make a difference; or
             names with strategies as they are set.
-        precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``.
+        precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``. None:
+            ``bf16-mixed``, or ``16-mixed`` on a GPU that has no bfloat16.
         recomputes: ``none``, ``selective`` (matmuls and attention are kept), ``full``.
         offloads: ``none``, ``optimizer``, ``params``.
         micro_batches: Samples of a rank's forward.
@@ -133,8 +134,9 @@ def make_plan(
             take the place of those fitted to published runs.
 
     Raises:
-        ConfigurationError: The GPU is not known, the model cannot be built or run without data and
-            values, or an option has no such value.
+        UsageError: The GPU is not known or does not have a precision, or an option has no such
+            value.
+        ConfigurationError: The model cannot be built, or run without data and values.
     """
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
     name = calibration.device.name if calibration.device else gpu or "H100-80"
@@ -158,12 +160,24 @@ def make_plan(
         cluster,
         global_batch=global_batch,
         strategies=strategies,
-        precisions=precisions,
+        precisions=_precisions(precisions, cluster.gpu),
         recomputes=recomputes,
         offloads=offloads,
         micro_batches=micro_batches,
     )
     return Plan(name=source.name, cluster=cluster, plans=plans, calibrated=calibration.lines)
+
+
+def _precisions(wanted: Sequence[str] | None, gpu: GPU) -> Sequence[str]:
+    """Those of a plan, all of which the GPU computes in."""
+    if gpu.has_bf16:
+        return wanted or ["bf16-mixed"]
+    if missing := [name for name in wanted or () if name.startswith("bf16")]:
+        raise UsageError(
+            f"precision {missing[0]!r}: {gpu.name} has no bfloat16; '16-mixed' and '16-true' compute "
+            f"in float16, '32-true' in float32"
+        )
+    return wanted or ["16-mixed"]
 
 
 def _source(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardeddp.engine.unit import costs_of
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import UsageError
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
     GroupCost,
@@ -235,12 +235,12 @@ class Planner:
             ("offloads", offloads, OFFLOADS),
         ):
             for value in set(values) - set(known):
-                raise ConfigurationError(
+                raise UsageError(
                     f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
                 )
         for size in micro_batches:
             if size < 1:
-                raise ConfigurationError(f"micro_batches: {size} is no number of samples")
+                raise UsageError(f"micro_batches: {size} is no number of samples")
         found: list[Planned] = []
         for precision in precisions:
             for strategy, sharding in _shardings(strategies, cluster):
@@ -255,7 +255,7 @@ class Planner:
                     micro_batches,
                 )
         if not found:
-            raise ConfigurationError(
+            raise UsageError(
                 f"global_batch={global_batch}: expected a multiple of a micro-batch of "
                 f"{', '.join(map(str, micro_batches))} samples on each of {cluster.count} ranks"
             )

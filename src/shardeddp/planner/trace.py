@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.report import human_bytes
 from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from shardeddp.wrap import Policy, build_units
@@ -265,8 +265,11 @@ def _like(value: Any) -> Any:
 # -- a module without memory, and its step
 
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "16-true")
 """As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``."""
+
+_IN_BF16 = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+"""Those in float16, which has as many bytes and as fast products, with the same in bfloat16."""
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
@@ -313,12 +316,12 @@ def profile(
         tokens: Of a micro-batch.
 
     Raises:
+        UsageError: The precision is not known.
         ConfigurationError: The module needs values to run, or something that is not there.
     """
     if precision not in PRECISIONS:
-        raise ConfigurationError(
-            f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}"
-        )
+        raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+    precision = _IN_BF16.get(precision, precision)
     mode = FakeTensorMode()
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
     without_memory(module, mode, computes)

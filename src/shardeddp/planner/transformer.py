@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class Dimensions:
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise ConfigurationError(
+            raise UsageError(
                 f"{self.heads} heads do not divide a width of {self.width}: expected a multiple"
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ConfigurationError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+            raise UsageError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
@@ -87,7 +87,7 @@ class Dimensions:
         """The dimensions of ``layers=32,width=4096,heads=32,vocabulary=32000``.
 
         Raises:
-            ConfigurationError: A name or a value is not known, or one is missing.
+            UsageError: A name or a value is not known, or one is missing.
         """
         known = {it.name: it for it in fields(cls)}
         values: dict[str, Any] = {}
@@ -95,14 +95,14 @@ class Dimensions:
             name, _, value = part.partition("=")
             flag = value.lower() in ("true", "false")
             if name not in known or not (flag or value.isdigit()):
-                raise ConfigurationError(
+                raise UsageError(
                     f"--dims: {part!r} is no NAME=NUMBER or NAME=true|false with a NAME of "
                     f"{', '.join(known)}"
                 )
             values[name] = value.lower() == "true" if flag else int(value)
         missing = {"layers", "width", "heads", "vocabulary"} - set(values)
         if missing:
-            raise ConfigurationError(f"--dims: {', '.join(sorted(missing))} missing")
+            raise UsageError(f"--dims: {', '.join(sorted(missing))} missing")
         return cls(**values)
 
 
