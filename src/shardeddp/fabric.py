@@ -36,7 +36,11 @@ from shardeddp.lightning.api import (
     TorchCheckpointIO,
     rank_zero_only,
 )
+from shardeddp.lightning.checkpointing import Checkpoints
+from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import ShardedPrecision
+from shardeddp.lightning.process_group import ProcessGroup, Ranks
+from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
@@ -92,10 +96,9 @@ class ShardedDP(DDPStrategy):
     ) -> None:
         lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         lightning["precision"] = options.pop("precision", None)
-        parts = TrainerStrategy(
+        own = TrainerStrategy(
             sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
-        ).parts
-        own = parts.options
+        ).options
         chosen = AUTO in (own.sharding_strategy, own.shard_size) or own.plan_only
         for option, given, why in (
             (
@@ -120,8 +123,11 @@ class ShardedDP(DDPStrategy):
                 raise ConfigurationError(f"{option} goes with the Trainer: {why}. Leave it out")
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
-        self._parts, self._group = parts, parts.group
-        parts.model_sharding.shards_several = True
+        self._options, self._group = own, ProcessGroup(own)
+        self._checkpoints = Checkpoints(self._group, own)
+        self._restore = Restore(self._group, own.checkpoint_options)
+        self._sharding = ModelSharding(self._group, self._restore, own)
+        self._sharding.shards_several = True
         self._backward_sync_control = cast(Any, self)  # whom Fabric asks to surround micro-batches
 
     @override
@@ -133,9 +139,9 @@ class ShardedDP(DDPStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
         self.cluster_environment.set_world_size(nodes * processes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
-        ranks = (self.cluster_environment, self.root_device, nodes, processes)
-        self._group.connect(*ranks)
-        self._group.begin_run(*ranks, None)
+        ranks = Ranks(self.cluster_environment, self.root_device, nodes, processes)
+        self._group.connect(ranks)
+        self._group.begin_run(ranks, None)
         follow_optimizers(parameters_changed)
 
     @override
@@ -169,7 +175,7 @@ class ShardedDP(DDPStrategy):
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """With ``empty_init=True`` a module is built on the meta device, until it is set up."""
-        return self._parts.model_sharding.building(cast(Any, self.precision), empty_init)
+        return self._sharding.building(cast(Any, self.precision), empty_init)
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
@@ -180,9 +186,8 @@ class ShardedDP(DDPStrategy):
         precision = ShardedPrecision()  # Fabric's own converts, and surrounds forwards
         precision.precision = cast(Any, self.precision.precision)
         precision.autocast = _AUTOCAST.get(str(self.precision.precision))
-        sharding = self._parts.model_sharding
-        runtime = sharding.shard(module, precision, lambda: None, fitting=True)
-        return ShardedForward(module, runtime, sharding.fill_rest)
+        runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)
+        return ShardedForward(module, runtime, self._sharding.fill_rest)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -192,8 +197,8 @@ class ShardedDP(DDPStrategy):
                 f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
-        offloads = self._parts.options.offload.optimizer_alone and self.root_device.type != "cpu"
-        scopes = self._parts.options.optimizer_scope
+        offloads = self._options.offload.optimizer_alone and self.root_device.type != "cpu"
+        scopes = self._options.optimizer_scope
         attach_optimizer(optimizer, parameters_changed, offloads, scopes)
         return optimizer
 
@@ -240,13 +245,13 @@ class ShardedDP(DDPStrategy):
             KEY: {NAMES: names()},
             _FABRIC: {"modules": modules, "optimizers": optimizers, "state": rest},
         }
-        self._parts.checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, names)
+        self._checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, names)
 
     def _write_file(self, target: str, storage_options: Any, full: dict[str, Any]) -> None:
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.save_checkpoint(full, target, storage_options)
             return
-        options = self._parts.options.checkpoint_options
+        options = self._options.checkpoint_options
         with new_checkpoint_file(location(target), nbytes_of(full), options) as opened:
             torch.save(full, opened)
 
@@ -255,7 +260,7 @@ class ShardedDP(DDPStrategy):
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: Any = None
     ) -> dict[str, Any]:
         place = self.broadcast(os.fspath(path))
-        checkpoint = self._parts.restore.read(place, weights_only, self.checkpoint_io)
+        checkpoint = self._restore.read(place, weights_only, self.checkpoint_io)
         if not state:
             return checkpoint
         raw = not isinstance(state, dict)
@@ -276,7 +281,7 @@ class ShardedDP(DDPStrategy):
                 continue
             it, value = _bare(it), entries.pop(key)
             if isinstance(it, nn.Module):
-                load_module(it, value, strict, self._parts.options.checkpoint_options.cast)
+                load_module(it, value, strict, self._options.checkpoint_options.cast)
             elif isinstance(it, Optimizer):
                 read_shards_ahead([value], root)
                 load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])

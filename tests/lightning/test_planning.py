@@ -17,8 +17,8 @@ from shardeddp.lightning import strategy as module
 from shardeddp.lightning.planning import (
     RunSetting,
     by_states,
-    choose,
     choose_shard_size,
+    choose_strategy,
     plan_as_set,
     planned_precision,
     resized,
@@ -340,7 +340,7 @@ def test_on_a_gpu_memory_decides_and_the_reason_says_what_is_not_known(
     monkeypatch: pytest.MonkeyPatch, device: Device, module: Any, name: str, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    chosen = choose(module, candidates(), setting())
+    chosen = choose_strategy(module, candidates(), setting())
     assert chosen.sharding_strategy == name
     assert reason in chosen.reason
     assert len(module.blocks) == 3
@@ -354,7 +354,7 @@ def test_on_a_gpu_with_an_example_the_predicted_time_decides(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     module = TinyGpt() if known else Reads()
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
-    chosen = choose(module, candidates(), setting())
+    chosen = choose_strategy(module, candidates(), setting())
     if known:
         assert "the fastest that fits 8 x A100-80 by the plan" in chosen.reason
     else:
@@ -362,7 +362,7 @@ def test_on_a_gpu_with_an_example_the_predicted_time_decides(
 
 
 def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
-    chosen = choose(TinyGpt(), candidates(), setting("cpu"))
+    chosen = choose_strategy(TinyGpt(), candidates(), setting("cpu"))
     assert chosen.sharding_strategy == "full_shard"
     assert "memory of cpu is not known" in chosen.reason
 

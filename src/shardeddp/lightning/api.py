@@ -123,14 +123,19 @@ def named(path: str, namespace: str = NAMESPACE) -> Any:
 
 def changed_release(problems: Sequence[str]) -> ConfigurationError:
     """Error about a release of Lightning that is not as this one of shardeddp expects."""
-    try:
-        own = "shardeddp " + version("shardeddp")
-    except PackageNotFoundError:  # used from its source
-        own = "shardeddp"
     lightning = import_module(NAMESPACE).__version__
     return ConfigurationError(
-        f"Lightning {lightning} has changed {'; '.join(problems)}. {own} needs lightning {NEEDS}"
+        f"Lightning {lightning} has changed {'; '.join(problems)}. {own_release()} needs lightning "
+        f"{NEEDS}"
     )
+
+
+def own_release() -> str:
+    """Name and version of this package."""
+    try:
+        return "shardeddp " + version("shardeddp")
+    except PackageNotFoundError:  # used from its source
+        return "shardeddp that is not installed"
 
 
 PUBLIC = {
@@ -251,6 +256,10 @@ class SilentCallback(Callback):
     on_test_batch_end: Any = None
     on_predict_batch_start: Any = None
     on_predict_batch_end: Any = None
+
+    def __reduce__(self) -> Any:
+        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        return Callback, ()
 
 
 # -- Parts that a Trainer makes

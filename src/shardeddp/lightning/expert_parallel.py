@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
-from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
@@ -19,7 +16,6 @@ from shardeddp.lightning.api import (
     callbacks_of,
     rank_zero_warn,
 )
-from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.expert_dispatch import is_unsent
 from shardeddp.wrap.tree import first_three
 
@@ -78,18 +74,4 @@ def warn_of_unsent_tokens(module: nn.Module) -> None:
             f"ranks have divided the experts of {first_three(unsent)} among them, and the first step "
             f"has made no TokenDispatch(index, experts) with them: tokens meet the experts of their "
             f"own rank alone, unless the model sends them in another way"
-        )
-
-
-def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
-    """Refuse optimizers whose new value of an element depends on others.
-
-    Raises:
-        ConfigurationError: It is one, or one that is not known.
-    """
-    scope = scope_of(type(optimizer), stated)
-    if scope != "element":
-        raise ConfigurationError(
-            f"expert_parallel_size works with element-wise optimizers (AdamW, SGD and the like), "
-            f"found {type(optimizer).__name__}, whose scope is {scope!r}"
         )

@@ -13,7 +13,6 @@ from typing_extensions import override
 from shardeddp.comm import all_gather_bytes
 from shardeddp.comm.store import PATIENCE_S, StoreBarrier
 from shardeddp.lightning.api import (
-    Callback,
     LightningModule,
     SilentCallback,
     Trainer,
@@ -133,10 +132,6 @@ class _FirstCallback(SilentCallback):
     ) -> None:
         super().__init__()
         self._on_train_start, self._on_exception = on_train_start, on_exception
-
-    def __reduce__(self) -> Any:
-        """In the copy of a Trainer it does nothing: it belongs to a run."""
-        return Callback, ()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

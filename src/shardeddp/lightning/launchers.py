@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 from typing_extensions import override
@@ -35,22 +35,11 @@ from shardeddp.lightning.private import SubprocessScriptLauncher
 # is where that can be done otherwise.
 
 
-class FindsLast(Protocol):
-    """Methods of a strategy that the launcher uses."""
-
-    def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
-        """The checkpoint to go on from.
-
-        Args:
-            candidates: Paths of checkpoints that are called "last".
-            folders: Where callbacks keep checkpoints, in case that none of those can be used.
-        """
-        ...
-
-
 def resolve_last(trainer: Trainer) -> None:
     """Let a Trainer ask its strategy which checkpoint is the last."""
-    private.replace_checkpoint_lookup(trainer, partial(_look_up, trainer), partial(_agree, trainer))
+    # Each rank looks by itself, before there is a process group: what rank 0 has found holds for all.
+    agree = trainer.strategy.broadcast
+    private.replace_checkpoint_lookup(trainer, partial(_look_up, trainer), agree)
 
 
 class ShardedScriptLauncher(SubprocessScriptLauncher):
@@ -94,12 +83,6 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
             raise
 
 
-def _agree(trainer: Trainer, path: Any) -> Any:
-    # Each rank has looked by itself, before there was a process group: what rank 0 has found holds
-    # for all.
-    return trainer.strategy.broadcast(path)
-
-
 def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> Any:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     on_exception = [each for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
@@ -131,7 +114,7 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
         os.path.lexists(path) for path in given
     ):  # a link may lead nowhere yet
         return parse(ckpt_path)
-    strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
+    strategy: Any = trainer.strategy
     found = strategy.find_last(sorted(given), folders)
     return given.get(found, found) if found else None  # as the callback names it: a path or a text
 

@@ -27,9 +27,15 @@ from shardeddp.lightning.api import (
     is_overridden,
     rank_zero_only,
 )
+from shardeddp.lightning.process_group import Ranks
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    SHARDING_STRATEGIES,
+    ShardingStrategy,
+    shard_sizes,
+)
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
 from shardeddp.planner.trace import PRECISIONS
@@ -55,6 +61,23 @@ class RunSetting:
     accumulates: int
     """Micro-batches of an optimizer step."""
 
+    @classmethod
+    def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
+        """What a run has set; the precision is the Trainer's."""
+        recomputes, offload = options.activation_checkpointing, options.offload
+        selective = recomputes is not None and recomputes.save_ops
+        return cls(
+            policy=options.policy,
+            precision=planned_precision(precision, options.mixed_precision),
+            recompute="selective" if selective else "none" if recomputes is None else "full",
+            offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
+            prefetch=options.prefetch.backward,
+            device=ranks.device,
+            num_nodes=ranks.num_nodes,
+            ranks_per_node=ranks.per_node,
+            accumulates=accumulates,
+        )
+
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
     """The planner's name of a precision; double counts as single.
@@ -66,39 +89,6 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
     if mixed_precision is not None and mixed_precision.param_dtype is not None:
         return "bf16"
     return str(precision) if str(precision) in PRECISIONS else "32-true"
-
-
-def setting_of(
-    options: Options,
-    precision: object,
-    *,
-    device: torch.device,
-    num_nodes: int,
-    ranks_per_node: int,
-    accumulates: int,
-) -> RunSetting:
-    """What a run has set, as far as plans depend on it.
-
-    Args:
-        options: Of the strategy.
-        precision: Of the Trainer.
-        device: Of this rank.
-        num_nodes: Number of machines.
-        ranks_per_node: Number of ranks on each.
-        accumulates: Micro-batches of an optimizer step.
-    """
-    recomputes, offload = options.activation_checkpointing, options.offload
-    return RunSetting(
-        policy=options.policy,
-        precision=planned_precision(precision, options.mixed_precision),
-        recompute="none" if recomputes is None else "selective" if recomputes.save_ops else "full",
-        offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
-        prefetch=options.prefetch.backward,
-        device=device,
-        num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
-        accumulates=accumulates,
-    )
 
 
 @contextmanager
@@ -363,6 +353,22 @@ def choose_shard_size(
 
 
 def choose(
+    module: LightningModule | None, options: Options, setting: RunSetting, reach: int
+) -> Chosen:
+    """Choose what ``auto`` stands for: the shard size of ``hybrid_shard``, or the strategy.
+
+    Args:
+        module: What will be trained.
+        options: Of the strategy.
+        setting: What is set.
+        reach: Ranks of a node, or of an NVLink domain of several.
+    """
+    if options.shard_size == AUTO:  # which goes with one strategy
+        return choose_shard_size(module, options.candidates["hybrid_shard"], setting, reach)
+    return choose_strategy(module, options.candidates, setting)
+
+
+def choose_strategy(
     module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: RunSetting
 ) -> Chosen:
     """Choose a sharding strategy for a run by its plan.
@@ -393,7 +399,9 @@ def choose(
     gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
     if gpu is not None and module.example_input_array is not None:
         try:
-            return _fastest(module, candidates, setting, gpu)
+            pairs = tuple(candidates.items())
+            plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
+            return Chosen(sharding_strategy=plan.best.choice.strategy, reason=_reason(plan, gpu))
         except ConfigurationError as error:
             note = f"; its step could not be planned: {str(error)[:80]}"
     else:
@@ -407,17 +415,6 @@ def choose(
             sharding_strategy=first.sharding_strategy,
             reason=f"first of {names}, as the model cannot be planned: {str(error)[:80]}",
         )
-
-
-def _fastest(
-    module: LightningModule,
-    candidates: Mapping[str, ShardingStrategy],
-    setting: RunSetting,
-    gpu: str,
-) -> Chosen:
-    pairs = tuple(candidates.items())
-    plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
-    return Chosen(sharding_strategy=plan.best.choice.strategy, reason=_reason(plan, gpu))
 
 
 def _reason(plan: Plan, gpu: str) -> str:
@@ -473,7 +470,7 @@ def by_states(
 
     Args:
         module: What will be trained.
-        candidates: As for :func:`choose`.
+        candidates: As for :func:`choose_strategy`.
         setting: What is set.
         memory_nbytes: Of the device.
         note: Why no more is known.

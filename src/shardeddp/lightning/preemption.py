@@ -40,7 +40,6 @@ from shardeddp.comm.agreement import AsyncMaximum
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
-    Callback,
     Checkpoint,
     LightningModule,
     ModelCheckpoint,
@@ -218,10 +217,6 @@ class _Boundary(SilentCallback, Checkpoint):
         self.launcher: int | None = None
         self._signals, self._answer, self._seen = signals, answer, seen
         self._agreed = _NOTHING
-
-    def __reduce__(self) -> Any:
-        """In the copy of a Trainer it does nothing: it belongs to a run."""
-        return Callback, ()
 
     @override
     def on_train_batch_end(

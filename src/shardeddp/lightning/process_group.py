@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -41,6 +40,7 @@ from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
     LightningEnvironment,
+    own_release,
     rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
@@ -57,11 +57,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def describe_release(package: Path = _PACKAGE) -> str:
     """Version and installed code; equal where ranks run the same, wherever it is installed."""
-    try:
-        number = version("shardeddp")
-    except PackageNotFoundError:
-        number = "that is not installed"
-    return f"shardeddp {number} (installed code {_digest(package)})"
+    return f"{own_release()} (installed code {_digest(package)})"
 
 
 def _digest(package: Path) -> str:
@@ -101,6 +97,17 @@ def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnviron
 # -- Process group of a run
 
 T = TypeVar("T")
+
+
+class Ranks(NamedTuple):
+    """Ranks of a run, as a strategy and its Trainer have them."""
+
+    environment: ClusterEnvironment
+    """Source of ranks and addresses."""
+    device: torch.device
+    """Of this rank."""
+    num_nodes: int
+    per_node: int
 
 
 class ProcessGroup:
@@ -155,30 +162,18 @@ class ProcessGroup:
 
     # -- Set-up
 
-    def connect(
-        self,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        num_nodes: int,
-        ranks_per_node: int,
-    ) -> None:
+    def connect(self, ranks: Ranks) -> None:
         """Make the process group where there is none; a collective of all ranks.
-
-        Args:
-            environment: Source of ranks and addresses.
-            device: Device of this rank.
-            num_nodes: Number of machines.
-            ranks_per_node: Number of ranks on each.
 
         Raises:
             ConfigurationError: Ranks run different code or options, or one may not open as many
                 files as it has connections.
         """
         _note_functions_of_one_rank()
-        if num_nodes == 1:
+        if ranks.num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
-            self._meet(environment, device, num_nodes, ranks_per_node)
+            self._meet(ranks)
         elif self.options.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
@@ -215,21 +210,11 @@ class ProcessGroup:
             raise ConfigurationError(f"rank 0 could not make the {topic}: {found}")
         return found
 
-    def begin_run(
-        self,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        num_nodes: int,
-        ranks_per_node: int,
-        module: nn.Module | None,
-    ) -> None:
+    def begin_run(self, ranks: Ranks, module: nn.Module | None) -> None:
         """Make the mesh where there is none, and begin a run; a collective of all ranks.
 
         Args:
-            environment: As for :meth:`connect`, which has been called.
-            device: As there.
-            num_nodes: As there.
-            ranks_per_node: As there.
+            ranks: As for :meth:`connect`, which has been called.
             module: Module of the run; one that another Trainer has sharded in the same way brings
                 its communicators along.
 
@@ -239,7 +224,7 @@ class ProcessGroup:
         options, tensor_size = self.options, self.options.tensor_parallel_size
         expert_size = options.expert_parallel_size
         # Of a process group that was made before, or of a strategy that was chosen since.
-        problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
+        problem = self._reserve_connections(ranks)
         if problem:
             raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
         runtime = None if module is None else runtime_of(module)
@@ -255,8 +240,10 @@ class ProcessGroup:
         elif self.current is None:
             saving_s = options.checkpoint_options.timeout
             self.current = Mesh(
-                options.sharding.topology(num_nodes, ranks_per_node, self._order, tensor_size),
-                device,
+                options.sharding.topology(
+                    ranks.num_nodes, ranks.per_node, self._order, tensor_size
+                ),
+                ranks.device,
                 options.timeout,
                 options.sharding.regather_size,
                 saving_timeout=options.timeout if saving_s is None else timedelta(seconds=saving_s),
@@ -269,7 +256,7 @@ class ProcessGroup:
             self.device_mesh = make_expert_mesh(self.current)
         self.current.begin_run()
         self._broken = False
-        if environment.world_size() == 1:
+        if ranks.environment.world_size() == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of
             # one rank out.
             warnings.filterwarnings(
@@ -282,23 +269,16 @@ class ProcessGroup:
         assert self.device_mesh is not None
         return self.device_mesh[EXPERT_PARALLEL]
 
-    def renew(
-        self,
-        options: Options,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        num_nodes: int,
-        ranks_per_node: int,
-    ) -> None:
+    def renew(self, options: Options, ranks: Ranks) -> None:
         """Make the mesh of other options in the middle of a run; a collective of all ranks.
 
-        Groups that both have serve both. Arguments are as for :meth:`begin_run`.
+        Groups that both have serve both.
         """
         former, own = self.mesh, self.options
         former.give_back()
         self.options, self.current = options, None
         try:
-            self.begin_run(environment, device, num_nodes, ranks_per_node, None)
+            self.begin_run(ranks, None)
         except BaseException:
             self.options, self.current = own, former
             raise
@@ -306,39 +286,27 @@ class ProcessGroup:
         self.mesh.measure(former.clock)
         self.mesh.traffic.go_on_from(former.traffic)
 
-    def _reserve_connections(
-        self,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        num_nodes: int,
-        ranks_per_node: int,
-    ) -> str:
+    def _reserve_connections(self, ranks: Ranks) -> str:
         """Let this process open as many files as it needs; why it cannot, or empty."""
         made = torch.distributed.is_initialized()
         backend = torch.distributed.get_backend() if made else self.options.process_group_backend
         if backend == "fake":  # which connects to nobody
             return ""
         sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
-        topology = sharding.topology(num_nodes, ranks_per_node, None, tensor_size)
-        rank = environment.global_rank()
+        topology = sharding.topology(ranks.num_nodes, ranks.per_node, None, tensor_size)
         experts = self.options.expert_parallel_size
         if topology.world_size % experts:
             return (
                 f"has expert_parallel_size={experts}, which does not divide the "
                 f"{topology.world_size} ranks of this run"
             )
+        rank, regather = ranks.environment.global_rank(), sharding.regather_size
         return reserve_open_files(
-            count_connections(topology, rank, device, sharding.regather_size, experts)
+            count_connections(topology, rank, ranks.device, regather, experts)
         )
 
-    def _meet(
-        self,
-        environment: ClusterEnvironment,
-        device: torch.device,
-        num_nodes: int,
-        ranks_per_node: int,
-    ) -> None:
-        options = self.options
+    def _meet(self, ranks: Ranks) -> None:
+        options, environment, device = self.options, ranks.environment, ranks.device
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
             rank=environment.global_rank(),
@@ -346,13 +314,13 @@ class ProcessGroup:
             local_rank=environment.local_rank(),
             host=socket.gethostname(),
             world_size=environment.world_size(),
-            num_nodes=num_nodes,
-            ranks_per_node=ranks_per_node,
+            num_nodes=ranks.num_nodes,
+            ranks_per_node=ranks.per_node,
             # The same on all ranks that may meet.
             run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
             f"tensor_parallel_size={options.tensor_parallel_size}, "
             f"expert_parallel_size={options.expert_parallel_size}, debug={options.debug}",
-            problem=self._reserve_connections(environment, device, num_nodes, ranks_per_node),
+            problem=self._reserve_connections(ranks),
             switches=switches_of(os.environ),
             domain=nvlink_domain(device),
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -64,22 +63,21 @@ from shardeddp.lightning.planning import (
     PlanLauncher,
     RunSetting,
     choose,
-    choose_shard_size,
-    setting_of,
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
-from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
+from shardeddp.lightning.process_group import ProcessGroup, Ranks, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import (
     compare_losses,
+    explain_missing_mesh,
     explain_shapes,
-    refuse_optimizer,
     refuse_uncalled_layers,
     refuse_untried_in,
 )
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
+from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import (
     AUTO,
@@ -99,17 +97,6 @@ _DEFAULTS = CheckpointOptions()
 
 def _differs(value: Any, default: Any) -> bool:
     return value is not default and (type(value) is not type(default) or value != default)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Parts of a strategy that work without a Trainer."""
-
-    group: ProcessGroup
-    model_sharding: ModelSharding
-    checkpoints: Checkpoints
-    restore: Restore
-    options: Options
 
 
 class ShardedDP(ParallelStrategy):
@@ -277,17 +264,6 @@ class ShardedDP(ParallelStrategy):
 
     plan = staticmethod(make_plan)
     """Plans a model that is not training: see :func:`shardeddp.planner.plan.make_plan`."""
-
-    @property
-    def parts(self) -> Parts:
-        """The parts that work without a Trainer."""
-        return Parts(
-            group=self._group,
-            model_sharding=self._model_sharding,
-            checkpoints=self._checkpoints,
-            restore=self._restore,
-            options=self.options,
-        )
 
     @override
     def __repr__(self) -> str:
@@ -554,10 +530,10 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self._group.connect(*self._ranks)
+        self._group.connect(self._ranks)
         if AUTO in (self.options.sharding_strategy, self.options.shard_size):
             self._choose_sharding()
-        self._group.begin_run(*self._ranks, self.lightning_module)
+        self._group.begin_run(self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
@@ -566,32 +542,22 @@ class ShardedDP(ParallelStrategy):
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
 
     @property
-    def _ranks(self) -> tuple[ClusterEnvironment, torch.device, int, int]:
-        return self._environment, self.root_device, self.num_nodes, self.num_processes
+    def _ranks(self) -> Ranks:
+        return Ranks(self._environment, self.root_device, self.num_nodes, self.num_processes)
 
     def setting(self, trainer: Trainer | None) -> RunSetting:
         """What is set, as far as plans depend on it."""
-        return setting_of(
-            self.options,
-            self.precision_plugin.precision,
-            device=self.root_device,
-            num_nodes=self.num_nodes,
-            ranks_per_node=self.num_processes,
-            accumulates=1 if trainer is None else trainer.accumulate_grad_batches,
-        )
+        accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
+        precision = self.precision_plugin.precision
+        return RunSetting.of(self.options, precision, self._ranks, accumulates)
 
     def _choose_sharding(self) -> None:
         """Go on as if what rank 0 chooses for ``auto`` had been set."""
         module, setting = self.lightning_module, self.setting(self.trainer)
         options, reach = self.options, self._group.reach or self.num_processes
-
-        def choice() -> dict[str, Any]:
-            if options.shard_size == AUTO:  # which goes with one strategy
-                sharding = options.candidates["hybrid_shard"]
-                return vars(choose_shard_size(module, sharding, setting, reach))
-            return vars(choose(module, options.candidates, setting))
-
-        found = self._group.on_rank_zero("choice of a sharding strategy", choice)
+        found = self._group.on_rank_zero(
+            "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
+        )
         self.chosen = chosen = Chosen(**found)
         size = chosen.shard_size or options.shard_size
         self._use(replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size))
@@ -614,14 +580,8 @@ class ShardedDP(ParallelStrategy):
             with self._model_sharding.building(self.precision_plugin, empty_init):
                 yield
         except TypeError as error:
-            if "device_mesh" not in (extract_tb(error.__traceback__)[-1].line or ""):
-                raise
-            raise ConfigurationError(
-                "configure_model asks for a device_mesh, and there is none without a tensor axis. "
-                "Take fully_shard(...) out of configure_model: auto_wrap_policy says which modules "
-                "are units. For parallelize_module(...) set ShardedDP(tensor_parallel_size=...), "
-                'which makes self.device_mesh["tensor_parallel"]; else take it out, too'
-            ) from error
+            explain_missing_mesh(error)
+            raise
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -673,11 +633,8 @@ class ShardedDP(ParallelStrategy):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
-        scopes = self.options.optimizer_scope
-        for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
-            refuse_optimizer(optimizer, scopes)
-        for optimizer in self.optimizers if self.options.expert_parallel_size > 1 else ():
-            expert_parallel.refuse_optimizer(optimizer, scopes)
+        for optimizer in self.optimizers:
+            refuse_beside_axes(optimizer, self.options)
         self._attach_optimizers()
 
     def _attach_optimizers(self) -> None:
@@ -722,7 +679,7 @@ class ShardedDP(ParallelStrategy):
             return
         self.wait_for_checkpoint()
         self.mesh.settle()
-        self._group.renew(options, *self._ranks)
+        self._group.renew(options, self._ranks)
         self._use(options)
         module = trainer.lightning_module
         self._runtime = self._model_sharding.shard(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from traceback import extract_tb
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
-from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
@@ -24,7 +24,6 @@ from shardeddp.lightning.api import (
     WeightAveraging,
     callbacks_of,
 )
-from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
@@ -234,16 +233,12 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
             )
 
 
-def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
-    """Refuse optimizers that need more than one parameter at a time.
-
-    Raises:
-        ConfigurationError: It is one, or one that is not known.
-    """
-    scope = scope_of(type(optimizer), stated)
-    if scope not in ("element", "parameter"):
+def explain_missing_mesh(error: TypeError) -> None:
+    """Raise an error with advice, if a ``configure_model`` has asked for a mesh that is not there."""
+    if "device_mesh" in (extract_tb(error.__traceback__)[-1].line or ""):
         raise ConfigurationError(
-            f"tensor_parallel_size works with optimizers whose new value of an element depends on "
-            f"its parameter at most (AdamW, SGD, Muon and the like), found "
-            f"{type(optimizer).__name__}, whose scope is {scope!r}"
-        )
+            "configure_model asks for a device_mesh, and there is none without a tensor axis. "
+            "Take fully_shard(...) out of configure_model: auto_wrap_policy says which modules "
+            "are units. For parallelize_module(...) set ShardedDP(tensor_parallel_size=...), "
+            'which makes self.device_mesh["tensor_parallel"]; else take it out, too'
+        ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import optim
 
-from shardeddp.config import Scope
+from shardeddp.config import Options, Scope
 from shardeddp.errors import ConfigurationError
 
 ELEMENTWISE: set[type[optim.Optimizer]] = {
@@ -68,6 +68,35 @@ def _is_hook_of_torch(kind: type) -> bool:
         and step.__code__.co_filename == inspect.getfile(optim.Optimizer)
         and vars(step).get("__wrapped__") in (inherited, vars(inherited).get("__wrapped__"))
     )
+
+
+def refuse_beside_axes(optimizer: optim.Optimizer, options: Options) -> None:
+    """Refuse an optimizer whose new values depend on elements that other ranks of an axis have.
+
+    Raises:
+        ConfigurationError: It is one, or one that is not known, and layers or experts are split.
+    """
+    scope = scope_of(type(optimizer), options.optimizer_scope)
+    for option, size, allowed, those in (
+        (
+            "tensor_parallel_size",
+            options.tensor_parallel_size,
+            ("element", "parameter"),
+            "optimizers whose new value of an element depends on its parameter at most (AdamW, SGD, "
+            "Muon and the like)",
+        ),
+        (
+            "expert_parallel_size",
+            options.expert_parallel_size,
+            ("element",),
+            "element-wise optimizers (AdamW, SGD and the like)",
+        ),
+    ):
+        if size > 1 and scope not in allowed:
+            raise ConfigurationError(
+                f"{option} works with {those}, found {type(optimizer).__name__}, whose scope is "
+                f"{scope!r}"
+            )
 
 
 # Packages whose optimizers divide parameters or average gradients over ranks by themselves.
