@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
+from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
 from shardeddp.engine.deferred_init import fill_rest, materialize, record_resets
 from shardeddp.engine.recording import Recording
@@ -293,9 +293,7 @@ class ModelSharding:
         )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
             if not parameter.is_meta and parameter.numel():
-                values = parameter.detach().to(mesh.device).contiguous()
-                mesh.tensor.broadcast_(values, 0).wait()
-                parameter.copy_(values)
+                _take_values(parameter, mesh.tensor, mesh.device)
         return layers
 
     @torch.no_grad()
@@ -312,9 +310,7 @@ class ModelSharding:
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
         agree_on_layout(shapes, mesh.world_control)
         for parameter in (it for each in experts for it in each.module.parameters()):
-            values = parameter.detach().to(mesh.device).contiguous()
-            mesh.data.broadcast_(values, 0).wait()
-            parameter.copy_(values)
+            _take_values(parameter, mesh.data, mesh.device)
         return experts
 
     def _plan(
@@ -344,6 +340,13 @@ class ModelSharding:
         if self.options.activation_checkpointing is not None:
             checkpoint_activations(module, self.options.activation_checkpointing)
         return units
+
+
+def _take_values(parameter: nn.Parameter, ranks: Collectives, device: torch.device) -> None:
+    """Give a parameter the values that the first of some ranks has."""
+    values = parameter.detach().to(device).contiguous()
+    ranks.broadcast_(values, 0).wait()
+    parameter.copy_(values)
 
 
 def _compared(precision: Precision) -> object:

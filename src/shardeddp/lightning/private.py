@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.device_dtype_mixin import (
         _DeviceDtypeModuleMixin as DeviceDtypeModuleMixin,
     )
-    from lightning.fabric.utilities.distributed import (
-        _all_gather_ddp_if_available as all_gather_ddp_if_available,
-    )
-    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-    from lightning.pytorch.core.saving import _load_state as load_state
     from lightning.pytorch.loops import _FitLoop as FitLoop
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
@@ -54,15 +49,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
-    from lightning.pytorch.utilities.migration.utils import (
-        _pl_migrate_checkpoint as migrate_checkpoint,
-    )
     from lightning.pytorch.utilities.model_summary import ModelSummary
 else:
     DeviceDtypeModuleMixin = named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
-    all_gather_ddp_if_available = named("fabric.utilities.distributed:_all_gather_ddp_if_available")
-    init_dist_connection = named("fabric.utilities.distributed:_init_dist_connection")
-    load_state = named("pytorch.core.saving:_load_state")
     FitLoop = named("pytorch.loops:_FitLoop")
     PrefetchDataFetcher = named("pytorch.loops.fetchers:_PrefetchDataFetcher")
     ProcessedTracker = named("pytorch.loops.progress:_ProcessedTracker")
@@ -72,8 +61,14 @@ else:
     SubprocessScriptLauncher = named(
         "pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher"
     )
-    migrate_checkpoint = named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
     ModelSummary = named("pytorch.utilities.model_summary:ModelSummary")
+
+all_gather_ddp_if_available: Any = named(
+    "fabric.utilities.distributed:_all_gather_ddp_if_available"
+)
+init_dist_connection: Any = named("fabric.utilities.distributed:_init_dist_connection")
+load_state: Any = named("pytorch.core.saving:_load_state")
+migrate_checkpoint: Any = named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
 
 
 # -- Modules
