@@ -12,6 +12,7 @@ below the one that bfloat16 itself makes: the distance between one process in bf
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -173,10 +174,18 @@ def train_twice(sharding: Sharding) -> tuple[State, State]:
     return train(sharding, case)[0], train(sharding, case)[0]
 
 
+FURTHER: dict[str, dict[str, Any]] = {
+    "split over replicas": {"split": True},
+    "regathered by two": {"regather": 2},
+}
+
+
 def sharding_of(strategy: str, size: int) -> Sharding:
-    name, _, split = strategy.partition(" ")
+    name, _, more = strategy.partition(" ")
     shard_size = HYBRID_SHARD_SIZE[size] if name == "hybrid_shard" else None
-    return Sharding(strategy=name, shard_size=shard_size, units=("blocks.*",), split=bool(split))
+    return Sharding(
+        strategy=name, shard_size=shard_size, units=("blocks.*",), **FURTHER.get(more, {})
+    )
 
 
 def distance(found: State, expected: State) -> float:
@@ -187,9 +196,9 @@ def distance(found: State, expected: State) -> float:
 
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
-WORLDS += [("hybrid_shard split over replicas", 4)]
+WORLDS += [("full_shard regathered by two", 4), ("hybrid_shard split over replicas", 4)]
 PAIRED = [("shard_grad_op", 2), ("shard_optimizer", 2), ("no_shard", 2), ("full_shard", 3)]
-PAIRED += [("hybrid_shard", 4), WORLDS[-1]]
+PAIRED += [("hybrid_shard", 4), *WORLDS[-2:]]
 """Where pairs of options are enough for `make test-slow`."""
 
 
