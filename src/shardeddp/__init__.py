@@ -8,8 +8,7 @@ from shardeddp.errors import (
     LayoutMismatchError,
     RankError,
 )
-from shardeddp.lightning.api import extend_reading
-from shardeddp.lightning.load import load_from_checkpoint, with_directories
+from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
 from shardeddp.lightning.reshard_schedule import ReshardSchedule
 from shardeddp.lightning.step_monitor import StepMonitor
 from shardeddp.lightning.strategy import ShardedDP
@@ -46,4 +45,4 @@ __all__ = [
     "load_from_checkpoint",
 ]
 
-extend_reading(with_directories)
+read_directories_too()

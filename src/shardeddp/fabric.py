@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.durable import location
 from shardeddp.checkpoint.full import new_checkpoint_file, save_full
-from shardeddp.checkpoint.restore import (
-    load_module,
-    load_optimizer,
-    parameter_names,
-    read_shards_ahead,
-)
-from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, VERSION, WEIGHTS
+from shardeddp.checkpoint.loop_state import LoopState
+from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
-from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
@@ -49,7 +41,6 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
-_FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
 
 
 class ShardedForward(nn.Module):
@@ -106,11 +97,7 @@ class ShardedDP(DDPStrategy):
                 own.checkpoint_options.asynchronous,
                 "nobody would wait for the last checkpoint of a loop of one's own",
             ),
-            (
-                "uneven_batches",
-                "uneven_batches" in options,
-                "a loop of one's own ends epochs by itself",
-            ),
+            ("uneven_batches", "uneven_batches" in options, "your own loop ends epochs by itself"),
             (
                 "'auto' or plan_only",
                 chosen,
@@ -220,32 +207,16 @@ class ShardedDP(DDPStrategy):
     def save_checkpoint(
         self, path: str | Path, state: Any, storage_options: Any = None, filter: Any = None
     ) -> None:
-        bare = {key: _bare(it) for key, it in state.items()}
-        plain = {k: it.state_dict() if isinstance(it, Stateful) else it for k, it in bare.items()}
+        loop = LoopState({key: _bare(it) for key, it in state.items()})
         if self._kind == "full":
-            for key, keeps in (filter or {}).items():
-                kept = {name: it for name, it in plain[key].items() if keeps(name, it)}
-                plain[key] = with_versions(kept, versions_of(plain[key]))
             target = self.broadcast(os.fspath(path))
             write = partial(self._write_file, target, storage_options)
-            save_full(plain, target, write, self._group.current)
+            save_full(loop.plain(filter), target, write, self._group.current)
             return
         if filter:
             raise NotImplementedError("fabric.save(filter=...) needs state_dict_type='full'")
-        root, optimizers = _together(bare), _keys(bare, Optimizer)
-        names = partial(parameter_names, root, [bare[key] for key in optimizers])
-        modules = _keys(bare, nn.Module)
-        rest = {key: it for key, it in plain.items() if key not in (*modules, *optimizers)}
-        checkpoint = {
-            **{key: it for key, it in rest.items() if key in ("epoch", "global_step")},
-            VERSION: LIGHTNING_VERSION,
-            WEIGHTS: root.state_dict(),
-            OPTIMIZERS: [plain[key] for key in optimizers],
-            "lr_schedulers": [],
-            KEY: {NAMES: names()},
-            _FABRIC: {"modules": modules, "optimizers": optimizers, "state": rest},
-        }
-        self._checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, names)
+        checkpoint = loop.checkpoint(LIGHTNING_VERSION)
+        self._checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, loop.names)
 
     def _write_file(self, target: str, storage_options: Any, full: dict[str, Any]) -> None:
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
@@ -265,75 +236,15 @@ class ShardedDP(DDPStrategy):
             return checkpoint
         raw = not isinstance(state, dict)
         wanted: dict[str, Any] = {"": state} if raw else state
-        entries = {"": checkpoint.get(WEIGHTS, checkpoint)} if raw else _entries(checkpoint, wanted)
-        if strict and (missing := [key for key in wanted if key not in entries]):
-            raise KeyError(f"{path} has no {missing[0]!r}: found {', '.join(entries)}")
-        load = partial(self._load, checkpoint, wanted, entries, strict)
-        self._group.run_on_all_ranks("loading the checkpoint", load)
-        return {} if raw else entries
-
-    def _load(
-        self, checkpoint: Any, state: dict[str, Any], entries: dict[str, Any], strict: bool
-    ) -> None:
-        root, saved = _together({key: _bare(it) for key, it in state.items()}), _names(checkpoint)
-        for key, it in state.items():
-            if key not in entries:
-                continue
-            it, value = _bare(it), entries.pop(key)
-            if isinstance(it, nn.Module):
-                load_module(it, value, strict, self._options.checkpoint_options.cast)
-            elif isinstance(it, Optimizer):
-                read_shards_ahead([value], root)
-                load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])
-            elif isinstance(it, Stateful):
-                it.load_state_dict(value)
-            else:
-                state[key] = value
+        loop = LoopState({key: _bare(it) for key, it in wanted.items()})
+        found = {"": checkpoint.get(WEIGHTS, checkpoint)} if raw else loop.found_in(checkpoint)
+        if strict and (missing := [key for key in wanted if key not in found]):
+            raise KeyError(f"{path} has no {missing[0]!r}: found {', '.join(found)}")
+        cast = self._options.checkpoint_options.cast
+        load = partial(loop.load, found, checkpoint, strict=strict, cast=cast)
+        wanted.update(self._group.run_on_all_ranks("loading the checkpoint", load))
+        return {} if raw else found
 
 
 def _bare(value: Any) -> Any:
     return value.module if isinstance(value, ShardedForward) else value
-
-
-def _keys(state: Mapping[str, Any], kind: type) -> list[str]:
-    return [key for key, it in state.items() if isinstance(_bare(it), kind)]
-
-
-def _together(state: Mapping[str, Any]) -> nn.Module:
-    """The only module of a state, or one that holds all of them by their keys."""
-    modules = {key: it for key, it in state.items() if isinstance(it, nn.Module)}
-    if len(modules) == 1:
-        return next(iter(modules.values()))
-    for key, other in permutations(modules, 2):
-        if other.startswith(f"{key}."):
-            raise ConfigurationError(
-                f"modules {key!r} and {other!r} would be saved under the same names: call one of "
-                f"them otherwise"
-            )
-    root = nn.Module()
-    root._modules.update(modules)  # under any key, where nn.ModuleDict refuses dots and methods
-    return root
-
-
-def _names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Names of the parameters of each optimizer that Fabric has saved."""
-    keys, names = checkpoint.get(_FABRIC, {}).get("optimizers", ()), checkpoint.get(KEY, {})
-    return dict(zip(keys, names.get(NAMES, ()), strict=False))
-
-
-def _entries(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has for each key of a state; one of the Trainer has no such keys."""
-    if not {WEIGHTS, VERSION} <= checkpoint.keys():
-        return checkpoint
-    rest = {it: value for it, value in checkpoint.items() if it not in (WEIGHTS, OPTIMIZERS, KEY)}
-    own = {"modules": _keys(state, nn.Module), "optimizers": _keys(state, Optimizer), "state": rest}
-    saved = checkpoint.get(_FABRIC, own)
-    weights, several = checkpoint[WEIGHTS], len(saved["modules"]) > 1
-    modules = {key: _below(f"{key}." * several, weights) for key in saved["modules"]}
-    optimizers = zip(saved["optimizers"], checkpoint.get(OPTIMIZERS, ()), strict=False)
-    return {**saved["state"], **modules, **dict(optimizers)}
-
-
-def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: it for name, it in weights.items() if name.startswith(prefix)}
-    return without_prefix(with_versions(own, versions_of(weights)), prefix)

@@ -19,7 +19,7 @@ from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
-from shardeddp.lightning.api import LightningModule
+from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
 from shardeddp.wrap.tree import first_three
@@ -88,9 +88,12 @@ def _warn_of_casts(path: str, saved: Mapping[str, Any], module: torch.nn.Module)
         )
 
 
-def with_directories(read: Any) -> Any:
-    """How Lightning's ``load_from_checkpoint``, also of data modules, reads directories, too."""
+def read_directories_too() -> None:
+    """Let Lightning's ``load_from_checkpoint``, also of data modules, read sharded checkpoints."""
+    extend_reading(_with_directories)
 
+
+def _with_directories(read: Any) -> Any:
     @wraps(read)
     def reading(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         local = local_path(path) if isinstance(path, (str, os.PathLike)) else ""

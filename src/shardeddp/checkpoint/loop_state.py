@@ -1,0 +1,152 @@
+"""State of a loop of one's own: modules, optimizers and values by key, and the checkpoint that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import permutations
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from shardeddp.checkpoint.restore import (
+    load_module,
+    load_optimizer,
+    parameter_names,
+    read_shards_ahead,
+)
+from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, VERSION, WEIGHTS
+from shardeddp.checkpoint.snapshot import ParameterNames
+from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
+from shardeddp.errors import ConfigurationError
+
+_FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
+
+
+class LoopState:
+    """Modules, optimizers and values of a loop, as ``fabric.save`` and ``fabric.load`` take them.
+
+    Args:
+        entries: By key.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+        self._modules = [key for key, it in entries.items() if isinstance(it, nn.Module)]
+        self._optimizers = [key for key, it in entries.items() if isinstance(it, Optimizer)]
+
+    def plain(
+        self, keeps: Mapping[str, Callable[[str, Any], bool]] | None = None
+    ) -> dict[str, Any]:
+        """The same with the states of what has one.
+
+        Args:
+            keeps: By key, which of its state's entries stay, as ``fabric.save(filter=...)`` has it.
+        """
+        plain = {
+            key: it.state_dict() if isinstance(it, Stateful) else it
+            for key, it in self.entries.items()
+        }
+        for key, keep in (keeps or {}).items():
+            kept = {name: it for name, it in plain[key].items() if keep(name, it)}
+            plain[key] = with_versions(kept, versions_of(plain[key]))
+        return plain
+
+    def names(self) -> ParameterNames:
+        """Names of the parameters of each optimizer."""
+        return parameter_names(self._root, [self.entries[key] for key in self._optimizers])
+
+    def checkpoint(self, version: str) -> dict[str, Any]:
+        """A checkpoint of the Trainer's kind.
+
+        Args:
+            version: Of Lightning.
+        """
+        plain = self.plain()
+        rest = {k: it for k, it in plain.items() if k not in (*self._modules, *self._optimizers)}
+        return {
+            **{key: it for key, it in rest.items() if key in ("epoch", "global_step")},
+            VERSION: version,
+            WEIGHTS: self._root.state_dict(),
+            OPTIMIZERS: [plain[key] for key in self._optimizers],
+            "lr_schedulers": [],
+            KEY: {NAMES: self.names()},
+            _FABRIC: {"modules": self._modules, "optimizers": self._optimizers, "state": rest},
+        }
+
+    def found_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint has by key; one of the Trainer has no keys, and gets those of here."""
+        if not {WEIGHTS, VERSION} <= checkpoint.keys():
+            return checkpoint
+        rest = {key: it for key, it in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
+        own = {"modules": self._modules, "optimizers": self._optimizers, "state": rest}
+        saved = checkpoint.get(_FABRIC, own)
+        weights, several = checkpoint[WEIGHTS], len(saved["modules"]) > 1
+        modules = {key: _below(f"{key}." * several, weights) for key in saved["modules"]}
+        optimizers = zip(saved["optimizers"], checkpoint.get(OPTIMIZERS, ()), strict=False)
+        return {**saved["state"], **modules, **dict(optimizers)}
+
+    def load(
+        self,
+        found: dict[str, Any],
+        checkpoint: Mapping[str, Any],
+        *,
+        strict: bool,
+        cast: bool,
+    ) -> dict[str, Any]:
+        """Load what has a state.
+
+        Args:
+            found: By key; what is loaded or returned is taken out of it.
+            checkpoint: Where it was found.
+            strict: Whether modules need all of their entries, and no others.
+            cast: Whether tensors may have other dtypes.
+
+        Returns:
+            The new values of the rest, by key.
+        """
+        values: dict[str, Any] = {}
+        saved = _saved_names(checkpoint)
+        for key, it in self.entries.items():
+            if key not in found:
+                continue
+            value = found.pop(key)
+            if isinstance(it, nn.Module):
+                load_module(it, value, strict, cast)
+            elif isinstance(it, Optimizer):
+                read_shards_ahead([value], self._root)
+                load_optimizer(it, value, saved.get(key), parameter_names(self._root, [it])[0])
+            elif isinstance(it, Stateful):
+                it.load_state_dict(value)
+            else:
+                values[key] = value
+        return values
+
+    @cached_property
+    def _root(self) -> nn.Module:
+        """The only module, or one that holds all of them by their keys."""
+        modules = {key: self.entries[key] for key in self._modules}
+        if len(modules) == 1:
+            return next(iter(modules.values()))
+        for key, other in permutations(modules, 2):
+            if other.startswith(f"{key}."):
+                raise ConfigurationError(
+                    f"modules {key!r} and {other!r} would be saved under the same names: call one "
+                    f"of them otherwise"
+                )
+        root = nn.Module()
+        root._modules.update(modules)  # under any key, where nn.ModuleDict refuses dots and methods
+        return root
+
+
+def _saved_names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Names of the parameters of each optimizer that Fabric has saved."""
+    keys, names = checkpoint.get(_FABRIC, {}).get("optimizers", ()), checkpoint.get(KEY, {})
+    return dict(zip(keys, names.get(NAMES, ()), strict=False))
+
+
+def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: it for name, it in weights.items() if name.startswith(prefix)}
+    return without_prefix(with_versions(own, versions_of(weights)), prefix)
