@@ -170,3 +170,30 @@ def test_lazy_tensors_do_not_share_memory_because_they_have_none() -> None:
         for i in range(6)
     ]
     assert len({memory_of_shards(tensor) for tensor in lazy}) == 6
+
+
+def fail_to_gather(path: str) -> str:
+    model = sharded_model()
+    mesh = model.blocks[0].up.weight.spec.mesh
+    full_tensor, left = ShardTensor.full_tensor, [3]
+
+    def failing(tensor: ShardTensor) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no room for a whole tensor")
+        return full_tensor(tensor)
+
+    with (
+        mock.patch.object(ShardTensor, "full_tensor", failing),
+        pytest.raises(torch.OutOfMemoryError) as caught,
+    ):
+        stream_full(dict(model.state_dict()), Path(path), mesh, (), RUN, CheckpointOptions())
+    return str(caught.value)
+
+
+def test_a_gather_that_fails_is_raised_at_once_as_other_ranks_may_wait_in_it(
+    world: Worlds, tmp_path: Path
+) -> None:
+    answers = world(2).run(fail_to_gather, str(tmp_path / "full.ckpt"))
+    assert answers == ["no room for a whole tensor"] * 2
+    assert not [*tmp_path.iterdir()]

@@ -151,9 +151,18 @@ def stream_full(
 
     file, index, shares, sharded = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
     compare_shares(shares, sharded, mesh)
-    gathered = (
-        it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor)
-    )
+    broken: list[Exception] = []
+
+    def gather() -> Iterator[torch.Tensor]:
+        try:
+            for tensor in file.tensors:
+                if isinstance(tensor, ShardTensor):
+                    yield tensor.full_tensor().detach()
+        except Exception as error:
+            broken.append(error)
+            raise
+
+    gathered = gather()
 
     def read(tensor: torch.Tensor) -> Iterator[memoryview]:
         if isinstance(tensor, ShardTensor):
@@ -161,16 +170,26 @@ def stream_full(
         return chunks(tensor if isinstance(tensor, LazyTensor) else tensor.cpu())
 
     def write() -> None:
-        try:
-            if mesh.rank == 0:
-                nbytes = sum(tensor.nbytes for tensor in file.tensors)
-                with new_checkpoint_file(path, nbytes, options) as opened:
-                    file.write(opened, read, more={INDEX: index})
-        finally:
-            # The other ranks gather everything, even if the file has failed.
-            deque(gathered, maxlen=0)
+        if mesh.rank == 0:
+            nbytes = sum(tensor.nbytes for tensor in file.tensors)
+            with new_checkpoint_file(path, nbytes, options) as opened:
+                file.write(opened, read, more={INDEX: index})
 
-    run_on_all_ranks(f"writing {path}", write, mesh.saving)
+    failures: list[Exception] = []
+    try:
+        write()
+    except Exception as error:  # noqa: BLE001 - all ranks hear of it below
+        failures.append(error)
+    if not broken:
+        deque(gathered, maxlen=0)  # the other ranks gather everything, even if the file has failed
+    if broken:  # they wait in this gather, and not for what this rank has to tell
+        raise broken[0]
+
+    def end() -> None:
+        if failures:
+            raise failures[0]
+
+    run_on_all_ranks(f"writing {path}", end, mesh.saving)
 
 
 @contextmanager
