@@ -1,21 +1,9 @@
-"""Preemption: signals only set a flag.
+"""Preemption: a signal sets a flag; at the end of a batch all ranks agree, save together, and end.
 
-At the end of a batch all ranks agree, save together, and end or are requeued.
-
-SIGTERM ends a run, and so does SIGUSR1 where SLURM does not use it. SLURM's requeue signal
-(SIGUSR1, or what ``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a
-checkpoint from which the next job resumes by itself, and ``scontrol requeue``; then training goes
-on until SLURM ends it, by the SIGTERM that follows. Where SLURM requeues, a SIGTERM before that is
-passed over, as Lightning does. One signal to one rank is enough, more change nothing: who cannot
-wait sends SIGKILL.
-
-The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a
-``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions
-(``save_on_exception=True``, ``OnExceptionCheckpoint``); else as ``last-preempted.ckpt`` beside the
-checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``, also with
-``enable_checkpointing=False``, which the message then says: what a signal ends should not be lost.
-Then every rank ends with
-exit code 143, after callbacks and loggers have heard of a ``SIGTERMException``.
+SIGTERM ends a run with exit code 143, and so does SIGUSR1 where SLURM does not use it. SLURM's
+requeue signal saves and requeues the job instead, and training goes on until the SIGTERM that
+follows (docs/cluster.md). One signal to one rank is enough, more change nothing: who cannot wait
+sends SIGKILL.
 
 A batch whose gradients are still to be accumulated, and the last of an epoch, before validation,
 are not the right moment: a run that is saved there does not resume exactly. The end comes with the
@@ -255,7 +243,12 @@ def _is_complete(trainer: Trainer) -> bool:
 
 
 def _save(trainer: Trainer) -> str:
-    """Save where ``ckpt_path="last"`` looks; all ranks call it."""
+    """Save where ``ckpt_path="last"`` looks; all ranks call it.
+
+    As the ``last`` of a ``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions;
+    else beside the checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``, also
+    with ``enable_checkpointing=False``: what a signal ends should not be lost.
+    """
     keepers = [
         callback
         for callback in trainer.checkpoint_callbacks
