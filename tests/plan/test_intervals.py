@@ -3,12 +3,13 @@
 import doctest
 import itertools
 import math
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardeddp.plan import layout
+from shardeddp.plan import layout, topology
 from shardeddp.plan.layout import Box, Interval, boxes
 
 pytestmark = pytest.mark.timeout(30)
@@ -82,8 +83,9 @@ def test_a_shift_below_zero_is_refused() -> None:
         Interval(2, 5).shift(-3)
 
 
-def test_the_examples_in_the_docstrings_are_true() -> None:
-    outcome = doctest.testmod(layout)
+@pytest.mark.parametrize("module", [layout, topology], ids=lambda it: it.__name__)
+def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
+    outcome = doctest.testmod(module)
     assert outcome.attempted >= 1
     assert outcome.failed == 0
 

@@ -21,16 +21,17 @@ class Topology:
     world_size: int
     shard_size: int
     split_replicas: bool = False
-    """Whether the replicas of a shard split its optimizer states; else each has all of them.
+    """Whether the replicas of a shard split main shard, gradient shard and optimizer states.
 
-    It is the main shard, the gradient shard and the states.
+    Else each replica has all of them.
     """
 
     tensor_size: int = 1
     """Neighbouring ranks in ``order`` that split layers among them (tensor parallelism).
 
-    They train on the same batches. What is said above is of the ranks that stand at one place among
-    their neighbours; there are as many such meshes as places.
+    They train on the same batches. Each place among the neighbours has a mesh of
+    ``replicate_size x shard_size`` ranks of its own; with ``tensor_size=2``, ranks 0, 2, 4, ... are
+    those of place 0.
     """
 
     order: tuple[int, ...] | None = None
@@ -75,6 +76,10 @@ class Topology:
 
         Ranks that have the same experts share them: as many as share the rest of the model, or all
         of them, if these are fewer.
+
+        >>> of_experts = Topology(world_size=8, shard_size=8).over_experts(2)
+        >>> of_experts.tensor_groups(), of_experts.shard_groups()
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
         """
         same = self.world_size // size
         return replace(self, tensor_size=size, shard_size=gcd(self.shard_size, same))
@@ -129,13 +134,24 @@ class Topology:
         return self.data_size if self.split_replicas else self.shard_size
 
     def slice_rank(self, rank: int) -> int:
-        """Number of the slice owned by ``rank``; slices of a shard's replicas lie side by side."""
+        """Number of the slice owned by ``rank``; slices of a shard's replicas lie side by side.
+
+        >>> [Topology(world_size=6, shard_size=2).slice_rank(rank) for rank in range(6)]
+        [0, 1, 0, 1, 0, 1]
+        >>> split = Topology(world_size=6, shard_size=2, split_replicas=True)
+        >>> [split.slice_rank(rank) for rank in range(6)]
+        [0, 3, 1, 4, 2, 5]
+        """
         if not self.split_replicas:
             return self.shard_rank(rank)
         return self.shard_rank(rank) * self.replicate_size + self.replicate_rank(rank)
 
     def owner_groups(self) -> list[list[int]]:
-        """The ranks that own all of the model together, in groups."""
+        """The ranks that own all of the model together, in groups.
+
+        >>> Topology(world_size=6, shard_size=2).owner_groups()
+        [[0, 1], [2, 3], [4, 5]]
+        """
         return self.data_groups() if self.split_replicas else self.shard_groups()
 
     def data_groups(self) -> list[list[int]]:
@@ -147,7 +163,16 @@ class Topology:
         return [list(ranks) for ranks in zip(*self._axes, strict=True)]
 
     def holder_groups(self) -> list[list[int]]:
-        """The ranks that hold all of the model together, each group once."""
+        """The ranks that hold all of the model together, each group once.
+
+        Those that own one place of the tensor axis do not have what the other places split off:
+
+        >>> split = Topology(world_size=8, shard_size=2, tensor_size=2)
+        >>> split.owner_groups()
+        [[0, 2], [4, 6], [1, 3], [5, 7]]
+        >>> split.holder_groups()
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        """
         owners = self.owner_groups()
         count = len(owners) // self.tensor_size
         return [
@@ -160,7 +185,11 @@ class Topology:
         return self._runs_of(self.shard_size)
 
     def subgroups(self, size: int) -> list[list[int]]:
-        """The ranks of every shard group in groups of ``size``, those nearest to each other."""
+        """The ranks of every shard group in groups of ``size``, those nearest to each other.
+
+        >>> Topology(world_size=4, shard_size=4, nearest=(0, 2, 1, 3)).subgroups(2)
+        [[0, 2], [1, 3]]
+        """
         if size < 1 or self.shard_size % size:
             divisors = [
                 number for number in range(2, self.shard_size) if self.shard_size % number == 0
@@ -180,7 +209,11 @@ class Topology:
         ]
 
     def replicate_groups(self) -> list[list[int]]:
-        """The ranks of every replicate group, by shard rank."""
+        """The ranks of every replicate group, by shard rank.
+
+        >>> Topology(world_size=6, shard_size=2).replicate_groups()
+        [[0, 2, 4], [1, 3, 5]]
+        """
         return [
             sorted(ranks[shard :: self.shard_size])
             for ranks in self._axes
