@@ -9,7 +9,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from shardeddp import CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
+from shardeddp import (
+    CheckpointError,
+    CheckpointOptions,
+    ConfigurationError,
+    ShardedDP,
+    load_from_checkpoint,
+)
 from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
@@ -117,6 +123,69 @@ def test_a_store_that_does_not_answer_is_refused_before_callbacks_look_into_it(
         trainer.fit(BoringModel())
 
 
+@pytest.mark.parametrize(
+    ("saves", "options"),
+    [
+        ({}, {"fast_dev_run": True}),
+        ({"save_top_k": 0}, {}),
+        (None, {"enable_checkpointing": False}),
+    ],
+    ids=["fast_dev_run", "nothing kept", "no checkpoints"],
+)
+def test_a_store_in_which_nothing_will_be_saved_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    saves: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> None:
+    use_shelf()
+    callbacks = [] if saves is None else [ModelCheckpoint(f"shelf://{tmp_path}/run", **saves)]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        default_root_dir=f"shelf://{tmp_path}",
+        callbacks=callbacks,
+        strategy=ShardedDP(),
+        **options,
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(Shelf, "fault", lambda name, path: asked.append(name) or "")
+    trainer.fit(BoringModel())
+    assert "put" not in asked
+
+
+def test_looking_for_the_last_checkpoint_of_a_store_that_does_not_answer_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(folder)], strategy=ShardedDP()
+    )
+
+    def failing(path: str, **_: Any) -> None:
+        raise RuntimeError("EndpointConnectionError")
+
+    monkeypatch.setattr(Shelf, "exists", failing)
+    monkeypatch.setattr(Shelf, "info", failing)
+    with pytest.raises(CheckpointError, match=f"looking for checkpoints in {folder} failed"):
+        trainer.fit(BoringModel(), ckpt_path="last")
+
+
+def test_a_checkpoint_of_a_store_that_has_lost_its_manifest_is_named_by_load_from_checkpoint(
+    world: Worlds, tmp_path: Path
+) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    world(2).run(train, folder, "sharded", 1)
+    (tmp_path / "run" / "last.ckpt" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{folder}/last.ckpt"):
+        TinyGpt.load_from_checkpoint(f"{folder}/last.ckpt")
+
+
 def test_a_web_server_is_refused_as_a_place_to_save_to() -> None:
     with pytest.raises(ConfigurationError, match=r"https is for reading\. Save to s3://"):
         require_writable(RemotePath("https://host/run"), 1)
@@ -164,3 +233,19 @@ def test_a_kind_takes_the_place_of_the_other_in_a_server_of_s3(world: Worlds) ->
             found = {it.path: it for it in find_checkpoints(RemotePath(folder)).checkpoints}
             assert found[last].epoch == epochs - 1
             assert last.is_file() == (kind == "full")
+
+
+def test_verifying_a_checkpoint_of_a_store_reads_each_file_once(
+    world: Worlds, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    world(2).run(train, folder, "sharded", 1)
+    read: list[str] = []
+    monkeypatch.setattr(
+        Shelf, "fault", lambda name, path: read.append(Path(path).name) if name == "cat" else ""
+    )
+    assert verify(RemotePath(f"{folder}/last.ckpt")) == []
+    counts = {name: read.count(name) for name in read}
+    assert counts.pop("manifest.json") <= 3
+    assert max(counts.values()) <= 2  # a data file's table is read before its pieces

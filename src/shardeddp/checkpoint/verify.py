@@ -418,8 +418,9 @@ class _Check:
 
     def placement(self) -> list[Damage]:
         """Compare the placement with the tables of all files."""
+        pieces = Pieces(reading_ahead(self._path), self._manifest)  # it is asked for each tensor's
         try:
-            self._pieces.check([self._runs[name] for name in self._manifest.data_files])
+            pieces.check([self._runs[name] for name in self._manifest.data_files])
         except CheckpointError as error:
             expected = "the files that have the elements of each tensor"
             return [Damage(file=PLACEMENT, expected=expected, found=str(error))]

@@ -33,6 +33,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     CheckpointIO,
+    ModelCheckpoint,
     TorchCheckpointIO,
     Trainer,
     rank_zero_info,
@@ -361,8 +362,12 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
 
 
 def _folders_to_be(trainer: Trainer) -> Iterator[str]:
-    """The same before callbacks are set up, which makes folders of those that have none."""
-    for callback in trainer.checkpoint_callbacks:
+    """The same before callbacks are set up, of those that are going to save."""
+    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not (
+            callback.save_top_k or callback.save_last
+        ):
+            continue
         given = getattr(callback, "dirpath", None)
         logged = trainer.loggers[0].save_dir if trainer.loggers else None
         yield str(given or logged or trainer.default_root_dir)

@@ -14,9 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from shardeddp.checkpoint.durable import is_remote, local_path, location
+from shardeddp.checkpoint.durable import local_path, location
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.lightning.api import LightningModule, extend_reading
@@ -105,7 +106,11 @@ def _with_directories(read: Any) -> Any:
 
 
 def _is_directory(path: str) -> bool:
-    return carries_manifest(path) if is_remote(path) else os.path.isdir(path)
+    place = location(path)
+    if not isinstance(place, RemotePath):
+        return os.path.isdir(path)
+    # Where there is no object, the error of a directory says what is missing.
+    return carries_manifest(place) or not (place.protocol in READ_ONLY or place.is_file())
 
 
 def _read_directory(

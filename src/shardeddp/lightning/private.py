@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import CheckpointError, ConfigurationError
 from shardeddp.lightning.api import NAMESPACE, changed_release, named
 from shardeddp.torch_private import changed_parameters
 
@@ -295,10 +295,15 @@ def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
 
     Lightning leaves the protocol of a store out.
     """
-    found = callback._find_last_checkpoints(trainer)
     folder = str(getattr(callback, "dirpath", None) or "")  # Lightning's own tests have mocks
     if not is_remote(folder):
-        return found
+        return callback._find_last_checkpoints(trainer)
+    try:
+        found = callback._find_last_checkpoints(trainer)
+    except Exception as error:  # errors of clients are of any class
+        raise CheckpointError(
+            f"looking for checkpoints in {folder} failed: {type(error).__name__}: {error}"
+        ) from error
     return {str(RemotePath(folder) / os.path.basename(path)) for path in found}
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.checkpoint.schema import KEY
@@ -619,7 +620,8 @@ class ShardedDP(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:
-            clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
+            root = trainer.default_root_dir
+            clear_away([*checkpoint_folders(trainer), *([] if is_remote(root) else [root])])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
         self._model_sharding.set_aside(self._callbacks.before_sharding(trainer, module))
         return module
