@@ -363,7 +363,8 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
 
 def _folders_to_be(trainer: Trainer) -> Iterator[str]:
     """The same before callbacks are set up, of those that are going to save."""
-    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:
+    dry = trainer.fast_dev_run  # type: ignore[attr-defined]
+    for callback in () if dry else trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not (
             callback.save_top_k or callback.save_last
         ):
