@@ -222,39 +222,42 @@ def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:
 # -- the fit: logarithms of constants that stay near what is plausible, robust to odd runs
 
 PRIORS = {
-    # by constant: how far its logarithm may lie from its default (one standard deviation)
-    "matmul": 0.15,
-    "matmul_traffic": 0.5,
-    "attention": 0.3,
-    "moved": 0.4,
-    "moved_backward": 0.25,
-    "root_moved": 0.4,
-    "recompute": 0.1,
-    "micro_batch_ms": 0.5,
-    "kernel_us": 0.5,
-    "launch_us": 0.4,
-    "launch_backward": 0.3,
-    "link": 0.1,
-    "network": 0.2,
-    "network_unstated": 0.4,
-    "latency_us": 0.7,
-    "hop_us": 0.5,
-    "interference": 0.6,
-    "optimizer": 0.4,
-    "step_ms": 0.7,
-    "compiled_moved": 0.3,  # shares of element-wise bytes and of kernels that torch.compile leaves
-    "compiled_launch": 0.3,
+    # by constant: where the fit starts, and how far its logarithm may lie from there (one standard
+    # deviation)
+    "matmul": (1.0, 0.15),
+    "matmul_traffic": (1.0, 0.5),
+    "attention": (0.5, 0.3),
+    "moved": (0.5, 0.4),
+    "moved_backward": (1.5, 0.25),
+    "root_moved": (1.5, 0.4),
+    "recompute": (0.95, 0.1),
+    "micro_batch_ms": (2.0, 0.5),
+    "kernel_us": (3.0, 0.5),
+    "launch_us": (20.0, 0.4),
+    "launch_backward": (2.0, 0.3),
+    "link": (0.76, 0.1),
+    "network": (0.75, 0.2),
+    "network_unstated": (0.75, 0.4),
+    "latency_us": (30.0, 0.7),
+    "hop_us": (7.0, 0.5),
+    "interference": (0.2, 0.6),
+    "optimizer": (1.5, 0.4),
+    "step_ms": (5.0, 0.7),
+    "compiled_moved": (
+        0.5,
+        0.3,
+    ),  # shares of element-wise bytes and of kernels that torch.compile leaves
+    "compiled_launch": (0.5, 0.3),
 }
 COMPILED_KEPT = 0.6
 """Share of saved tensors that torch.compile keeps; the rest it computes again in backward."""
-COMPILED = {"compiled_moved": 0.5, "compiled_launch": 0.5}
 RATE, LAUNCH = 0.08, 0.4
 NOISE = 0.03
 
 
 def predicted(run: Run, constants: Constants) -> float:
     """Seconds; engines differ from the planner's model in their rates, runs in whether they compile."""
-    rates, engine = {**COMPILED, **constants.rates}, run.engine
+    rates, engine = constants.rates, run.engine
     compiles = bool(run.row["run"].get("compile"))
     moved = rates["compiled_moved"] if compiles else 1.0
     kernels = rates["compiled_launch"] if compiles else 1.0
@@ -285,10 +288,10 @@ def with_constants(constants: Constants, values: Mapping[str, float]) -> Constan
     return replace(constants, **own, rates={**constants.rates, **rates})
 
 
-def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
+def fit(runs: Sequence[Run]) -> Constants:
     """Constants for runs, by Gauss-Newton on logarithms with priors and Huber weights."""
-    base = base or Constants()
-    names, spreads = list(PRIORS), list(PRIORS.values())
+    names = list(PRIORS)
+    starts, spreads = map(list, zip(*PRIORS.values(), strict=True))
     for gpu in sorted({run.cluster.gpu.name for run in runs}):
         names += [gpu, f"attention {gpu}"]
         spreads += [RATE, 0.2]
@@ -304,12 +307,12 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
         dtype=torch.double,
     )
     spread = torch.tensor(spreads, dtype=torch.double)
-    starts = [{**vars(base), **COMPILED}.get(name, 1.0) for name in names]
+    starts += [1.0] * (len(names) - len(starts))
     point = torch.zeros(len(names), dtype=torch.double)
 
     def residuals(at: torch.Tensor) -> torch.Tensor:
         values = {n: s * math.exp(v) for n, s, v in zip(names, starts, at.tolist(), strict=True)}
-        constants = with_constants(base, values)
+        constants = with_constants(Constants(), values)
         errors = [math.log(predicted(run, constants) / run.measured) for run in runs]  # type: ignore[operator]
         return torch.tensor(errors, dtype=torch.double)
 
@@ -349,7 +352,7 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
         if done:
             break
     values = {n: s * math.exp(v) for n, s, v in zip(names, starts, point.tolist(), strict=True)}
-    return with_constants(base, values)
+    return with_constants(Constants(), values)
 
 
 # -- reports

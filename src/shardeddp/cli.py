@@ -43,10 +43,8 @@ from shardeddp.errors import CheckpointError, ConfigurationError, UsageError, pr
 from shardeddp.lightning.probe import probe as measure
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report as migration_report
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.calibration import Recorded, calibrate, read, write
 from shardeddp.planner.plan import make_plan
-from shardeddp.planner.search import RECOMPUTES
 from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
 from shardeddp.planner.transformer import Dimensions
 from shardeddp.planner.view import run_page
@@ -233,6 +231,12 @@ def metadata(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Say what fits on some machines, how fast it is, and what to set."""
+    compared = {
+        "strategies": options.strategy,
+        "recomputes": options.recompute,
+        "offloads": options.offload,
+        "micro_batches": options.micro_batch,
+    }
     made = make_plan(
         _source(options),
         gpu=options.gpu,
@@ -245,13 +249,10 @@ def plan(options: argparse.Namespace) -> int:
         },
         length=options.length,
         global_batch=options.global_batch,
-        strategies=options.strategy or tuple(SHARDING_STRATEGIES),
         precisions=options.precision,
-        recomputes=options.recompute or tuple(RECOMPUTES),
-        offloads=options.offload or ("none",),
-        micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
         auto_wrap_policy=options.auto_wrap_policy,
         calibrate=options.calibrate,
+        **{name: given for name, given in compared.items() if given},
     )
     if options.html is not None:
         options.html.write_text(made.html())

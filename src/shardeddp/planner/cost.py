@@ -16,50 +16,52 @@ BACKWARD_ATTENTION = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is not in data sheets; `benchmarks/plan_accuracy.py` fits them to published runs.
+    """What is not in data sheets; the defaults are fitted to published runs.
 
+    `benchmarks/plan_accuracy.py --calibrate` fits them to 221 runs of MPT, Llama and GPT under FSDP1,
+    FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100, without what is theirs alone.
     Every value is positive, so that a fit can move its logarithm.
     """
 
-    matmul: float = 1.0
+    matmul: float = 0.982
     """Rate of large matmuls in shares of the best that was measured on the GPU."""
-    matmul_traffic: float = 1.0
+    matmul_traffic: float = 1.74
     """Cost of a matmul's operands and results in shares of their time at full bandwidth."""
-    attention: float = 0.5
+    attention: float = 0.269
     """Rate of fused attention in shares of the dense peak."""
-    moved: float = 0.5
+    moved: float = 0.674
     """Cost of element-wise bytes in shares of their time at full bandwidth."""
-    moved_backward: float = 1.5
+    moved_backward: float = 1.67
     """Element-wise bytes of a backward per byte of its forward."""
-    root_moved: float = 1.5
+    root_moved: float = 0.923
     """Element-wise bytes of the root (embedding, logits, loss) per byte that was counted."""
-    recompute: float = 0.95
+    recompute: float = 0.805
     """Cost of a recomputation per cost of the forward."""
-    kernel_us: float = 3.0
+    kernel_us: float = 4.29
     """Time that each kernel takes on the device whatever its size."""
-    launch_us: float = 20.0
+    launch_us: float = 24.6
     """Host time of each kernel of a forward."""
-    launch_backward: float = 2.0
+    launch_backward: float = 1.73
     """Host time of a backward's kernels per that of its forward's, which are fewer."""
-    link: float = 0.76
+    link: float = 0.727
     """Share of the node's link that collectives reach."""
-    network: float = 0.75
+    network: float = 0.707
     """The same for the network between nodes."""
-    network_unstated: float = 0.75
+    network_unstated: float = 0.591
     """Share of the reference machine's network that there is where nobody says."""
-    latency_us: float = 30.0
+    latency_us: float = 25.4
     """Of a collective, whatever its ranks."""
-    hop_us: float = 7.0
+    hop_us: float = 6.55
     """Of each step from one rank of a ring to the next."""
-    interference: float = 0.2
+    interference: float = 0.371
     """Slowdown of computing by the communication that it hides."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
     """The same by kind of collective, of those that were measured."""
-    optimizer: float = 1.5
+    optimizer: float = 1.23
     """Passes of an optimizer over its states in shares of their time at full bandwidth."""
-    micro_batch_ms: float = 2.0
+    micro_batch_ms: float = 12.6
     """Host time of each micro-batch beside its kernels'."""
-    step_ms: float = 5.0
+    step_ms: float = 2.05
     """Of an optimizer step, whatever its size."""
     collective_us: float = 1e-3
     """Host time of each collective beside its transfer: hooks, hand-over to a stream, swapping of
@@ -70,28 +72,7 @@ class Constants:
     shares of that of gathers."""
 
 
-# `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
-# FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100; without what is theirs alone.
 FITTED = Constants(
-    matmul=0.982,
-    matmul_traffic=1.74,
-    attention=0.269,
-    moved=0.674,
-    moved_backward=1.67,
-    root_moved=0.923,
-    recompute=0.805,
-    kernel_us=4.29,
-    launch_us=24.6,
-    launch_backward=1.73,
-    link=0.727,
-    network=0.707,
-    network_unstated=0.591,
-    latency_us=25.4,
-    hop_us=6.55,
-    interference=0.371,
-    optimizer=1.23,
-    micro_batch_ms=12.6,
-    step_ms=2.05,
     rates={
         "A100-40": 1.08,
         "A100-80": 1.13,

@@ -150,14 +150,11 @@ def make_plan(
     )
     source = _source(model, arguments or {}, inputs, batch, length)
     planner = Planner(
-        build=source.build,
-        step=source.step,
+        source=source,
         length=length,
         policy=resolve_policy(auto_wrap_policy),
         calibration=calibration,
-    )
-    plans = planner.plans(
-        cluster,
+        cluster=cluster,
         global_batch=global_batch,
         strategies=strategies,
         precisions=_precisions(precisions, cluster.gpu),
@@ -165,7 +162,9 @@ def make_plan(
         offloads=offloads,
         micro_batches=micro_batches,
     )
-    return Plan(name=source.name, cluster=cluster, plans=plans, calibrated=calibration.lines)
+    return Plan(
+        name=source.name, cluster=cluster, plans=planner.plans(), calibrated=calibration.lines
+    )
 
 
 def _precisions(wanted: Sequence[str] | None, gpu: GPU) -> Sequence[str]:

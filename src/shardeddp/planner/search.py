@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import UsageError
@@ -21,7 +20,6 @@ from shardeddp.plan.memory import (
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import (
-    SHARDING_STRATEGIES,
     Reshard,
     ShardingStrategy,
     choose_sharding,
@@ -30,6 +28,7 @@ from shardeddp.plan.sharding_strategy import (
 from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import Step, StepSetting
+from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 
@@ -42,6 +41,10 @@ SLACK = 0.08
 HOST_GBS = 20.0
 """Of optimizer states that a rank's share of its host steps through."""
 PCIE_GBS = 20.0
+PREFETCH = 1
+"""Units that are gathered ahead."""
+OPTIMIZER_STATES = 2
+"""Per element of a trainable parameter: Adam's."""
 
 RECOMPUTES = {
     "none": (0.0, 0.0, 0.0),
@@ -161,103 +164,74 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Planner:
-    """Plans one model on some machines.
+    """Plans one model on some machines; what is not said here is as in :func:`make_plan`.
 
     Args:
-        build: Makes the module, on the meta device.
-        step: Computes the loss of a micro-batch of so many samples.
+        source: How the model is built, and how a step of it is run.
         length: Tokens of a sample.
         policy: Which modules are units.
-        optimizer_states: Per element of a trainable parameter; 2 for Adam.
-        prefetch: Units that are gathered ahead.
         calibration: What was measured on the machines.
+        cluster: The machines.
     """
 
-    build: Callable[[], nn.Module]
-    step: Callable[[nn.Module, int], Any]
+    source: Source
     length: int
     policy: Policy
-    optimizer_states: int = 2
-    prefetch: int = 1
-    calibration: Calibration = field(default_factory=Calibration)
-    _extrapolated: dict[tuple[str, int], ModelProfile] = field(
-        default_factory=dict[tuple[str, int], ModelProfile]
-    )
+    calibration: Calibration
+    cluster: Cluster
+    global_batch: int | None
+    strategies: Strategies
+    precisions: Sequence[str]
+    recomputes: Sequence[str]
+    offloads: Sequence[str]
+    micro_batches: Sequence[int]
     _profiles: dict[tuple[str, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int], ModelProfile]
     )
 
     def profile(self, precision: str, micro_batch: int) -> ModelProfile:
         """Work of a micro-batch; from two that were traced, as all of it is affine in samples."""
-        for samples in (1, 2):
-            if (precision, samples) not in self._profiles:
-                with torch.device("meta"):
-                    module = self.build()
-                self._profiles[precision, samples] = profile(
-                    module,
-                    self.step,
-                    policy=self.policy,
-                    precision=precision,
-                    micro_batch=samples,
-                    tokens=samples * self.length,
-                )
         key = precision, micro_batch
-        if key not in self._extrapolated:
-            one, two = (self._profiles[precision, samples] for samples in (1, 2))
-            self._extrapolated[key] = one.extrapolate(two, micro_batch)
-        return self._extrapolated[key]
+        if key not in self._profiles and micro_batch > 2:
+            one, two = (self.profile(precision, samples) for samples in (1, 2))
+            self._profiles[key] = one.extrapolate(two, micro_batch)
+        elif key not in self._profiles:
+            with torch.device("meta"):
+                module = self.source.build()
+            self._profiles[key] = profile(
+                module,
+                self.source.step,
+                policy=self.policy,
+                precision=precision,
+                micro_batch=micro_batch,
+                tokens=micro_batch * self.length,
+            )
+        return self._profiles[key]
 
-    def plans(
-        self,
-        cluster: Cluster,
-        *,
-        global_batch: int | None = None,
-        strategies: Strategies = tuple(SHARDING_STRATEGIES),
-        precisions: Sequence[str] = ("bf16-mixed",),
-        recomputes: Sequence[str] = tuple(RECOMPUTES),
-        offloads: Sequence[str] = ("none",),
-        micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
-    ) -> list[Planned]:
-        """Every combination, the best first: those that fit by tokens per second, then the others.
-
-        Args:
-            cluster: The machines.
-            global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
-            strategies: Names of sharding strategies, each in all shard sizes that make a
-                difference; or names with strategies as they are set.
-            precisions: As the Trainer's.
-            recomputes: Names in ``RECOMPUTES``.
-            offloads: ``none``, ``optimizer`` or ``params``.
-            micro_batches: Samples of a rank's forward.
-        """
+    def plans(self) -> list[Planned]:
+        """Every combination, the best first: those that fit by tokens per second, then the others."""
         for option, values, known in (
-            ("recomputes", recomputes, tuple(RECOMPUTES)),
-            ("offloads", offloads, OFFLOADS),
+            ("recomputes", self.recomputes, tuple(RECOMPUTES)),
+            ("offloads", self.offloads, OFFLOADS),
         ):
             for value in set(values) - set(known):
                 raise UsageError(
                     f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
                 )
-        for size in micro_batches:
+        for size in self.micro_batches:
             if size < 1:
                 raise UsageError(f"micro_batches: {size} is no number of samples")
-        found: list[Planned] = []
-        for precision in precisions:
-            for strategy, sharding in _shardings(strategies, cluster):
-                found += self._plans_of(
-                    cluster,
-                    strategy,
-                    sharding,
-                    precision,
-                    global_batch,
-                    recomputes,
-                    offloads,
-                    micro_batches,
-                )
+        found = [
+            each
+            for precision in self.precisions
+            for strategy, sharding in _shardings(self.strategies, self.cluster)
+            for each in self._plans_of(strategy, sharding, precision)
+        ]
         if not found:
             raise UsageError(
-                f"global_batch={global_batch}: expected a multiple of a micro-batch of "
-                f"{', '.join(map(str, micro_batches))} samples on each of {cluster.count} ranks"
+                f"global_batch={self.global_batch}: expected a multiple of a micro-batch of "
+                f"{', '.join(map(str, self.micro_batches))} samples on each of "
+                f"{self.cluster.count} ranks"
             )
         return sorted(
             found,
@@ -265,25 +239,18 @@ class Planner:
         )
 
     def _plans_of(
-        self,
-        cluster: Cluster,
-        strategy: str,
-        sharding: ShardingStrategy,
-        precision: str,
-        global_batch: int | None,
-        recomputes: Sequence[str],
-        offloads: Sequence[str],
-        micro_batches: Sequence[int],
+        self, strategy: str, sharding: ShardingStrategy, precision: str
     ) -> Iterator[Planned]:
+        cluster = self.cluster
         topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
         units = [costs_of(it, topology) for it in self.profile(precision, 1).units]
         trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
         moments: dict[bool, list[tuple[int, int]]] = {}
         resting: dict[tuple[str, bool], MemoryPlan] = {}
-        for micro_batch in micro_batches:
+        for micro_batch in self.micro_batches:
             count, rest = divmod(
-                global_batch or micro_batch * cluster.count, micro_batch * cluster.count
+                self.global_batch or micro_batch * cluster.count, micro_batch * cluster.count
             )
             if rest or not count:
                 continue
@@ -291,11 +258,11 @@ class Planner:
                 collectives[count] = combined(collectives_of_step(units, sharding, topology, count))
             if (count > 1) not in moments:
                 moments[count > 1] = backward_moments(
-                    units, sharding, prefetch=self.prefetch, staged=False, accumulates=count > 1
+                    units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
                 )
             work = self.profile(precision, micro_batch)
-            for recompute in recomputes:
-                for offload in offloads:
+            for recompute in self.recomputes:
+                for offload in self.offloads:
                     choice = Choice(
                         strategy=strategy,
                         shard_size=topology.shard_size,
@@ -309,8 +276,8 @@ class Planner:
                         resting[offload, count > 1] = plan_memory(
                             units,
                             replace(sharding, offload_params=offload == "params"),
-                            prefetch=self.prefetch,
-                            states_per_element=self.optimizer_states,
+                            prefetch=PREFETCH,
+                            states_per_element=OPTIMIZER_STATES,
                             staged=False,
                             accumulates=count > 1,
                             offload_optimizer=offload == "optimizer",
@@ -322,58 +289,47 @@ class Planner:
                         at_loss(units, sharding, accumulates=count > 1),
                         moments[count > 1],
                     )
-                    yield _timed(
-                        choice,
-                        memory,
-                        work,
-                        collectives[count],
-                        (2 * self.optimizer_states + 3) * trained,
-                        2 * trained,
-                        cluster,
-                        self.calibration,
-                    )
+                    yield self._timed(choice, memory, work, collectives[count], trained)
 
-
-def _timed(
-    choice: Choice,
-    memory: Memory,
-    work: ModelProfile,
-    collectives: Sequence[Collective],
-    optimizer_nbytes: int,
-    crossing_nbytes: int,
-    cluster: Cluster,
-    calibration: Calibration,
-) -> Planned:
-    """The figures of one choice; where the host steps, gradients and parameters cross to it."""
-    on_host = choice.offload != "none"
-    task = Task(
-        work=work.total,
-        inner=work.inner,
-        collectives=collectives,
-        setting=StepSetting(
-            micro_batches=choice.micro_batches,
-            recomputes=RECOMPUTES[choice.recompute],
-            fp32=choice.precision == "32-true",
-            optimizer_nbytes=optimizer_nbytes + on_host * crossing_nbytes * HOST_GBS / PCIE_GBS,
-            host_gbs=HOST_GBS if on_host else None,
-        ),
-    )
-    step = task.time(cluster, calibration.constants)
-    total = work.total
-    flops = 3 * (total.matmul_flops + total.attention_flops) * choice.micro_batches
-    gpu = cluster.gpu
-    peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
-    return Planned(
-        choice=choice,
-        memory=memory,
-        step=step,
-        interval=calibration.interval(step),
-        task=task,
-        tokens=work.tokens * choice.micro_batches * cluster.count,
-        model_flops=flops,
-        peak_flops=peak,
-        fits=memory.peak * (1 + MEMORY_INTERVAL) <= gpu.memory_gb * 1e9,
-    )
+    def _timed(
+        self,
+        choice: Choice,
+        memory: Memory,
+        work: ModelProfile,
+        collectives: Sequence[Collective],
+        trained_nbytes: int,
+    ) -> Planned:
+        """The figures of one choice; where the host steps, gradients and parameters cross to it."""
+        on_host = choice.offload != "none"
+        task = Task(
+            work=work.total,
+            inner=work.inner,
+            collectives=collectives,
+            setting=StepSetting(
+                micro_batches=choice.micro_batches,
+                recomputes=RECOMPUTES[choice.recompute],
+                fp32=choice.precision == "32-true",
+                optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
+                + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
+                host_gbs=HOST_GBS if on_host else None,
+            ),
+        )
+        step = task.time(self.cluster, self.calibration.constants)
+        total = work.total
+        flops = 3 * (total.matmul_flops + total.attention_flops) * choice.micro_batches
+        gpu = self.cluster.gpu
+        peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
+        return Planned(
+            choice=choice,
+            memory=memory,
+            step=step,
+            interval=self.calibration.interval(step),
+            task=task,
+            tokens=work.tokens * choice.micro_batches * self.cluster.count,
+            model_flops=flops,
+            peak_flops=peak,
+            fits=memory.peak * (1 + MEMORY_INTERVAL) <= gpu.memory_gb * 1e9,
+        )
 
 
 def at_loss(

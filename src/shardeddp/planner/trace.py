@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -63,7 +63,6 @@ class ModelProfile:
     """By unit."""
     head: Work
     """What the root computes after the last inner unit: logits and loss; contained in its work."""
-    micro_batch: int
     tokens: int
     """Of a micro-batch; samples where inputs are no sequences."""
 
@@ -93,7 +92,6 @@ class ModelProfile:
             units=self.units,
             work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
             head=at(self.head, two.head),
-            micro_batch=micro_batch,
             tokens=self.tokens * micro_batch,
         )
 
@@ -326,11 +324,7 @@ def profile(
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
     without_memory(module, mode, computes)
     units = [
-        UnitSpec(
-            name=unit.name,
-            module=unit.module,
-            parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters),
-        )
+        replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
         for unit in build_units(module, policy)
     ]
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
@@ -363,9 +357,7 @@ def profile(
             f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
             f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
         ) from error
-    return ModelProfile(
-        units=units, work=recorder.work, head=recorder.head, micro_batch=micro_batch, tokens=tokens
-    )
+    return ModelProfile(units=units, work=recorder.work, head=recorder.head, tokens=tokens)
 
 
 def _of_states(units: Sequence[UnitSpec]) -> str:
@@ -385,12 +377,8 @@ def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
     The main shard's dtype is that of the parameter, which ``bf16`` has in float32 and computes with
     in bfloat16.
     """
-    return ParameterSpec(
-        fqn=spec.fqn,
-        parameter=_main(spec, precision),
-        owners=spec.owners,
-        shares_memory_with=spec.shares_memory_with,
-        compute_in=_compute_dtype(spec, precision),
+    return replace(
+        spec, parameter=_main(spec, precision), compute_in=_compute_dtype(spec, precision)
     )
 
 
