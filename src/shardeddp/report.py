@@ -7,7 +7,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 
 import torch
@@ -97,7 +97,7 @@ def terminal_width(least: int = 1) -> int:
 SMALL_MODEL_NUMEL = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnitRow:
     """The figures of one unit.
 
@@ -208,26 +208,13 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 def _figures(row: UnitRow) -> tuple[int, ...]:
     """Properties in which units of one row are equal."""
-    return (
-        row.num_parameters,
-        row.numel,
-        row.trainable_numel,
-        row.nbytes_per_rank,
-        row.padding_numel,
-    )
+    return astuple(row)[1:]
 
 
 def _total(rows: Iterable[UnitRow]) -> UnitRow:
     """The sum of all units."""
     sums = [sum(column) for column in zip(*map(_figures, rows), strict=True)] or [0] * 5
-    return UnitRow(
-        name="total",
-        num_parameters=sums[0],
-        numel=sums[1],
-        trainable_numel=sums[2],
-        nbytes_per_rank=sums[3],
-        padding_numel=sums[4],
-    )
+    return UnitRow("total", *sums)
 
 
 def _cells(row: UnitRow, any_frozen: bool) -> dict[str, str]:

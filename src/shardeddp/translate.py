@@ -139,6 +139,7 @@ def _dtype(value: Any) -> Any:
     return text.removeprefix("torch.") if text.startswith("torch.") else value
 
 
+_BY_STAGE = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"sharding_strategy": "full_shard"},
     "SHARD_GRAD_OP": {"sharding_strategy": "shard_grad_op"},
@@ -152,14 +153,12 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     "DDP": {"sharding_strategy": "no_shard"},
     **{
         f"{prefix}{stage}": {"sharding_strategy": name}
-        for stage, name in enumerate(("no_shard", "shard_optimizer", "shard_grad_op", "full_shard"))
+        for stage, name in enumerate(_BY_STAGE)
         for prefix in ("ZERO", "ZERO_", "ZERO-", "STAGE", "STAGE_")
     },
 }
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Of Accelerate, from 1."""
-
-_BY_STAGE = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 
 
 def sharding_of(value: Any) -> dict[str, Any] | None:
@@ -481,11 +480,14 @@ def _zero(made: Translation, key: str, value: Any) -> None:
         _not_understood(made, key, value, "true or false")
 
 
+_NO_DISKS = "disks are not offloaded to: host memory is the last resort"
+
+
 def _offload_of(part: str) -> Rule:
     def rule(made: Translation, key: str, value: Any) -> None:
         device = value.get("device", "none") if isinstance(value, Mapping) else value
         if device == "nvme":
-            made.lose(key, "disks are not offloaded to: host memory is the last resort")
+            made.lose(key, _NO_DISKS)
         if device in (None, False, "none"):
             return
         if device not in (True, "cpu", "nvme"):
@@ -500,7 +502,7 @@ def _offload_of(part: str) -> Rule:
 
 def _device_of_offload(made: Translation, key: str, value: Any) -> None:
     if value == "nvme":
-        made.lose(key, "disks are not offloaded to: host memory is the last resort")
+        made.lose(key, _NO_DISKS)
     else:
         made.unneeded.append(key)
 
@@ -678,7 +680,7 @@ _CONFIG: dict[str, Rule] = {
     "optimizer": _optimizer,
     "scheduler": _lost(_IN_CODE),
     "activation_checkpointing": _recomputation,
-    "aio": _lost("disks are not offloaded to: host memory is the last resort"),
+    "aio": _lost(_NO_DISKS),
 }
 
 
@@ -830,15 +832,15 @@ def _apply(
             made.lose(f"{prefix}{key}", f"no counterpart is known{near}")
             continue
         if arguments[key] == "auto" and prefix and rule is not _unneeded:
-            made.note(f"{prefix}{key}", f"{_AUTO}")
+            made.note(f"{prefix}{key}", _AUTO)
             continue
-        before = len(made.notes), len(made.unneeded)
+        before = len(made.notes)
         rule(made, key, arguments[key])
-        made.notes[before[0] :] = [
+        made.notes[before:] = [
             dataclasses.replace(note, key=f"{prefix}{note.key}")
             if not note.key.startswith(prefix)
             else note
-            for note in made.notes[before[0] :]
+            for note in made.notes[before:]
         ]
 
 
