@@ -9,15 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
-from shardeddp.checkpoint.contents import Contents, read_contents, read_file_contents
+from shardeddp.checkpoint.contents import Contents
 from shardeddp.checkpoint.durable import Location, exists, is_directory, location
-from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
+from shardeddp.checkpoint.export import Selection, open_contents, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import (
     carries_manifest,
     checkpoints_in,
@@ -27,7 +26,7 @@ from shardeddp.checkpoint.find import (
 from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.plain_file import carries_index
-from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.read import LazyTensor, Progress
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import KEY, OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.state_codec import tensors_in
@@ -36,6 +35,7 @@ from shardeddp.checkpoint.verify import (
     Verification,
     as_json,
     examine,
+    is_like,
     module_rows,
     tensor_rows,
 )
@@ -144,8 +144,6 @@ def _inspect_file(path: Location, options: argparse.Namespace) -> int:
     if options.json:
         raise UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
     named = _named_tensors(_contents(path, options)).items()
-    wanted = options.tensors or ""
-    wanted = wanted if any(sign in wanted for sign in "*?[") else f"*{wanted}*"
     rows = [
         Row(
             name=name,
@@ -157,7 +155,7 @@ def _inspect_file(path: Location, options: argparse.Namespace) -> int:
             num_parts=1,
         )
         for name, tensor in named
-        if fnmatchcase(name, wanted)
+        if is_like(options.tensors or "*", name)
     ]
     if not rows:
         raise CheckpointError(f"{path}: no tensor has a name like {options.tensors or '*'!r}")
@@ -313,7 +311,7 @@ _SHOWN = 20
 def diff(options: argparse.Namespace) -> int:
     """Compare the tensors of two checkpoints, one after the other."""
     first, second = (
-        _named_tensors(_contents(location(path), options), options.weights_only)
+        _named_tensors(_contents(location(path), options))
         for path in (options.first, options.second)
     )
     found = [(name, f"only in {options.first}") for name in first if name not in second]
@@ -340,22 +338,14 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def _contents(path: Location, options: argparse.Namespace) -> Contents:
-    path = _require_checkpoint(path, foreign=False)
     keys = (WEIGHTS,) if vars(options).get("weights_only") else None
-    if isinstance(path, RemotePath):
-        if not carries_manifest(path):
-            raise CheckpointError(f"{path} is one file: copy it here, to read what is in it")
-    elif path.is_file():
-        return read_file_contents(path, options.trust_pickle)
-    return read_contents(path, keys, trust_pickle=options.trust_pickle)
+    selection = Selection(trust_pickle=options.trust_pickle)
+    return open_contents(_require_checkpoint(path, foreign=False), selection, keys)
 
 
-def _named_tensors(contents: Contents, weights_only: bool = False) -> dict[str, torch.Tensor]:
-    return {
-        ".".join(map(str, keys)): tensor
-        for tensor, keys in tensors_in(contents.checkpoint)
-        if not weights_only or keys[:1] == (WEIGHTS,)
-    }
+def _named_tensors(contents: Contents) -> dict[str, torch.Tensor]:
+    found = tensors_in(contents.checkpoint)
+    return {".".join(map(str, keys)): tensor for tensor, keys in found}
 
 
 def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
@@ -472,9 +462,7 @@ def _require_remote(path: RemotePath, foreign: bool) -> RemotePath:
 
 
 @contextmanager
-def _progress(
-    title: str, quiet: bool = False
-) -> Generator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _progress(title: str, quiet: bool = False) -> Generator[tuple[Progress, Progress]]:
     """A bar, if somebody sees it.
 
     Yields:
@@ -484,14 +472,7 @@ def _progress(
     with tqdm(
         desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=hidden
     ) as bar:
-
-        def started(nbytes: int) -> None:
-            bar.total = nbytes
-
-        def advanced(nbytes: int) -> None:
-            bar.update(nbytes)
-
-        yield started, advanced
+        yield bar.reset, bar.update
 
 
 def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
@@ -505,14 +486,11 @@ def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
         }
         for damage in found.damages
     ]
-    figures = {
+    return {
         "path": str(found.path),
         "good": found.good,
         "step": found.step,
         "nbytes": found.nbytes,
-    }
-    return {
-        **figures,
         "seconds": round(seconds, 3),
         "damages": damages,
         "unchecked": found.unchecked,

@@ -45,11 +45,11 @@ class Stage:
     def check(self, outcome: Outcome, before_sweep: bool = True) -> int:
         """Which step is there; the same before and after the sweep, and nothing else."""
         found = step_of(self.target) if before_sweep else None
-        swept = sweep(self.root)
+        left = sweep(self.root)
         step = step_of(self.target)
         assert found in (None, step)
         assert step in {"done": (2,), "refused": (1,), "killed": (1, 2)}[outcome]
-        assert swept.left == ()
+        assert left == ()
         assert working_entries(self.root) == []
         assert {path.name for path in self.root.iterdir()} == {"last.ckpt", *self.foreign}
         assert [it.step for it in find_checkpoints(self.root).checkpoints] == [step]
@@ -118,8 +118,8 @@ def test_every_error_of_every_call_is_a_failed_save_or_harmless(
 
 
 def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stage: Stage) -> None:
-    def delete() -> object:
-        return remove(stage.target, [stage.root])
+    def delete() -> None:
+        remove(stage.target, [stage.root])
 
     gone = []
     for n in range(1, count_calls(delete) + 1):

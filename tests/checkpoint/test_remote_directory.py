@@ -87,7 +87,7 @@ def test_a_save_in_a_store_replaces_the_one_before_and_leaves_nothing_of_it(
         assert step_in(folder / "last.ckpt") == step
         folders = {name.split("/")[1] for name in objects(folder)} - {MANIFEST}
         assert folders == {read_manifest(folder / "last.ckpt").folder}
-    assert clean.remove(str(folder / "last.ckpt"), [str(folder)])
+    clean.remove(str(folder / "last.ckpt"), [str(folder)])
     assert objects(folder) == []
     assert step_in(folder / "last.ckpt") is None
 
@@ -156,10 +156,10 @@ def test_nothing_but_a_checkpoint_is_replaced_or_deleted(folder: RemotePath) -> 
         with pytest.raises(CheckpointError, match="no checkpoint of this package"):
             save(folder / name, 1)
         with pytest.warns(UserWarning, match="was not deleted"):
-            assert not clean.remove(str(folder / name), [str(folder)])
+            clean.remove(str(folder / name), [str(folder)])
     save(folder / "last.ckpt", 1)
     with pytest.warns(UserWarning, match="lies outside of"):
-        assert not clean.remove(str(folder / "last.ckpt"), [str(folder / "other")])
+        clean.remove(str(folder / "last.ckpt"), [str(folder / "other")])
     assert step_in(folder / "last.ckpt") == 1
     assert {"notes.ckpt/thesis.txt", "table"} <= {*objects(folder)}
 
@@ -173,11 +173,10 @@ def test_a_sweep_deletes_what_killed_saves_have_left_a_day_ago_and_nothing_else(
             (folder / checkpoint / ("ab" * 16) / part).put(b"cut short")
         (folder / checkpoint / ("cd" * 16) / "thesis.txt").put(b"mine")
     before = objects(folder)
-    assert clean.sweep(folder).removed == ()  # it may still be written to
+    assert clean.sweep(folder) == ()  # it may still be written to
     assert objects(folder) == before
     monkeypatch.setattr(remote_directory, "ABANDONED_S", -1.0)
-    removed = clean.sweep(folder).removed
-    assert {*removed} == {str(folder / name / ("ab" * 16)) for name in ("last.ckpt", "never.ckpt")}
+    assert clean.sweep(folder) == ()
     assert {*before} - {*objects(folder)} == {name for name in before if "abab" in name}
     assert step_in(folder / "last.ckpt") == 1
     assert [it.name for it in find_checkpoints(folder).checkpoints] == ["last.ckpt"]
@@ -408,6 +407,6 @@ def test_checkpoints_live_in_a_server_of_s3() -> None:
         web = f"{address}/bucket/run/last.ckpt"
         assert CheckpointReader(location(web)).manifest.run.step == 2
         assert verify(web) == []
-        assert clean.remove(target, ["s3://bucket/run"])
+        clean.remove(target, ["s3://bucket/run"])
         fsspec.filesystem("s3").invalidate_cache()
         assert fsspec.filesystem("s3").find("bucket") == []

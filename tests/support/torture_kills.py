@@ -220,7 +220,7 @@ class Runner:
         begun = max((int(step) for what, step in noted if what == "begun"), default=0)
         swept_by_hand = not trial.resumes
         if swept_by_hand:
-            assert sweep(checkpoints).left == ()
+            assert sweep(checkpoints) == ()
         found = find_checkpoints(checkpoints)
         assert found.skipped == {}, f"what looks like a checkpoint is none: {found.skipped}"
         path = found.checkpoints[-1].path if found.checkpoints else None

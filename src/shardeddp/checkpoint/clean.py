@@ -7,13 +7,11 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardeddp.checkpoint import remote_directory
 from shardeddp.checkpoint.directory import STAGED, delete, delete_atomically, left_text
 from shardeddp.checkpoint.durable import (
-    Durability,
     StrPath,
     disk_errors,
     exists,
@@ -37,13 +35,7 @@ SILENT_S = 900.0
 """After so long without a write, an entry of another host is taken for abandoned."""
 
 
-def remove(
-    target: StrPath,
-    roots: Sequence[StrPath] = (),
-    durability: Durability = "disk",
-    *,
-    written: bool = False,
-) -> bool:
+def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = False) -> None:
     """Delete a checkpoint: a directory with our manifest, a plain file, or a link (not its target).
 
     Anything else is left, with a warning that says why: the path may come from a file that somebody
@@ -53,15 +45,12 @@ def remove(
         target: The checkpoint, also in a store; nothing happens if it does not exist.
         roots: It has to lie in one of these directories, links resolved, and to be a checkpoint of
             this package by what is in it.
-        durability: ``process`` flushes nothing.
         written: This run has written it: it may lie anywhere, and may be any plain file.
-
-    Returns:
-        Whether this call has taken all of it away.
     """
     place = location(target)
     if isinstance(place, RemotePath):
-        return _remove_remote(place, roots, written)
+        _remove_remote(place, roots, written)
+        return
     try:
         parent, name = resolve(target)
         path = parent / name
@@ -69,19 +58,18 @@ def remove(
         kept = _why_kept(path, name, mode, None if written else roots)
         if kept is None and stat.S_ISDIR(mode):
             with opened_directory(parent) as descriptor:
-                kept = next(iter(delete_atomically(path, descriptor, durability, name)), None)
+                kept = next(iter(delete_atomically(path, descriptor, "disk", name)), None)
         elif kept is None:
             os.unlink(path)
     except FileNotFoundError:
-        return False
+        return
     except (OSError, ValueError, CheckpointError) as error:  # a name that no file system takes, too
         kept = str(error)
     if kept is not None:
         warnings.warn(f"The checkpoint {os.fspath(target)!r} was not deleted: {kept}", stacklevel=2)
-    return kept is None
 
 
-def _remove_remote(target: RemotePath, roots: Sequence[StrPath], written: bool) -> bool:
+def _remove_remote(target: RemotePath, roots: Sequence[StrPath], written: bool) -> None:
     stores = [place for root in roots if isinstance(place := location(root), RemotePath)]
     try:
         kept = remote_directory.remove(target, stores, written)
@@ -89,50 +77,35 @@ def _remove_remote(target: RemotePath, roots: Sequence[StrPath], written: bool) 
         kept = str(error)
     if kept is not None:
         warnings.warn(f"The checkpoint '{target}' was not deleted: {kept}", stacklevel=3)
-    return kept is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CleanReport:
-    """What a sweep has done."""
-
-    removed: tuple[str, ...] = ()
-    """Names of entries that are gone."""
-
-    restored: tuple[str, ...] = ()
-    """Names of checkpoints that are there again."""
-
-    left: tuple[str, ...] = ()
-    """Sentences about what could not be done; what other processes are writing is not mentioned."""
-
-
-def sweep(directory: StrPath | RemotePath, durability: Durability = "disk") -> CleanReport:
+def sweep(directory: StrPath | RemotePath) -> tuple[str, ...]:
     """Remove leftovers of killed processes from a directory; what a living one writes stays.
 
     In a store, those of a day ago and earlier. Only one process sweeps a directory at a time, the
     others return at once. The directory need not exist.
+
+    Returns:
+        What could not be done, in sentences; what other processes are writing is not mentioned.
     """
     place = location(directory)
     if isinstance(place, RemotePath):
         try:
-            removed, left = remote_directory.sweep(place)
+            return remote_directory.sweep(place)
         except CheckpointError as error:  # it waits, as what it could not delete
-            return CleanReport(left=(str(error),))
-        return CleanReport(removed=removed, left=left)
+            return (str(error),)
     with disk_errors("cleaning up", place):
-        return _sweep(place, durability) if exists(place) else CleanReport()
+        return _sweep(place) if exists(place) else ()
 
 
-def _sweep(directory: Path, durability: Durability) -> CleanReport:
+def _sweep(directory: Path) -> tuple[str, ...]:
     with opened_directory(directory) as here:
         ours = lock(here)
         if ours is False:
-            return CleanReport()  # another process is at it
+            return ()  # another process is at it
         if ours is None:
-            return CleanReport(
-                left=(f"{directory} was not cleaned up: its file system has no locks.",)
-            )
-        sweeper = _Sweeper(directory, here, durability)
+            return (f"{directory} was not cleaned up: its file system has no locks.",)
+        sweeper = _Sweeper(directory, here)
         for name in sorted(os.listdir(here)):
             match = WORKING_NAME.fullmatch(name)
             if match is None:
@@ -142,22 +115,15 @@ def _sweep(directory: Path, durability: Durability) -> CleanReport:
             elif staged := STAGED.fullmatch(match["name"]):
                 elsewhere = staged["kernel"] not in (None, kernel()[1])
                 sweeper.clean(name, None, staged["host"] if elsewhere else None)
-        return CleanReport(
-            removed=tuple(sweeper.removed),
-            restored=tuple(sweeper.restored),
-            left=tuple(sweeper.left),
-        )
+        return tuple(sweeper.left)
 
 
 class _Sweeper:
     """One sweep of a directory that is open and locked."""
 
-    def __init__(self, directory: Path, descriptor: int, durability: Durability) -> None:
+    def __init__(self, directory: Path, descriptor: int) -> None:
         self._directory = directory
         self._descriptor = descriptor
-        self._durability: Durability = durability
-        self.removed: list[str] = []
-        self.restored: list[str] = []
         self.left: list[str] = []
 
     def _is_silent(self, path: Path, host: str) -> bool:
@@ -192,17 +158,12 @@ class _Sweeper:
                 if not abandoned or (host is not None and not self._is_silent(path, host)):
                     return
                 if replaced is None:
-                    left = delete(path)
+                    self.left += delete(path)
                 elif exists(path.with_name(replaced)):
-                    left = delete_atomically(path, self._descriptor, self._durability, replaced)
+                    self.left += delete_atomically(path, self._descriptor, "disk", replaced)
                 else:
                     os.rename(path, path.with_name(replaced))
-                    sync_directory(self._descriptor, self._durability)
-                    self.restored.append(replaced)
-                    return
-            self.left += left
-            if not left:
-                self.removed.append(name)
+                    sync_directory(self._descriptor, "disk")
         except FileNotFoundError:
             pass  # whoever deletes it has come first
         except OSError as error:

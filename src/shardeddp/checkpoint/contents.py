@@ -36,13 +36,14 @@ from shardeddp.checkpoint.schema import (
     WEIGHTS,
     check_fields,
 )
+from shardeddp.checkpoint.snapshot import memory_of_shards
 from shardeddp.checkpoint.state_codec import (
     Codec,
     Opaque,
-    are_leaves,
     decode,
     dict_codec,
     opaque_paths,
+    with_leaves,
 )
 from shardeddp.errors import CheckpointError, printable
 
@@ -119,8 +120,6 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
 
     ``trust_pickle`` unpickles more than data; that runs the code of whoever wrote it.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path} is not what torch.save writes since torch 1.6: expected a zip archive"
@@ -141,16 +140,7 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
         ) from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
-    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=_memory)
-
-
-def _memory(tensor: torch.Tensor) -> Hashable:
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return (
-        tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(),
-        tensor.stride(),
-    )
+    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=memory_of_shards)
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
@@ -334,17 +324,14 @@ def open_checkpoint(
     for note in contents.notes:
         warnings.warn(printable(f"{path}: {note}"), stacklevel=2)
     checkpoint = check_fields(contents.checkpoint, path)
-    small = _SmallTensors(KeptShards(checkpoint), contents.memory)
+    kept = KeptShards(checkpoint)
+    own: dict[str, Any] = checkpoint.get(KEY, {})
+    if not isinstance(own.get(STATES), dict):
+        return _read_small(checkpoint, kept, contents.memory)
     # Of those of all ranks, a rank reads its own.
-    own: Mapping[str, Any] = checkpoint.get(KEY, {})
-    lazy = {STATES: own[STATES]} if isinstance(own.get(STATES), dict) else {}
-    read = {
-        key: small.read({name: it for name, it in own.items() if name not in lazy})
-        if key == KEY
-        else small.read(value)
-        for key, value in checkpoint.items()
-    }
-    return {**read, KEY: {**read[KEY], **lazy}} if lazy else read
+    others = {name: it for name, it in own.items() if name != STATES}
+    read = _read_small({**checkpoint, KEY: others}, kept, contents.memory)
+    return {**read, KEY: {**read[KEY], STATES: own[STATES]}}
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
@@ -396,37 +383,23 @@ def open_remote_file(
             raise type(error)(str(error).replace(copy, str(path))) from error
 
 
-class _SmallTensors:
-    """Reads the callbacks' tensors at once, unless shards will be made of them.
+def _read_small(
+    tree: dict[str, Any], kept: KeptShards, memory: Callable[[torch.Tensor], Hashable]
+) -> dict[str, Any]:
+    """Read the callbacks' tensors at once, unless shards will be made of them.
 
     What callbacks keep is theirs to look at and to change. What was one tensor is one again.
     """
+    found: dict[Hashable, torch.Tensor] = {}
 
-    def __init__(self, kept: KeptShards, memory: Callable[[torch.Tensor], Hashable]) -> None:
-        self._kept = kept
-        self._memory = memory
-        self._found: dict[Hashable, torch.Tensor] = {}
+    def read(value: Any) -> Any:
+        if not isinstance(value, LazyTensor) or value in kept:
+            return value
+        if value.path[:2] not in (PLAIN_EXTRA, SHARDED_EXTRA):
+            return value
+        place = memory(value), value.dtype, tuple(value.shape)
+        if place not in found:
+            found[place] = value.whole()
+        return found[place]
 
-    def read(self, value: Any) -> Any:
-        """A value with its small tensors read."""
-        if isinstance(value, LazyTensor):
-            if value in self._kept or value.path[:2] not in (PLAIN_EXTRA, SHARDED_EXTRA):
-                return value
-            place = self._memory(value), value.dtype, tuple(value.shape)
-            if place not in self._found:
-                self._found[place] = value.whole()
-            return self._found[place]
-        if isinstance(value, Mapping):
-            if are_leaves(value.values()):
-                return value
-            read = {key: self.read(item) for key, item in value.items()}
-            if isinstance(value, dict):
-                new = {key: item for key, item in read.items() if item is not value[key]}
-                dict.update(value, new)  # that of a Counter adds
-            return value
-        if isinstance(value, Namespace):
-            self.read(vars(value))
-            return value
-        if type(value) in (list, tuple) and not are_leaves(value):
-            return type(value)(self.read(item) for item in value)
-        return value
+    return with_leaves(tree, read)

@@ -236,15 +236,14 @@ def commit(staging: Staging) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def discard(staging: Staging) -> tuple[str, ...]:
-    """Delete what was written and never committed; what is left, in sentences.
+def discard(staging: Staging) -> None:
+    """Delete what was written and never committed.
 
     It is for the handling of an error, so it raises none. The next :func:`sweep` tries again.
     """
     try:
-        return delete(staging.path)
-    except OSError as error:
-        return (left_text(staging.path, error),)
+        with contextlib.suppress(OSError):
+            delete(staging.path)
     finally:
         staging.close()
 

@@ -126,7 +126,7 @@ def to_safetensors(
         NotImplementedError: A dtype is none of safetensors'.
     """
     _require_outside(target)
-    contents = _open(source, selection, (WEIGHTS, TRAINED))
+    contents = open_contents(source, selection, (WEIGHTS, TRAINED))
     notes = list(contents.notes)
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
     if selection.adapter:
@@ -191,7 +191,7 @@ def to_ckpt(
         )
     _require_outside(target)
     kept = (*_OF_A_MODEL, *HYPER_PARAMETERS, TRAINED) if selection.weights_only else None
-    contents = _open(source, selection, kept)
+    contents = open_contents(source, selection, kept)
     checkpoint, notes = dict(contents.checkpoint), list(contents.notes)
     if selection.weights_only:
         weights = _weights(checkpoint, selection, notes)
@@ -241,7 +241,16 @@ def _former(target: Path) -> set[str]:
     return found | {index.name} | {name for name in names if pattern.fullmatch(name)}
 
 
-def _open(source: Location, selection: Selection, keys: Sequence[str] | None) -> Contents:
+def open_contents(
+    source: Location, selection: Selection = Selection(), keys: Sequence[str] | None = None
+) -> Contents:
+    """Open a checkpoint of any kind; of its entries those that are wanted, or all.
+
+    Args:
+        source: A directory, also in a store, or a plain file.
+        selection: Whether it is one of another tool, and its pickles are run.
+        keys: Of the entries; None: all.
+    """
     if isinstance(source, RemotePath):
         if selection.foreign or not carries_manifest(source):
             raise CheckpointError(

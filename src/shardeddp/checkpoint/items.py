@@ -89,7 +89,7 @@ _UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
 class DataFile:
     """One data file while it is written.
 
-    After an error it takes no more items: what is on the disk by then is unknown.
+    Whoever gets an error leaves it: what is on the disk by then is unknown.
 
     Args:
         fd: A file descriptor, open for writing at the start of an empty file, or an upload. It
@@ -106,7 +106,6 @@ class DataFile:
         self._crc = crc
         self._nbytes = 0
         self._frames = xxhash.xxh3_128()
-        self._writable = True
 
     def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, list[bytes]]:
         """Append a tensor, which is contiguous and on the CPU; nothing is copied but to the disk.
@@ -119,8 +118,9 @@ class DataFile:
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
         crc, digests = 0, list[bytes]()
         # The head is written with the first block: one call for a small tensor.
-        waiting = [*self._start(), frame.head]
-        offset = self._nbytes + len(waiting[0])
+        gap = self._gap()
+        waiting: list[bytes | memoryview] = [gap, frame.head]
+        offset = self._nbytes + len(gap)
         self._frames.update(frame.head)
         for start in range(0, len(payload), BLOCK_NBYTES):
             block = payload[start : start + BLOCK_NBYTES]
@@ -134,7 +134,6 @@ class DataFile:
         tail = frame.tail(crc)
         self._frames.update(tail)
         self._write([*waiting, tail])
-        self._writable = True
         item = Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
         return item, offset + len(frame.head), digests
 
@@ -142,11 +141,10 @@ class DataFile:
         """Append a value as ``torch.save`` pickles it; a small one, for it is in memory once more."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        (gap,) = self._start()
+        gap = self._gap()
         offset = self._nbytes + len(gap)
         self._frames.update(buffer.getbuffer())
         self._write([gap, buffer.getbuffer()])
-        self._writable = True
         return Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
 
     def close(
@@ -162,8 +160,6 @@ class DataFile:
             The size of the file, the checksum of everything in it that is neither the payload of a
             tensor nor the table, and what there is to know of the table.
         """
-        self._require_writable()
-        self._writable = False
         table = np.array(list(rows), dtype=PIECE).tobytes() + b"".join(digests)
         self._write([table])
         return StoredFile(
@@ -174,22 +170,11 @@ class DataFile:
             table=checksum(table) if rows else "",
         )
 
-    def _start(self) -> list[bytes | memoryview]:
-        """Begin an item with the gap in front of it.
-
-        Until the item is complete, the file is not writable.
-        """
-        self._require_writable()
-        self._writable = False
+    def _gap(self) -> bytes:
+        """What is in front of the next item."""
         gap = bytes(-self._nbytes % ALIGNMENT)
         self._frames.update(gap)
-        return [gap]
-
-    def _require_writable(self) -> None:
-        if not self._writable:
-            raise RuntimeError(
-                f"{self._name} takes no more items: it was closed, or writing one has failed"
-            )
+        return gap
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
         try:

@@ -91,7 +91,7 @@ def carries_index(path: StrPath | RemotePath) -> bool:
 def damaged_records(
     path: StrPath | RemotePath,
     part: tuple[int, int] = (0, 1),
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Damage]:
     """Compare the records of a plain checkpoint with their CRCs.
 

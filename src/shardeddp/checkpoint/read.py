@@ -402,7 +402,7 @@ _VALUES = (
 CHUNK_NBYTES = 32 * 2**20
 """Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 """Told how many more bytes have been read, checked or written."""
 
 

@@ -112,17 +112,14 @@ def _put_manifest(path: RemotePath, content: bytes) -> None:
             raise
 
 
-def discard(staging: RemoteStaging) -> tuple[str, ...]:
+def discard(staging: RemoteStaging) -> None:
     """Delete what was written and never committed; for the handling of an error, so it raises none.
 
     Where the manifest may be there, everything stays: a later sweep knows.
     """
-    if staging.attempted:
-        return ()
-    try:
-        return _delete([staging.path / name for name in staging.path.list() if is_part(name)])
-    except OSError as error:
-        return (f"{staging.path} could not be deleted ({error.strerror or error}).",)
+    if not staging.attempted:
+        with contextlib.suppress(OSError):
+            _delete([staging.path / name for name in staging.path.list() if is_part(name)])
 
 
 def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> str | None:
@@ -159,24 +156,22 @@ def remove_directory(target: RemotePath) -> tuple[str, ...]:
     return _delete(parts)
 
 
-def sweep(folder: RemotePath) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def sweep(folder: RemotePath) -> tuple[str, ...]:
     """Delete what killed saves have left in a folder of checkpoints a day ago and earlier.
 
     Returns:
-        The addresses of what is gone, and sentences about what could not be done.
+        What could not be done, in sentences.
     """
-    removed, left = list[str](), list[str]()
+    left = list[str]()
     if folder.protocol in READ_ONLY:
-        return (), ()
+        return ()
     with disk_errors("cleaning up", folder):
         for name, nbytes in folder.list().items():
             if nbytes is None and name.endswith(PLAIN_SUFFIX):
                 for leftover in _leftovers(folder / name):
                     if _is_abandoned(leftover):
-                        notes = _delete([leftover / each for each in leftover.list()])
-                        left += notes
-                        removed += [] if notes else [str(leftover)]
-    return tuple(removed), tuple(left)
+                        left += _delete([leftover / each for each in leftover.list()])
+    return tuple(left)
 
 
 def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:

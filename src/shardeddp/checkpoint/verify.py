@@ -95,14 +95,12 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
         pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a
             pattern without wildcards is a part of the name.
     """
-    wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     rows: list[Row] = []
     # In the manifest what is not sharded comes behind everything that is.
     roots = {root: at for at, root in enumerate(_roots(manifest))}
     for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
         owner = manifest.owners[tensor.sections[0]] if tensor.numel else tensor.name
-        names = tensor.name, name_of(tensor.path[1:])
-        if any(fnmatch.fnmatchcase(name, wanted) for name in names):
+        if is_like(pattern, tensor.name, name_of(tensor.path[1:])):
             # In a plain file there are no sections: a tensor is one record of it.
             parts = (
                 sum(manifest.sections[each].parts for each in tensor.sections)
@@ -111,6 +109,12 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
             )
             rows.append(_row(tensor, owner, parts))
     return rows
+
+
+def is_like(pattern: str, *names: str) -> bool:
+    """Whether one of some names matches, as in a shell; without wildcards a part of it may."""
+    wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
+    return any(fnmatch.fnmatchcase(name, wanted) for name in names)
 
 
 def module_rows(manifest: Manifest) -> list[Row]:

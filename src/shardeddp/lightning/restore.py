@@ -531,5 +531,5 @@ def _start_from(path: str) -> dict[str, Any]:
 
 def clear_away(folders: Iterable[str | Location]) -> None:
     """Delete what killed runs have left in directories of checkpoints; for one rank."""
-    for note in (note for folder in folders for note in clean.sweep(folder).left):
+    for note in (note for folder in folders for note in clean.sweep(folder)):
         warnings.warn(note, stacklevel=2)
