@@ -508,30 +508,53 @@ class Options:
     sharding_strategy: str = field(default="full_shard", compare=False)
     """Lower case, and our name where it was given by that of another library."""
     shard_size: ShardSizeOption = field(default=None, compare=False)
+    """Ranks that share one model under ``hybrid_shard``."""
     auto_wrap_policy: PolicyLike = field(default="auto", compare=False)
+    """As it was given; ``policy`` is what it means."""
     mixed_precision: MixedPrecision | None = None
+    """Dtypes that parameters and gradients travel in; None: as the Trainer's precision says."""
     activation_checkpointing: ActivationCheckpointing | None = None
+    """What backward computes again, with a Policy as ``modules``; None: nothing."""
     cpu_offload: bool | CPUOffload = field(default=False, compare=False)
+    """As it was given; ``offload`` is what it means."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
+    """Whether, and among how many neighbours, units are gathered again for backward."""
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
+    """Whether replicas split the optimizer's states under ``hybrid_shard``."""
     optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
+    """What new values depend on, by class name of optimizers that torch does not have."""
     tensor_parallel_size: int = 1
+    """Neighbouring ranks that split layers."""
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
+    """Which layers they split; None: those that ``configure_model`` has split."""
     expert_parallel_size: int = 1
+    """Neighbouring ranks that have different experts."""
     experts: PolicyLike = field(default=None, compare=False)
+    """As it was given; ``experts_policy`` is what it means."""
     forward_prefetch: int = field(default=1, compare=False)
+    """As it was given; ``prefetch`` is what it means."""
     backward_prefetch: int = field(default=1, compare=False)
+    """The same of backward."""
     reduce_every_backward: bool | None = field(default=None, compare=False)
+    """Whether gradients are reduced in every micro-batch, and not once per step."""
     uneven_batches: UnevenBatches = field(default="error", compare=False)
+    """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
+    """Whether ranks may use different units in a step."""
     state_dict_type: StateDictType = field(default="auto", compare=False)
+    """Whether checkpoints are one file, or a directory of shards."""
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
+    """How checkpoints are written and read."""
     process_group_backend: str | None = field(default=None, compare=False)
+    """Of torch; None: the device's own."""
     timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
+    """After how long a collective gives up."""
     debug: bool = False
+    """Whether the collectives of users are compared over ranks before they happen."""
     plan_only: bool | str = field(default=False, compare=False)
-    """A GPU has the name that the planner knows it by."""
+    """Whether a fit is planned and not run; a GPU has the name that the planner knows it by."""
     start_method: StartMethod = field(default="popen", compare=False)
+    """How ranks are started where the cluster environment does not."""
 
     # What several of them say together, or one of them in more than one type.
     sharding: ShardingStrategy = field(init=False)
@@ -539,9 +562,13 @@ class Options:
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
     """Those that ``auto`` chooses from, by name; else the one that is set."""
     policy: Policy = field(init=False)
+    """Which modules are units."""
     experts_policy: Policy | None = field(init=False)
+    """Which modules have experts; None: those of Mixtral-like models of transformers."""
     prefetch: Prefetch = field(init=False)
+    """How many units ahead of the one at work are gathered."""
     offload: CPUOffload = field(init=False)
+    """What lives in host memory."""
     described_plan: str = field(init=False, repr=False)
     """Styles of torch are equal where they say the same."""
 

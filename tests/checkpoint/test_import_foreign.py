@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -61,8 +62,8 @@ def check_intervals(
         name,
     )
     flat = expected.contiguous().flatten()
-    picks = [sorted(random.choices(range(tensor.numel + 1), k=2)) for _ in range(count)]
-    for start, stop in [(0, tensor.numel), (0, 0), (tensor.numel, tensor.numel), *picks]:
+    picks = [sorted(random.choices(range(flat.numel() + 1), k=2)) for _ in range(count)]
+    for start, stop in [(0, flat.numel()), (0, 0), (flat.numel(), flat.numel()), *picks]:
         assert_same(checkpoint.read(name, Interval(start, stop)), flat[start:stop])
     assert verify(checkpoint.path) == []
 
@@ -168,7 +169,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(honest: Path) -> None:
     clean = (honest / DATA).read_bytes()
     checkpoint = ForeignCheckpoint(honest)
     expected = {
-        name: checkpoint.read(name, Interval(0, it.numel))
+        name: checkpoint.read(name, Interval(0, math.prod(it.shape)))
         for name, it in checkpoint.tensors.items()
     }
     refused = 0

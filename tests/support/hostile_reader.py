@@ -4,6 +4,7 @@ Usage: hostile_reader.py FOLDER    one line of JSON for each directory: what cam
 """
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ def read_all(folder: Path) -> None:
     """Read everything that a checkpoint holds."""
     checkpoint = ForeignCheckpoint(folder)
     for name, tensor in checkpoint.tensors.items():
-        checkpoint.read(name, Interval(0, tensor.numel))
+        checkpoint.read(name, Interval(0, math.prod(tensor.shape)))
     for name in checkpoint.objects:
         checkpoint.read_object(name)
     assert isinstance(checkpoint.meta, dict)

@@ -75,11 +75,6 @@ class ForeignTensor:
         """The path as one word."""
         return name_of(self.path)
 
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
 
 class ForeignIndex(NamedTuple):
     """What a foreign checkpoint holds, by name; the paths are those that the tool has written."""

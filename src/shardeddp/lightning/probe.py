@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -92,15 +91,15 @@ def _probe_of(figures: dict[str, Any], replicas: _Clock, shards: _Clock) -> Prob
     latency = min((it.seconds for it in figures["collectives"]), default=0.0)
     # Replicas share nothing in a micro-batch that is not the last of its step; shards share the
     # same in all of them.
-    alone, others, steps = replicas.others, shards.others, shards.steps
-    issued = others.collectives - alone.collectives
+    alone, calls_alone = replicas.medians(1)
+    others, calls = shards.medians(1)
+    steps, _ = shards.medians(2)
+    issued = calls - calls_alone
     return Probe(
         **figures,
-        micro_batch_s=max(_LEAST_S, alone.seconds - host.seconds - host.backward_s),
-        step_s=max(_LEAST_S, steps.seconds - others.seconds),
-        collective_s=max(0.0, (others.seconds - alone.seconds) / issued - latency)
-        if issued
-        else 0.0,
+        micro_batch_s=max(_LEAST_S, alone - host.seconds - host.backward_s),
+        step_s=max(_LEAST_S, steps - others),
+        collective_s=max(0.0, (others - alone) / issued - latency) if issued else 0.0,
     )
 
 
@@ -123,14 +122,6 @@ class _Tiny(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batches:
-    """Batches that are alike: medians of one."""
-
-    seconds: float
-    collectives: float
-
-
 class _Clock(Callback):
     """Measures how long the micro-batches of a training are, two of which make a step."""
 
@@ -150,22 +141,13 @@ class _Clock(Callback):
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         self._ends.append((time.perf_counter(), sum(mesh.traffic.calls.values())))
 
-    @property
-    def others(self) -> _Batches:
-        """Those that do not step."""
-        return self._batches(1)
-
-    @property
-    def steps(self) -> _Batches:
-        """Those that step."""
-        return self._batches(2)
-
-    def _batches(self, first: int) -> _Batches:
+    def medians(self, first: int) -> tuple[float, float]:
+        """Seconds and collectives of a micro-batch: 1, of those that do not step; 2, of those that do."""
         # The second batch of each pair steps; the first pair is left out.
         each = [*zip(self._ends, self._ends[1:], strict=False)][first::2]
-        return _Batches(
-            seconds=median(end - begin for (begin, _), (end, _) in each),
-            collectives=median(calls - before for (_, before), (_, calls) in each),
+        return (
+            median(end - begin for (begin, _), (end, _) in each),
+            median(calls - before for (_, before), (_, calls) in each),
         )
 
 
