@@ -47,36 +47,33 @@ def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = Fa
             this package by what is in it.
         written: This run has written it: it may lie anywhere, and may be any plain file.
     """
-    place = location(target)
-    if isinstance(place, RemotePath):
-        _remove_remote(place, roots, written)
-        return
     try:
-        parent, name = resolve(target)
-        path = parent / name
-        mode = os.lstat(path).st_mode
-        kept = _why_kept(path, name, mode, None if written else roots)
-        if kept is None and stat.S_ISDIR(mode):
-            with opened_directory(parent) as descriptor:
-                kept = next(iter(delete_atomically(path, descriptor, "disk", name)), None)
-        elif kept is None:
-            os.unlink(path)
+        kept = _remove(target, roots, written)
     except FileNotFoundError:
         return
     except (OSError, ValueError, CheckpointError) as error:  # a name that no file system takes, too
         kept = str(error)
     if kept is not None:
-        warnings.warn(f"The checkpoint {os.fspath(target)!r} was not deleted: {kept}", stacklevel=2)
+        warnings.warn(f"The checkpoint {str(target)!r} was not deleted: {kept}", stacklevel=2)
 
 
-def _remove_remote(target: RemotePath, roots: Sequence[StrPath], written: bool) -> None:
-    stores = [place for root in roots if isinstance(place := location(root), RemotePath)]
-    try:
-        kept = remote_directory.remove(target, stores, written)
-    except CheckpointError as error:
-        kept = str(error)
+def _remove(target: StrPath, roots: Sequence[StrPath], written: bool) -> str | None:
+    """Delete a checkpoint; why not, if it is still there."""
+    place = location(target)
+    if isinstance(place, RemotePath):
+        stores = [store for root in roots if isinstance(store := location(root), RemotePath)]
+        return remote_directory.remove(place, stores, written)
+    parent, name = resolve(target)
+    path = parent / name
+    mode = os.lstat(path).st_mode
+    kept = _why_kept(path, name, mode, None if written else roots)
     if kept is not None:
-        warnings.warn(f"The checkpoint '{target}' was not deleted: {kept}", stacklevel=3)
+        return kept
+    if stat.S_ISDIR(mode):
+        with opened_directory(parent) as descriptor:
+            return next(iter(delete_atomically(path, descriptor, "disk", name)), None)
+    os.unlink(path)
+    return None
 
 
 def sweep(directory: StrPath | RemotePath) -> tuple[str, ...]:
