@@ -89,7 +89,7 @@ _UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
 class DataFile:
     """One data file while it is written.
 
-    Whoever gets an error leaves it: what is on the disk by then is unknown.
+    After an error nothing more goes into it: what is on the disk by then is unknown.
 
     Args:
         fd: A file descriptor, open for writing at the start of an empty file, or an upload. It

@@ -112,7 +112,7 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
 
 
 def is_like(pattern: str, *names: str) -> bool:
-    """Whether one of some names matches, as in a shell; without wildcards a part of it may."""
+    """Whether a name matches, as in a shell; a pattern without wildcards is a part of it."""
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     return any(fnmatch.fnmatchcase(name, wanted) for name in names)
 
