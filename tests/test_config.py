@@ -59,3 +59,28 @@ def test_checkpoint_options_may_be_a_mapping_of_their_fields() -> None:
 def test_options_of_other_types_are_refused_by_name(options: Any, expected: str) -> None:
     with pytest.raises((ConfigurationError, ValueError), match=expected):
         ShardedDP(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"sharding_strategy": "hybrid_shard", "shard_size": it} for it in (-4, 0, 1.5, True)),
+        {"timeout": 1e300},
+        {"process_group_backend": 3},
+        {"tensor_parallel_size": "2"},
+        {"expert_parallel_size": 0},
+        {
+            "activation_checkpointing": {
+                "class_path": "shardeddp.wrap.NamePolicy",
+                "init_args": 3,
+            }
+        },
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_refused_by_the_name_of_their_option(
+    options: dict[str, Any],
+) -> None:
+    name = "ActivationCheckpointing" if "activation_checkpointing" in options else [*options][-1]
+    with pytest.raises(ConfigurationError, match=name):
+        ShardedDP(**options)

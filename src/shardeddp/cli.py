@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, cast
 
 import torch
@@ -235,23 +235,24 @@ def plan(options: argparse.Namespace) -> int:
         "offloads": options.offload,
         "micro_batches": options.micro_batch,
     }
-    made = make_plan(
-        _source(options),
-        gpu=options.gpu,
-        gpus=options.gpus,
-        per_node=options.per_node,
-        network_gbits=options.network,
-        gpu_figures={
-            name: getattr(options, name)
-            for name in ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")
-        },
-        length=options.length,
-        global_batch=options.global_batch,
-        precisions=options.precision,
-        auto_wrap_policy=options.auto_wrap_policy,
-        calibrate=options.calibrate,
-        **{name: given for name, given in compared.items() if given},
-    )
+    with redirect_stdout(sys.stderr):  # where a model prints something
+        made = make_plan(
+            _source(options),
+            gpu=options.gpu,
+            gpus=options.gpus,
+            per_node=options.per_node,
+            network_gbits=options.network,
+            gpu_figures={
+                name: getattr(options, name)
+                for name in ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")
+            },
+            length=options.length,
+            global_batch=options.global_batch,
+            precisions=options.precision,
+            auto_wrap_policy=options.auto_wrap_policy,
+            calibrate=options.calibrate,
+            **{name: given for name, given in compared.items() if given},
+        )
     if options.html is not None:
         options.html.write_text(made.html())
     if options.json:
@@ -300,6 +301,8 @@ def _source(options: argparse.Namespace) -> Source:
         arguments = json.loads(options.args)
     except json.JSONDecodeError as error:
         raise UsageError(f"--args is no JSON object: {error}") from None
+    if not isinstance(arguments, dict):
+        raise UsageError(f"--args is no JSON object: found {options.args}")
     sys.path.insert(0, os.curdir)
     return of_module(options.module, arguments, options.input, options.length)
 

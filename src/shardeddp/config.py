@@ -275,7 +275,7 @@ def resolve_timeout(value: object) -> timedelta:
     Raises:
         ConfigurationError: It is neither, or not positive.
     """
-    if _is_number(value) and 0 < value < inf:
+    if _is_number(value) and 0 < value < timedelta.max.total_seconds():
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta(0):
         return value
@@ -465,8 +465,10 @@ def resolve_modules(modules: Any) -> Policy:
 def _build_policy(written: Mapping[str, Any]) -> Policy:
     path, arguments = written.get("class_path"), written.get("init_args") or {}
     target = imported(path) if isinstance(path, str) else None
-    if set(written) - {"class_path", "init_args"} or not (
-        isinstance(target, type) and issubclass(target, Policy)
+    if (
+        set(written) - {"class_path", "init_args"}
+        or not isinstance(arguments, Mapping)
+        or not (isinstance(target, type) and issubclass(target, Policy))
     ):
         raise ConfigurationError(
             f"ActivationCheckpointing.modules: expected a mapping with the class_path of a policy, "
@@ -584,6 +586,8 @@ class Options:
             "last",
         )
         _check_backend(self.process_group_backend)
+        _check_size("tensor_parallel_size", self.tensor_parallel_size)
+        _check_size("expert_parallel_size", self.expert_parallel_size)
         # Names and values of other libraries come first.
         known = sharding_of(self.sharding_strategy) or {}
         strategy = known.get("sharding_strategy", self.sharding_strategy)
@@ -616,10 +620,8 @@ class Options:
             "plan_only": self.plan_only is not False,
         }
         splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
-        _check_axis_size("tensor_parallel_size", self.tensor_parallel_size, untried, planned)
-        _check_axis_size(
-            "expert_parallel_size", self.expert_parallel_size, splits | untried, planned
-        )
+        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, planned)
+        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, planned)
         if self.experts is not None and self.expert_parallel_size == 1:
             raise ConfigurationError(
                 "experts needs expert_parallel_size=2 or more: one rank has all of them"
@@ -653,7 +655,8 @@ class Options:
 def _check_backend(name: str | None) -> None:
     """Refuse a ``process_group_backend`` that torch does not know."""
     known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
-    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
+    given = [] if name is None else str(name).split(",")
+    parts = [part.rpartition(":")[2].lower() for part in given]
     if not set(parts) <= set(known):
         raise ConfigurationError(
             f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each "
@@ -673,10 +676,17 @@ def _resolve_plan_only(value: object) -> bool | str:
     return value
 
 
-def _check_axis_size(
+def _check_size(option: str, size: object) -> None:
+    if type(size) is not int or size < 1:
+        raise ConfigurationError(
+            f"expected {option} to be a whole number of at least 1, found {size!r}"
+        )
+
+
+def _check_axis(
     option: str, size: int, untried: Mapping[str, bool], planned: Mapping[str, bool]
 ) -> None:
-    """Refuse sizes of an axis that are none, and options that do not work with one.
+    """Refuse options that do not work with an axis.
 
     Args:
         option: The axis.
@@ -684,10 +694,6 @@ def _check_axis_size(
         untried: Options that have not been tried with it, and whether they are set.
         planned: Those that need a plan of the run.
     """
-    if type(size) is not int or size < 1:
-        raise ConfigurationError(
-            f"expected {option} to be a whole number of at least 1, found {size!r}"
-        )
     if size == 1:
         return
     if found := [name for name, is_set in untried.items() if is_set]:

@@ -417,6 +417,71 @@ def test_a_shard_size_that_is_no_number_is_refused() -> None:
         ShardedDP("full_shard", "auto")
 
 
+MODULES = {
+    "raises.py": "raise KeyError('data')",
+    "ends.py": "raise SystemExit(0)",
+    "broken.py": "def",
+    "needs.py": "import there_is_no_such_package",
+    "steps.py": """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+    def training_step(self, batch, index):
+        raise SystemExit(0)
+""",
+    "lazy.py": """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(2)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("raises.py", "importing raises.Net fails (KeyError: 'data')"),
+        ("ends.py", "importing ends.Net fails (SystemExit: 0)"),
+        ("broken.py", "importing broken.Net fails (SyntaxError: "),
+        ("needs.py", "No module named 'there_is_no_such_package'"),
+        ("steps.py", "Net does not run without values (SystemExit: 0)"),
+        ("lazy.py", "get their shapes from data (nn.Lazy...: layer.weight"),
+        ("missing.py", "found nothing. Is its folder on PYTHONPATH?"),
+    ],
+)
+def test_a_module_that_fails_is_told_with_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, said: str
+) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError) as refused:
+        ShardedDP.plan(f"{Path(file).stem}.Net", inputs=["float32:B,2"])
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "\udcff",
+        "[1]",
+        '{"model": 1}',
+        "model: {class_path: 5}",
+        "model: {class_path: a.B, init_args: 5}",
+    ],
+)
+def test_a_file_that_names_no_module_is_an_error_of_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "model.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigurationError, match=r"model\.yaml"):
+        ShardedDP.plan(str(file))
+
+
 def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
     names = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
     assert [planned_precision(name, None) for name in names] == [

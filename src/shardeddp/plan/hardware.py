@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import inf
 from typing import Any
 
 from shardeddp.errors import UsageError
@@ -29,6 +30,16 @@ class GPU:
     network_gbits: float = 200.0
     """Gbit/s of a GPU's share of the network that its vendor's reference machine has."""
     has_bf16: bool = True
+
+    def __post_init__(self) -> None:
+        for name, figure in vars(self).items():
+            if isinstance(figure, (int, float)) and name != "has_bf16":
+                _check_figure(f"{self.name}: {name}", figure)
+
+
+def _check_figure(name: str, figure: float) -> None:
+    if not 0 < figure < inf:
+        raise UsageError(f"{name}={figure}: expected a number above 0")
 
 
 # Peaks, memory, links: the vendors' data sheets (A100 2021, H100 2023, H200 2024, Blackwell 2024,
@@ -132,6 +143,8 @@ class Cluster:
             raise UsageError(
                 f"expected at least one GPU on a node, found {self.count} GPUs at {self.per_node}"
             )
+        if self.network_gbits is not None:
+            _check_figure("network_gbits", self.network_gbits)
         if self.count > self.per_node and self.count % self.per_node:
             raise UsageError(
                 f"{self.count} GPUs at {self.per_node} on a node leave a node that is not full: "

@@ -212,7 +212,7 @@ def choose_sharding(
                 f"{sharding_strategy!r}, whose shard size is fixed; leave shard_size out or use "
                 f"'hybrid_shard'"
             )
-        if isinstance(shard_size, str) and shard_size != AUTO:
+        if shard_size != AUTO and (type(shard_size) is not int or shard_size < 1):
             raise ConfigurationError(
                 f"shard_size={shard_size!r}: expected a number of ranks, 'auto' or None"
             )

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions
-from shardeddp.wrap.tree import imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,18 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
 
 def of_transformers_config(path: Path, length: int) -> Source:
     """A decoder with the dimensions of a ``config.json`` of transformers."""
-    config: Any = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    config = _parsed(path / "config.json" if path.is_dir() else path, json.loads)
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: expected a JSON object, found {type(config).__name__}")
     return of_dimensions(Dimensions.of_config(cast("dict[str, Any]", config)), length, str(path))
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigurationError(f"{path} cannot be parsed: {why}") from error
 
 
 def of_module(
@@ -68,15 +76,17 @@ def of_module(
     """
     path = named if isinstance(named, str) else ""
     if path.endswith((".yaml", ".yml")):
-        document: Any = yaml.safe_load(Path(path).read_text())
+        document = _parsed(Path(path), yaml.safe_load)
         entry: Any = document.get("model") if isinstance(document, dict) else None
-        if not isinstance(entry, dict) or "class_path" not in entry:
+        model = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+        own, kind_path = model.get("init_args") or {}, model.get("class_path")
+        if not isinstance(kind_path, str) or not isinstance(own, dict):
             raise ConfigurationError(
-                f"{path}: expected `model:` with `class_path:`, as LightningCLI writes it"
+                f"{path}: expected `model:` with `class_path:` and perhaps a mapping as "
+                f"`init_args:`, as LightningCLI writes it"
             )
-        model = cast("dict[str, Any]", entry)
-        path, arguments = model["class_path"], {**(model.get("init_args") or {}), **arguments}
-    kind = imported(path.replace(":", ".")) if path else named
+        path, arguments = kind_path, {**cast("dict[str, Any]", own), **arguments}
+    kind = _found(path.replace(":", ".")) if path else named
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigurationError(
             f"{path or named!r}: expected a LightningModule, or its class or the import path of "
@@ -90,7 +100,7 @@ def of_module(
             return configured(found(**arguments))
         except ConfigurationError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigurationError(
                 f"{found.__name__} cannot be built on the meta device with the arguments "
                 f"{dict(arguments)} ({type(error).__name__}: {error}). Constructors that load weights or data "
@@ -99,6 +109,25 @@ def of_module(
             ) from error
 
     return Source(name=found.__name__, build=build, step=_training_step(inputs, length, make_batch))
+
+
+def _found(path: str) -> object | None:
+    """The object at an import path; None where there is no such module, or nothing of the name.
+
+    Raises:
+        ConfigurationError: The module is there, and importing it fails.
+    """
+    try:
+        return resolve_name(path)
+    except (AttributeError, ValueError):
+        return None
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{path}.".startswith(f"{missing}."):
+            return None
+        raise ConfigurationError(
+            f"importing {path} fails ({type(error).__name__}: {error})"
+        ) from error
 
 
 def of_instance(
@@ -150,7 +179,7 @@ def configured(module: nn.Module) -> nn.Module:
     if build is not None:
         try:
             build()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigurationError(
                 f"configure_model() of {type(module).__name__} does not run without a Trainer, its "
                 f"data and its ranks ({type(error).__name__}: {error}), and the planner builds "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -19,7 +21,7 @@ from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.report import human_bytes
 from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 # -- what is counted
 
@@ -319,6 +321,11 @@ def profile(
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+    if lazy := [name for name, it in module.named_parameters() if is_lazy(it)]:
+        raise ConfigurationError(
+            f"{type(module).__name__} has parameters that get their shapes from data (nn.Lazy...: "
+            f"{first_three(lazy)}): name their sizes to plan it"
+        )
     precision = _IN_BF16.get(precision, precision)
     mode = FakeTensorMode()
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
@@ -329,18 +336,18 @@ def profile(
     ]
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
 
-    def run(truth: bool) -> tuple[_Recorder, bool, Exception | None]:
+    def run(truth: bool) -> tuple[_Recorder, bool, BaseException | None]:
         """One step; whether it has read a truth value, and what it has failed with."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
         recording = _Recording(recorder, truth)
         try:
-            with mode, _once_each(units, recorder), mixed, hooks, recording:
+            with _quiet(), mode, _once_each(units, recorder), mixed, hooks, recording:
                 step(module, micro_batch)
         except ConfigurationError:
             raise
-        except Exception as error:  # noqa: BLE001 - the module's own code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
 
@@ -358,6 +365,17 @@ def profile(
             f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
         ) from error
     return ModelProfile(units=units, work=recorder.work, head=recorder.head, tokens=tokens)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Surround a step whose error is told by us: torch logs those of shapes with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 def _of_states(units: Sequence[UnitSpec]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,6 +13,16 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.errors import ConfigurationError, UsageError
+
+_MOST = {
+    "layers": 4096,
+    "width": 2**24,
+    "heads": 2**16,
+    "vocabulary": 2**28,
+    "kv_heads": 2**16,
+    "hidden": 2**24,
+}
+"""Of each size: what is beyond is a slip, and would be planned for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +46,16 @@ class Dimensions:
     fused_attention: bool = True
 
     def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            size = vars(self)[name]
+            optional = name in ("kv_heads", "hidden") and size is None
+            if not optional and not (type(size) is int and 1 <= size <= most):
+                raise UsageError(f"{name}={size!r}: expected a whole number from 1 to {most:,}")
         if self.width % self.heads:
             raise UsageError(
                 f"{self.heads} heads do not divide a width of {self.width}: expected a multiple"
             )
-        if self.kv_heads and self.heads % self.kv_heads:
+        if self.kv_heads is not None and self.heads % self.kv_heads:
             raise UsageError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
 
     @classmethod
@@ -94,7 +110,7 @@ class Dimensions:
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
             flag = value.lower() in ("true", "false")
-            if name not in known or not (flag or value.isdigit()):
+            if name not in known or not (flag or re.fullmatch("[0-9]+", value)):
                 raise UsageError(
                     f"--dims: {part!r} is no NAME=NUMBER or NAME=true|false with a NAME of "
                     f"{', '.join(known)}"
