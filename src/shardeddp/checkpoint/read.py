@@ -149,7 +149,8 @@ class CheckpointReader:
         return found
 
     def _read_section(self, name: str, section: int, interval: Interval) -> torch.Tensor:
-        # Found before memory is taken: pieces have bytes of their own, all of which are there.
+        # The placement says which files have these elements. They are found before memory is taken:
+        # pieces have bytes of their own, all of which are there.
         pieces = self._pieces.of(section, interval)
         dtype = self.manifest.sections[section].dtype
         elements = torch.empty(interval.numel, dtype=dtype, device="cpu")

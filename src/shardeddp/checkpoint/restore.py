@@ -484,7 +484,11 @@ def _listed(problems: Sequence[str]) -> str:
 
 
 def _shard_like(value: Any, target: Any) -> Any:
-    """Part of a stored tensor to load into a target; reads no more than this rank holds of that."""
+    """Part of a stored tensor to load into a target; reads no more than this rank holds of that.
+
+    The rank that loads decides which: the interval of its layout now (``spec.interval``). The reader
+    copies it from whichever files have it, as many ranks as have written them.
+    """
     if not isinstance(value, LazyTensor):
         return value
     if isinstance(target, ShardTensor) and target.shape == value.shape:

@@ -1,4 +1,9 @@
-"""Writing sharded checkpoints: one after the other, in the caller's time or in a thread's."""
+"""Writing sharded checkpoints: one after the other, in the caller's time or in a thread's.
+
+An error of one rank is raised on all of them, and what was staged is deleted. Checkpoints up to
+``CheckpointOptions.max_file_gb`` are one file, which full.py writes; lightning/checkpointing.py
+chooses.
+"""
 
 from __future__ import annotations
 
