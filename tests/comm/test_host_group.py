@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.comm import agree_on_any, all_gather_bytes, gather_to_first
-from shardeddp.comm.agreement import broadcast_bytes, reduce_highest
+from shardeddp.comm.agreement import HostReduction, broadcast_bytes
 from shardeddp.comm.host_group import HostGroup, grid_of
 from shardeddp.comm.transfers import NEVER_SENT
 from shardeddp.errors import DesyncError
@@ -103,7 +103,7 @@ def test_every_rank_hears_the_highest_of_all_in_log_n_hops(size: int) -> None:
     def agree(group: HostGroup) -> list[int]:
         numbers = torch.zeros(size, dtype=torch.uint8)
         numbers[group.rank] = 1 + group.rank % 255
-        return reduce_highest(numbers, "agreement", group).wait().tolist()
+        return HostReduction(numbers, "agreement", group).wait().tolist()
 
     expected = [1 + rank % 255 for rank in range(size)]
     assert on_threads(groups, agree) == [expected] * size
@@ -139,7 +139,7 @@ def test_a_rank_that_comes_to_something_else_is_noticed_by_all(size: int) -> Non
 
     def meet(group: HostGroup) -> str:
         try:
-            reduce_highest(torch.zeros(3, dtype=torch.uint8), f"{group.rank == 1}", group).wait()
+            HostReduction(torch.zeros(3, dtype=torch.uint8), f"{group.rank == 1}", group).wait()
         except DesyncError as error:
             return str(error)
         return "together"
@@ -154,7 +154,7 @@ def test_what_is_asked_ahead_goes_on_beside_what_is_waited_for() -> None:
     def ask(group: HostGroup) -> tuple[int, bool]:
         if group.rank == 5:
             assert late.wait(20)
-        ahead = reduce_highest(
+        ahead = HostReduction(
             torch.tensor([group.rank], dtype=torch.uint8), "question", group, ahead=True
         )
         if group.rank == 7:

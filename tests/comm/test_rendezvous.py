@@ -45,12 +45,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def info(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> RankInfo:
     size = num_nodes * ranks_per_node
-    node, local = divmod(rank, ranks_per_node)
     return RankInfo(
         rank=rank,
-        node=node,
-        local_rank=local,
-        host=f"h{node}",
+        node=rank // ranks_per_node,
+        host=f"h{rank // ranks_per_node}",
         world_size=size,
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,

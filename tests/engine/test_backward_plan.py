@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardeddp.comm import agree_on_highest
-from shardeddp.comm.agreement import begun
+from shardeddp.comm.agreement import HostReduction, begun
 from shardeddp.engine import order
 from shardeddp.engine.order import ForwardRecord
 from shardeddp.engine.unit import UnitProgress
@@ -295,15 +294,15 @@ def test_a_backward_gathers_what_forwards_have_gathered() -> None:
 def test_messages_get_no_longer_from_step_to_step() -> None:
     trial, own, lengths = Trial(Program(), Sharding(units=UNITS, uneven=True)), [[0, 1], [2]], []
 
-    def agree(message: torch.Tensor, *arguments: Any) -> None:
+    def agree(message: torch.Tensor, *arguments: Any) -> HostReduction:
         lengths[-1].append(message.numel())
-        agree_on_highest(message, *arguments)
+        return HostReduction(message, *arguments)
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return model(batch(rank, step, 4, WIDTH), [(own[rank], None)]).pow(2).mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "agree_on_highest", agree)
+        patch.setattr(order, "HostReduction", agree)
         for step in range(4):
             lengths.append([])
             trial.forward(loss, step).backward()

@@ -19,8 +19,7 @@ def infos(nodes: Sequence[int], **believed: Any) -> list[RankInfo]:
     """Ranks by the node that each is on."""
     common = {"world_size": len(nodes), "num_nodes": 2, "ranks_per_node": 2, **believed}
     return [
-        RankInfo(rank=rank, node=node, local_rank=0, host=f"h{node}", **common)
-        for rank, node in enumerate(nodes)
+        RankInfo(rank=rank, node=node, host=f"h{node}", **common) for rank, node in enumerate(nodes)
     ]
 
 

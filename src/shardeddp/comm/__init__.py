@@ -2,7 +2,6 @@
 
 from shardeddp.comm.agreement import (
     agree_on_any,
-    agree_on_highest,
     agree_on_highest_alike,
     agree_on_layout,
     all_gather_bytes,
@@ -24,7 +23,6 @@ __all__ = [
     "StreamHandle",
     "Traffic",
     "agree_on_any",
-    "agree_on_highest",
     "agree_on_highest_alike",
     "agree_on_layout",
     "all_gather_bytes",

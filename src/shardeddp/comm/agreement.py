@@ -143,59 +143,38 @@ def describe_mismatches(group: Ranks, describe: Describe) -> None:
     _record_of(group).describe = describe
 
 
-def reduce_highest(
-    numbers: torch.Tensor,
-    operation: str,
-    group: HostGroup,
-    *,
-    kind: str = "",
-    advice: str = ABOUT_COLLECTIVES,
-    ahead: bool = False,
-) -> HostReduction:
-    """Begin to replace each number by the highest that any rank has in its place.
+class HostReduction:
+    """The highest of each number on any rank: a reduction under way, which counts as an operation.
 
     Args:
-        numbers: Bytes, of one shape on all ranks, on the host.
+        numbers: Bytes, of one shape on all ranks, on the host; each is replaced by the highest that
+            any rank has in its place.
         operation: What it is for, the same on all ranks.
         group: The ranks.
         kind: As what it is counted; empty: as what it is for.
         advice: What to do if ranks have come to different operations.
         ahead: Whether it goes on behind the back of this thread until the result is waited for.
     """
-    begin(group, kind or operation)
-    code = torch.tensor(
-        [*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8, device="cpu"
-    )
-    message = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
-    message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
-    inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
-    message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
-    return HostReduction(numbers, message, group, operation, advice, ahead=ahead)
-
-
-class HostReduction:
-    """A reduction under way; see :func:`reduce_highest` for the arguments.
-
-    Args:
-        numbers: Where the result goes.
-        message: What travels, of which numbers are a part.
-        group: Whose ranks take part.
-        operation: What it is for.
-        advice: For errors.
-        ahead: Whether it has begun already.
-    """
 
     def __init__(
         self,
         numbers: torch.Tensor,
-        message: torch.Tensor,
-        group: HostGroup,
         operation: str,
-        advice: str,
+        group: HostGroup,
         *,
-        ahead: bool,
+        kind: str = "",
+        advice: str = ABOUT_COLLECTIVES,
+        ahead: bool = False,
     ) -> None:
+        begin(group, kind or operation)
         self.operation, self.advice = operation, advice
+        code = torch.tensor(
+            [*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8, device="cpu"
+        )
+        message = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
+        message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
+        inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
+        message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
         self._message, self._numbers, self._group = message, numbers, group
         self._meeting = f"{group.name}/{sum(_record_of(group).begun.values())}"
         self._tag = group.channel.next_tag()
@@ -256,9 +235,9 @@ def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
     Bytes, so that nothing that arrives is ever unpickled.
     """
     step = torch.tensor([_step(len(payload))], dtype=torch.uint8, device="cpu")
-    reduce_highest(step, "exchange", group).wait()
+    HostReduction(step, "exchange", group).wait()
     blocks = group.gather(_block(payload, int(step)), group.channel.next_tag())
-    return [_unpack(block) for block in blocks]
+    return [bytes(_payload(block)) for block in blocks]
 
 
 # Lengths are told in a byte, four steps an octave: the highest step of all ranks has room for all.
@@ -280,10 +259,6 @@ def _block(payload: bytes, step: int) -> torch.Tensor:
     filled = block[: _LENGTH_NBYTES + len(payload)]
     filled.copy_(torch.frombuffer(bytearray(length + payload), dtype=torch.uint8))
     return block
-
-
-def _unpack(block: torch.Tensor) -> bytes:
-    return bytes(_payload(block))
 
 
 def _payload(block: torch.Tensor) -> memoryview:
@@ -343,7 +318,7 @@ def gather_to_first(
     # The first rank's own result, which may be by far the longest, does not travel.
     sent = b"" if first else result
     told = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8, device="cpu")
-    any_failed, room = reduce_highest(told, "gathering", group).wait().tolist()
+    any_failed, room = HostReduction(told, "gathering", group).wait().tolist()
     if any_failed:
         texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
         _raise_failures(step, texts, failure)
@@ -430,23 +405,10 @@ def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
     """
     is_source = group.rank == source
     step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8, device="cpu")
-    reduce_highest(step, f"broadcast of rank {source}", group).wait()
+    HostReduction(step, f"broadcast of rank {source}", group).wait()
     block = _block(payload if is_source else b"", int(step))
     group.broadcast_(block, source, group.channel.next_tag())
-    return _unpack(block)
-
-
-def agree_on_highest(
-    numbers: torch.Tensor, group: HostGroup, operation: str = "agreement on units"
-) -> None:
-    """Replace each number by the highest that any rank has in its place.
-
-    Args:
-        numbers: Bytes that this rank says, of one shape on all ranks, on the host.
-        group: The host group of all ranks.
-        operation: What it is about; ranks that come to different ones raise.
-    """
-    reduce_highest(numbers, operation, group).wait()
+    return bytes(_payload(block))
 
 
 def ask_for_highest_alike(
@@ -460,8 +422,8 @@ def ask_for_highest_alike(
         levels: Of this rank.
         digest: Of this rank.
         group: The ranks.
-        operation: See :func:`reduce_highest`.
-        ahead: See :func:`reduce_highest`.
+        operation: See :class:`HostReduction`.
+        ahead: See :class:`HostReduction`.
 
     Returns:
         What returns both, once all ranks have asked.
@@ -473,7 +435,7 @@ def ask_for_highest_alike(
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8, device="cpu"
     )
-    reduction, size = reduce_highest(message, operation, group, ahead=ahead), len(digest)
+    reduction, size = HostReduction(message, operation, group, ahead=ahead), len(digest)
 
     def answer() -> tuple[list[int], bool]:
         numbers = reduction.wait().tolist()
@@ -498,7 +460,7 @@ def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
     if group.size == 1:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
+    HostReduction(tensor, f"agreement on {len(flags)} flags", group).wait()
     return [bool(flag) for flag in tensor.tolist()]
 
 
@@ -525,7 +487,7 @@ class AsyncMaximum:
         if self._group.size == 1:  # there is nobody to ask
             self._under_way = lambda: number
             return
-        self._under_way = reduce_highest(
+        self._under_way = HostReduction(
             torch.tensor([number], dtype=torch.uint8, device="cpu"),
             "agreement on signals",
             self._group,

@@ -243,34 +243,25 @@ class SoloCollectives(Collectives):
         return CollectiveHandle()
 
 
+def _refused(operation: str) -> Callable[..., NoReturn]:
+    """A method that refuses to communicate."""
+
+    def refuse(collectives: Collectives, *_: object, **__: object) -> NoReturn:
+        raise in_forked_process(operation, collectives.ranks)
+
+    return refuse
+
+
 class InheritedCollectives(Collectives):
     """What a process that was forked from a rank has in the place of the rank's collectives.
 
     Other ranks would take what it sends for the rank's own, and never answer it.
     """
 
-    def all_gather_(self, buffer: torch.Tensor) -> NoReturn:  # noqa: D102
-        self._refuse("a gather")
-
-    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> NoReturn:  # noqa: D102
-        self._refuse("a gather")
-
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:  # noqa: D102
-        self._refuse("a reduction")
-
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> NoReturn:  # noqa: D102
-        self._refuse("a reduction")
-
-    def all_to_all(  # noqa: D102
-        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
-    ) -> NoReturn:
-        self._refuse("an exchange of shards")
-
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> NoReturn:  # noqa: D102
-        self._refuse("a broadcast")
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise in_forked_process(operation, self.ranks)
+    all_gather_ = all_gather_uneven_ = _refused("a gather")
+    reduce_scatter = all_reduce_ = _refused("a reduction")
+    all_to_all = _refused("an exchange of shards")
+    broadcast_ = _refused("a broadcast")
 
 
 def in_forked_process(operation: str, ranks: Sequence[int]) -> RuntimeError:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, HostReduction, reduce_highest
+from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, HostReduction
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
@@ -142,7 +142,7 @@ class CallFingerprints:
             )
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._wait(
-            reduce_highest(
+            HostReduction(
                 nothing, operation, self.group, kind=self._kind, advice=advice, ahead=True
             )
         )

@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from shardeddp.comm.step_clock import StepClock
-from shardeddp.comm.transfers import Axis, Transfer, TransferThread, wait_for
+from shardeddp.comm.transfers import TransferThread, wait_for
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class HostGroup:
 
     def __init__(
         self,
-        axes: Sequence[Axis],
+        axes: Sequence[dist.ProcessGroup],
         ranks: Sequence[int],
         *,
         name: str,
@@ -226,7 +227,7 @@ class HostGroup:
 
     def _swap(
         self,
-        axis: Axis,
+        axis: dist.ProcessGroup,
         sent: torch.Tensor,
         target: int,
         arrived: torch.Tensor,
@@ -241,6 +242,6 @@ class HostGroup:
         if self._mirrors:
             arrived.copy_(sent)
 
-    def _wait(self, transfer: Transfer | None) -> None:
+    def _wait(self, transfer: dist.Work | None) -> None:
         if transfer is not None:
             transfer.wait(self._timeout)

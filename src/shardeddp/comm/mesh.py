@@ -260,12 +260,10 @@ _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
 
 
-class Unsettled(Protocol):
+class _Unsettled(Protocol):
     """What has asked other ranks something, and gone on without their answer."""
 
-    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
-        """Look at the answer, and correct what it contradicts: see :meth:`Mesh.settle`."""
-        ...
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None: ...
 
 
 class Mesh:
@@ -368,7 +366,7 @@ class Mesh:
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
         # Not owned: gradients lead to the mesh, and from there they must not lead to the model,
         # since Python's collector does not see that a parameter leads to its gradient.
-        self.unsettled: weakref.WeakValueDictionary[int, Unsettled] = weakref.WeakValueDictionary()
+        self.unsettled: weakref.WeakValueDictionary[int, _Unsettled] = weakref.WeakValueDictionary()
         """By identity, in order, what has gone on with what it expects of other ranks; see
         :meth:`settle`.
         """

@@ -1,6 +1,5 @@
 """Communication streams: ordered queues beside compute (CUDA streams; nothing at all on CPU)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -56,20 +55,47 @@ class StreamHandle:
         return False
 
 
-class CommStream(ABC):
-    """An ordered queue for communication."""
+class HostStream:
+    """The stream of a CPU run: transfers run in the backend's threads, local work at once."""
 
     issued: int = 0
     """How often something was issued."""
 
-    @abstractmethod
+    def drain(self) -> None:
+        """Wait for nothing: what compute does on the host is done when it returns."""
+
+    def issue(
+        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
+    ) -> StreamHandle:
+        """Run ``action`` at once; see :meth:`CudaStream.issue`."""
+        self.issued += 1
+        return StreamHandle(action(), None)
+
+    def follow_compute(self) -> None:
+        """Follow nothing: compute is done with what it has been given."""
+
+
+class CudaStream:
+    """An ordered queue for communication: a CUDA stream of its own."""
+
+    issued: int = 0
+    """How often something was issued."""
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority, so that a collective's few blocks are not queued behind the kernels it
+        # should overlap with.
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
     def drain(self) -> None:
         """Block the host until everything issued is done, and what compute has enqueued so far.
 
         For what is copied to host memory, there or by compute itself.
         """
+        # Sums that accumulate on the host are copied by compute's stream.
+        self.follow_compute()
+        self._stream.synchronize()
 
-    @abstractmethod
     def issue(
         self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
     ) -> StreamHandle:
@@ -85,50 +111,6 @@ class CommStream(ABC):
             behind_compute: False for what touches only memory of the host and of this stream, with
                 which :meth:`follow_compute` has kept compute in order.
         """
-
-    @abstractmethod
-    def follow_compute(self) -> None:
-        """Let what the stream does from here on come behind everything compute has enqueued.
-
-        To be called before memory is released that was allocated on the stream and that compute
-        has used. What the stream allocates next is behind compute anyway; but with expandable
-        segments the allocator may unmap the memory, and waits for the stream alone before it does.
-        """
-
-
-class HostStream(CommStream):
-    """The stream of a CPU run: transfers run in the backend's threads, local work at once."""
-
-    def drain(self) -> None:  # noqa: D102
-        return
-
-    def issue(  # noqa: D102
-        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
-    ) -> StreamHandle:
-        self.issued += 1
-        return StreamHandle(action(), None)
-
-    def follow_compute(self) -> None:  # noqa: D102
-        return
-
-
-class CudaStream(CommStream):
-    """A CUDA stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        # High priority, so that a collective's few blocks are not queued behind the kernels it
-        # should overlap with.
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    def drain(self) -> None:  # noqa: D102
-        # Sums that accumulate on the host are copied by compute's stream.
-        self.follow_compute()
-        self._stream.synchronize()
-
-    def issue(  # noqa: D102
-        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
-    ) -> StreamHandle:
         self.issued += 1
         if behind_compute:
             self.follow_compute()
@@ -138,8 +120,18 @@ class CudaStream(CommStream):
         done.record(self._stream)
         return StreamHandle(pending, done, self._device)
 
-    def follow_compute(self) -> None:  # noqa: D102
+    def follow_compute(self) -> None:
+        """Let what the stream does from here on come behind everything compute has enqueued.
+
+        To be called before memory is released that was allocated on the stream and that compute
+        has used. What the stream allocates next is behind compute anyway; but with expandable
+        segments the allocator may unmap the memory, and waits for the stream alone before it does.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+CommStream = HostStream | CudaStream
+"""An ordered queue for communication."""
 
 
 def make_stream(device: torch.device) -> CommStream:

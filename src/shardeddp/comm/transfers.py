@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,34 +32,6 @@ LOOK_S = 1.0
 
 _END_S = 0.2
 _Question = tuple[Callable[[], Any], Future[Any]]
-
-
-class Transfer(Protocol):
-    """A message under way."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Return when it is there, or has left."""
-        ...
-
-
-class Axis(Protocol):
-    """Ranks that are connected all to all: a process group of gloo's."""
-
-    def rank(self) -> int:
-        """This rank's place among them."""
-        ...
-
-    def size(self) -> int:
-        """Their number."""
-        ...
-
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int, /) -> Transfer | None:
-        """Begin to send to one of them."""
-        ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> Transfer | None:
-        """Begin to receive from one of them."""
-        ...
 
 
 class TransferThread:
@@ -96,7 +68,9 @@ class TransferThread:
             self._thread.join(_END_S)
 
 
-def wait_for(result: Future[T], axes: Sequence[Axis], patience: timedelta | None = None) -> T:
+def wait_for(
+    result: Future[T], axes: Sequence[dist.ProcessGroup], patience: timedelta | None = None
+) -> T:
     """What an action on a :class:`TransferThread` gives.
 
     Args:
@@ -120,7 +94,7 @@ def wait_for(result: Future[T], axes: Sequence[Axis], patience: timedelta | None
     return result.result()
 
 
-def raise_if_closed(axis: Axis) -> None:
+def raise_if_closed(axis: dist.ProcessGroup) -> None:
     """Raise gloo's error if the connection to any rank of an axis has closed."""
     for other in range(axis.size()):
         if other != axis.rank():

@@ -24,25 +24,16 @@ from shardeddp.torch_private import (
 )
 
 
-class Listener(Protocol):
+class _Listener(Protocol):
     """What hooks tell of forwards and backwards: a runtime."""
 
     progresses: list[UnitProgress]
 
-    def enter(self, progress: UnitProgress) -> None:
-        """A unit's module is called."""
-
-    def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
-        """It has returned, or raised."""
-
-    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
-        """Code around units looks at their parameters."""
-
-    def gradient_ready(self, progress: UnitProgress, index: int) -> None:
-        """A parameter's gradient of this backward is complete."""
-
-    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None:
-        """So is the one that it has from uses outside of its unit."""
+    def enter(self, progress: UnitProgress) -> None: ...
+    def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None: ...
+    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None: ...
+    def gradient_ready(self, progress: UnitProgress, index: int) -> None: ...
+    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None: ...
 
 
 # -- Hooks of units: forwards and gradients
@@ -68,7 +59,7 @@ class UnitHook:
     - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
     """
 
-    def __init__(self, runtime: Listener, progress: UnitProgress) -> None:
+    def __init__(self, runtime: _Listener, progress: UnitProgress) -> None:
         self.runtime = runtime
         self._unit_progress = progress
         # Handles of module hooks; None before the first follow().
@@ -166,7 +157,7 @@ class EncoderHook:
     """
 
     def __init__(
-        self, runtime: Listener, encoder: nn.Module, first: Sequence[UnitProgress]
+        self, runtime: _Listener, encoder: nn.Module, first: Sequence[UnitProgress]
     ) -> None:
         self.runtime, self._encoder, self._first = runtime, encoder, first
         self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
@@ -242,7 +233,7 @@ def is_unit_hook(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
 
 
-def attach_hooks(runtime: Listener, progress: UnitProgress) -> UnitHook:
+def attach_hooks(runtime: _Listener, progress: UnitProgress) -> UnitHook:
     """Report forwards of a unit's module and gradients of its parameters to the runtime."""
     hook = UnitHook(runtime, progress)
     hook.follow()
@@ -279,7 +270,7 @@ def attach_hooks(runtime: Listener, progress: UnitProgress) -> UnitHook:
     return hook
 
 
-def _outside_hook(runtime: Listener, unit: int, first: int) -> Callable[[int], None]:
+def _outside_hook(runtime: _Listener, unit: int, first: int) -> Callable[[int], None]:
     reference = weakref.ref(runtime)
 
     def ready(index: int) -> None:
@@ -290,7 +281,7 @@ def _outside_hook(runtime: Listener, unit: int, first: int) -> Callable[[int], N
     return ready
 
 
-def _gradient_hook(runtime: Listener, unit: int, index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(runtime: _Listener, unit: int, index: int) -> Callable[[torch.Tensor], None]:
     # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the
     # model for ever.
     reference = weakref.ref(runtime)
@@ -367,7 +358,7 @@ def _is_reached(node: Node) -> bool:
 
 
 def weakly(
-    runtime: Listener, method: Callable[..., None], progress: UnitProgress, *args: object
+    runtime: _Listener, method: Callable[..., None], progress: UnitProgress, *args: object
 ) -> Callable[[Any], None]:
     """A hook of a graph's node.
 

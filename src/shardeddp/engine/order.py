@@ -10,8 +10,8 @@ from enum import IntEnum
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_highest
-from shardeddp.comm.agreement import ABOUT_UNITS
+from shardeddp.comm import Mesh
+from shardeddp.comm.agreement import ABOUT_UNITS, HostReduction
 from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
@@ -491,7 +491,7 @@ class OrderAgreement:
         rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8, device="cpu")
         message = torch.cat([rows.view(-1), announced])
         left_out = f" after {self._left_out} that were left out" if self._left_out else ""
-        agree_on_highest(message, self._mesh.control, f"agreement on units{left_out}")
+        HostReduction(message, f"agreement on units{left_out}", self._mesh.control).wait()
         return message[: rows.numel()].view_as(rows), message[rows.numel() :]
 
     def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:

@@ -17,8 +17,8 @@ from shardeddp.plan.layout import FlatLayout, OwnedIntervals
 from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
-from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, sharded_class
-from shardeddp.tensor.unsharded import OURS, divide_gradients, swap_bodies
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.tensor.unsharded import OURS, derived_class, divide_gradients, swap_bodies
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.tree import ParameterSpec
 
@@ -436,7 +436,8 @@ class FlatGroup:
             local.copy_(parameter.detach().reshape(-1)[own.start : own.stop])
         gradient, parameter.grad = parameter.grad, None
         hooks = take_hooks(parameter)
-        sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)
+        kind = derived_class(ShardTensor, "Sharded", type(parameter))
+        sharded = kind(local, shard_spec, parameter.requires_grad)
         # isinstance(p, nn.Parameter) holds
         place: dict[str, Any] = {
             "_unsharded": self.unsharded[index],

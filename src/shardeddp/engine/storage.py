@@ -14,7 +14,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.tensor.unsharded import OURS, released_class, unsharded_class
+from shardeddp.tensor.unsharded import (
+    OURS,
+    ReleasedParameter,
+    UnshardedParameter,
+    derived_class,
+)
 from shardeddp.torch_private import (
     make_subclass,
     runs_eagerly,
@@ -179,7 +184,10 @@ class GatheredBuffer:
         self._device = device
         self._resident = memory is not None
         self._classes = [
-            (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter)))
+            (
+                derived_class(UnshardedParameter, "Unsharded", type(spec.parameter)),
+                derived_class(ReleasedParameter, "Released", type(spec.parameter)),
+            )
             for spec in specs
         ]
         self._placeholders = [_hollow(dtype, device).expand(spec.parameter.shape) for spec in specs]

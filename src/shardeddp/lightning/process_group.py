@@ -311,7 +311,6 @@ class ProcessGroup:
         info = RankInfo(
             rank=environment.global_rank(),
             node=environment.node_rank(),
-            local_rank=environment.local_rank(),
             host=socket.gethostname(),
             world_size=environment.world_size(),
             num_nodes=ranks.num_nodes,

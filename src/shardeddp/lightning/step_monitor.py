@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, StepClock
-from shardeddp.comm.agreement import HostReduction, reduce_highest
+from shardeddp.comm.agreement import HostReduction
 from shardeddp.comm.step_clock import EVALUATION, PARTS, CudaTimer, HostTimer, Span
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
@@ -435,6 +435,6 @@ def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
     """Tell all ranks of this one, in bytes of its own; nobody waits."""
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")
-    return reduce_highest(
+    return HostReduction(
         numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby, pairwise
@@ -32,51 +31,30 @@ from shardeddp.tensor.unsharded import outside_of
 # -- Memory of the tensors stepped on
 
 
-class StepMemory(ABC):
-    """Memory that an optimizer steps in: that of the main shards, or the host's."""
-
-    @abstractmethod
-    def device_of(self, shard: torch.Tensor) -> torch.device:
-        """Where a local parameter is stepped on, and has its states."""
-
-    @abstractmethod
-    def tensor_for(self, run: Run) -> torch.Tensor:
-        """The tensor stepped on in the place of a run; the same until the run changes."""
-
-    @abstractmethod
-    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Give the tensors of these runs, and of no others, these gradients."""
-
-    @abstractmethod
-    def begin_step(self) -> None:
-        """Bring the tensors of a step to its device."""
-
-    @abstractmethod
-    def end_step(self) -> None:
-        """Bring the new values to the shards."""
-
-
-class DeviceShards(StepMemory):
+class DeviceShards:
     """The main shards themselves."""
 
-    def device_of(self, shard: torch.Tensor) -> torch.device:  # noqa: D102
+    def device_of(self, shard: torch.Tensor) -> torch.device:
+        """The device of a local parameter, where it is stepped on and has its states."""
         return shard.device
 
-    def tensor_for(self, run: Run) -> torch.Tensor:  # noqa: D102
+    def tensor_for(self, run: Run) -> torch.Tensor:
+        """The tensor stepped on in the place of a run: its shard."""
         return run.shard
 
-    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:  # noqa: D102
+    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
+        """Give the tensors of these runs these gradients."""
         for run, gradient in runs:
             run.tensor.grad = gradient
 
-    def begin_step(self) -> None:  # noqa: D102
-        return
+    def begin_step(self) -> None:
+        """Bring nothing: a step works on the shards."""
 
-    def end_step(self) -> None:  # noqa: D102
-        return
+    def end_step(self) -> None:
+        """Bring nothing: the new values are in the shards."""
 
 
-class HostCopies(StepMemory):
+class HostCopies:
     """Copies in host memory: gradients are copied there before a step, parameters back after it.
 
     DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same
@@ -89,15 +67,18 @@ class HostCopies(StepMemory):
         # Versions of local parameters at the last update of each copy.
         self._versions: dict[torch.Tensor, list[int]] = {}
 
-    def device_of(self, shard: torch.Tensor) -> torch.device:  # noqa: D102
+    def device_of(self, shard: torch.Tensor) -> torch.device:
+        """The host, where a local parameter is stepped on and has its states."""
         return torch.device("cpu")
 
-    def tensor_for(self, run: Run) -> torch.Tensor:  # noqa: D102
+    def tensor_for(self, run: Run) -> torch.Tensor:
+        """The tensor stepped on in the place of a run; the same until the run changes."""
         if run.tensor is run.shard:
             return empty_on_host(run.shard, run.shard.device)
         return run.tensor
 
-    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:  # noqa: D102
+    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
+        """Give the tensors of these runs, and of no others, memory for these gradients."""
         self._runs = list(runs)
         copies = {run.tensor for run, _ in runs}
         self._versions = {
@@ -108,7 +89,8 @@ class HostCopies(StepMemory):
                 run.tensor.grad = empty_on_host(gradient, gradient.device)
 
     @torch.no_grad()
-    def begin_step(self) -> None:  # noqa: D102
+    def begin_step(self) -> None:
+        """Bring the values and gradients of a step to the host."""
         for run, gradient in self._runs:
             copy = run.tensor
             if copy.grad is not None:
@@ -121,11 +103,16 @@ class HostCopies(StepMemory):
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
-    def end_step(self) -> None:  # noqa: D102
+    def end_step(self) -> None:
+        """Bring the new values to the shards."""
         for run, _ in self._runs:
             run.shard.copy_(run.tensor, non_blocking=True)
             # `parameters_changed` counts one more version.
             self._versions[run.tensor] = [version + 1 for version in _versions(run)]
+
+
+StepMemory = DeviceShards | HostCopies
+"""What an optimizer steps in."""
 
 
 def _versions(run: Run) -> list[int]:

@@ -15,7 +15,6 @@ class RankInfo:
 
     rank: int
     node: int
-    local_rank: int
     host: str
     world_size: int
     num_nodes: int

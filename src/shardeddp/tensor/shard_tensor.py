@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol
 
@@ -70,7 +70,6 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A function or an operation of torch, its arguments and its keyword arguments to its result."""
 
 
-@dataclass
 class Handlers:
     """Handlers of calls that meet a ``ShardTensor``.
 
@@ -83,11 +82,7 @@ class Handlers:
     """ATen operations, below autograd."""
 
 
-def _not_imported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise RuntimeError(f"{func} met a ShardTensor before shardeddp was imported")
-
-
-handlers = Handlers(_not_imported, _not_imported)
+handlers = Handlers()
 
 outside_of_graphs = never_traced(
     "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a "
@@ -203,67 +198,34 @@ class ShardSpec:
         )
 
 
-class UnitGradients(Protocol):
-    """The gradients of a unit's parameters on their way to ``.grad``."""
+class _UnitGradients(Protocol):
+    """The gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
 
     kept_by_others: bool
     assigned: set[int]
 
-    def add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        """Take a whole gradient of a use outside of the unit, which is not averaged."""
-        ...
-
-    def take_local(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take this rank's own gradient, if a backward that is to average it is running."""
-        ...
-
-    def unreduced(self, index: int) -> torch.Tensor | None:
-        """A parameter's gradient before it is complete."""
-        ...
-
-    def is_unreduced(self, index: int) -> bool:
-        """Whether there is one."""
-        ...
-
-    def has_former(self, index: int) -> bool:
-        """Whether an earlier step has left one that does not count to it yet."""
-        ...
-
-    def take_former(self, index: int) -> None:
-        """Count that to it."""
-        ...
-
-    def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Forget that."""
-        ...
+    def add_outside(self, index: int, gradient: torch.Tensor) -> None: ...
+    def take_local(self, index: int, gradient: torch.Tensor) -> bool: ...
+    def unreduced(self, index: int) -> torch.Tensor | None: ...
+    def is_unreduced(self, index: int) -> bool: ...
+    def has_former(self, index: int) -> bool: ...
+    def take_former(self, index: int) -> None: ...
+    def drop(self, index: int, successor: torch.Tensor | None) -> None: ...
 
 
-class KeepsWrites(Protocol):
-    """Memory that unsharded parameters are views of."""
+class _KeepsWrites(Protocol):
+    """Memory that unsharded parameters are views of: `FlatGroup`."""
 
-    def keep_writes(self) -> None:
-        """Bring writes to them, or to views of them, to the shards."""
-        ...
-
-    def keep_write_of(self, index: int) -> None:
-        """The same, asked because of one of them."""
-        ...
-
-    def renew_views(self) -> None:
-        """Bring writes to the shards to views that something holds."""
-        ...
-
-    def is_held(self, index: int) -> bool:
-        """Whether something, such as a view, refers to memory of one of them."""
-        ...
+    def keep_writes(self) -> None: ...
+    def keep_write_of(self, index: int) -> None: ...
+    def renew_views(self) -> None: ...
+    def is_held(self, index: int) -> bool: ...
 
 
-class ViewSource(Protocol):
-    """Full elements that views of a sharded tensor show."""
+class _ViewSource(Protocol):
+    """Full elements that views of a sharded tensor show: `Gathered`."""
 
-    def follow(self, sharded: ShardTensor) -> None:
-        """Be those of another one from now on."""
-        ...
+    def follow(self, sharded: ShardTensor) -> None: ...
 
 
 class NoRawMemory:
@@ -311,21 +273,22 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     _local: torch.Tensor  # 1D, spec.interval.numel
     _spec: ShardSpec
-    _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
-    _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
+    _unsharded: nn.Parameter | None = None  # of a sharded parameter: its unsharded one
+    _hooks: GradientHooks | None = None  # of a sharded parameter: made with the first of them
     # Of a sharded parameter: the gradients of its unit, and its place among them.
-    _unit_gradients: tuple[UnitGradients, int] | None
-    _is_routed: bool  # whether gradients of uses outside of a unit find their way
-    _former_gradient: torch.Tensor | None  # `.grad` before such a gradient, while that is in flight
+    _unit_gradients: tuple[_UnitGradients, int] | None = None
+    _is_routed: bool = False  # whether gradients of uses outside of a unit find their way
+    # `.grad` before such a gradient, while that is in flight
+    _former_gradient: torch.Tensor | None = None
     # Of an alias: its origin, which lives as long as the alias.
-    _source: ShardTensor | None
+    _source: ShardTensor | None = None
     # Tensors that share its memory: `.data`, detached
-    _aliases: list[weakref.ref[ShardTensor]] | None
-    _views: weakref.WeakSet[ViewSource] | None  # full elements of which there may be views
+    _aliases: list[weakref.ref[ShardTensor]] | None = None
+    _views: weakref.WeakSet[_ViewSource] | None = None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
-    _writes: weakref.ref[KeepsWrites] | None
-    _place: int  # of the parameter there
-    memory_of: str
+    _writes: weakref.ref[_KeepsWrites] | None = None
+    _place: int = 0  # of the parameter there
+    memory_of: str = ""
     """Another parameter, by name, that has this one's memory as well; empty: none has."""
 
     def __new__(  # noqa: D102
@@ -340,17 +303,6 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         )
         made._local = local
         made._spec = spec
-        made._unsharded = None
-        made._hooks = None
-        made._unit_gradients = None
-        made._is_routed = False
-        made._former_gradient = None
-        made._source = None
-        made._aliases = None
-        made._views = None
-        made._writes = None
-        made._place = 0
-        made.memory_of = ""
         refuse_data_pointer(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
@@ -473,7 +425,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 stacklevel=3,
             )
 
-    def note_view(self, view: ViewSource) -> None:
+    def note_view(self, view: _ViewSource) -> None:
         """Note that there is a view of these full elements."""
         if self._views is None:
             self._views = weakref.WeakSet()
@@ -583,7 +535,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
 
-    def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
+    def take_part(self, unit_gradients: _UnitGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
         self._unit_gradients = unit_gradients, index
 
@@ -752,7 +704,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return self._local
 
     @property
-    def home(self) -> KeepsWrites | None:
+    def home(self) -> _KeepsWrites | None:
         """The parameters in one buffer with this one's shard; None without a buffer."""
         return None if self._writes is None else self._writes()
 
@@ -1011,7 +963,7 @@ def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 def end_writes(*targets: torch.Tensor) -> None:
     """Count writes to sharded or plain tensors, and bring them to views that something holds of parameters."""
-    homes: dict[KeepsWrites, None] = {}
+    homes: dict[_KeepsWrites, None] = {}
     for target in targets:
         if not isinstance(target, ShardTensor):
             mark_written(target)
@@ -1129,11 +1081,3 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)
-
-
-@cache
-def sharded_class(kind: type) -> type[ShardTensor]:
-    """The class of a sharded parameter; its objects are of the user's parameter class, too."""
-    if kind is nn.Parameter:
-        return ShardTensor
-    return type(f"Sharded{kind.__name__}", (ShardTensor, kind), {"__module__": kind.__module__})

@@ -430,22 +430,8 @@ def outside_of(parameter: Any) -> Any:
 
 
 @cache
-def unsharded_class(kind: type) -> type[UnshardedParameter]:
-    """The class of a usable unsharded parameter; its objects are of the user's class, too."""
-    return (
-        UnshardedParameter
-        if kind is nn.Parameter
-        else _derive("Unsharded", UnshardedParameter, kind)
-    )
-
-
-@cache
-def released_class(kind: type) -> type[ReleasedParameter]:
-    """The class of an unsharded parameter with released memory, for a parameter class of a user."""
-    return (
-        ReleasedParameter if kind is nn.Parameter else _derive("Released", ReleasedParameter, kind)
-    )
-
-
-def _derive(prefix: str, ours: type, theirs: type) -> Any:
+def derived_class(ours: type, prefix: str, theirs: type) -> Any:
+    """One of our classes for parameters of a user's class; its objects are of that, too."""
+    if theirs is nn.Parameter:
+        return ours
     return type(f"{prefix}{theirs.__name__}", (ours, theirs), {"__module__": theirs.__module__})

@@ -132,7 +132,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
     _check_heads(root, found, size, strict)
     if strict:
         _check_fused(found)
-    _check_inside_of_gathered(root, found)
+    _check_inside_of_gathered(found)
     return found
 
 
@@ -530,7 +530,7 @@ def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, str
                 )
 
 
-def _check_inside_of_gathered(root: nn.Module, layers: Sequence[PlannedLayer]) -> None:
+def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
     """See that gradients inside of ``gather_sequence`` are those of all ranks' tokens and features."""
     planned = {id(it) for layer in layers for _, it in _own_parameters(layer, layers)}
     for layer in layers:

@@ -153,11 +153,6 @@ class UnitSpec:
         """The name as people read it."""
         return self.name or "(root)"
 
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters, without padding."""
-        return sum(spec.parameter.numel() for spec in self.parameters)
-
 
 def is_computed(module: nn.Module, attribute: str) -> bool:
     """Whether an attribute is recomputed before each forward.
