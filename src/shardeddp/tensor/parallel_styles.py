@@ -34,84 +34,56 @@ class TensorAxis:
     size: int
 
 
-class _SumGradient(torch.autograd.Function):
-    """The tensor itself; in backward, the sum of its gradients."""
+def _same(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
+
+def _sum_of_all(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+    return all_reduce(tensor, axis.group)
+
+
+def _parts_of_all(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+    return all_gather(tensor, dim, axis.size, axis.group)
+
+
+def _own_part(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+    _check_divides(tensor, dim, axis)
+    return tensor.chunk(axis.size, dim)[axis.rank].clone()
+
+
+def _own_part_of_sum(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+    _check_divides(tensor, dim, axis)
+    return reduce_scatter(tensor, dim, axis.size, axis.group)
+
+
+_EXCHANGES: Mapping[str, tuple[Callable[[torch.Tensor, int, TensorAxis], torch.Tensor], str]] = {
+    "sum_gradient": (_same, "sum"),
+    "sum": (_sum_of_all, "sum_gradient"),
+    "gather": (_parts_of_all, "own_part"),
+    "own_part": (_own_part, "gather"),
+    "gather_sum_gradient": (_parts_of_all, "sum_own_part"),
+    "sum_own_part": (_own_part_of_sum, "gather_sum_gradient"),
+}
+"""By name, what an exchange makes of a tensor, and the name of the one that it makes of the gradient."""
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Sum.apply(gradient, ctx.axis), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum of tensors; in backward, the gradient itself."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return all_reduce(tensor, axis.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _SumGradient.apply(gradient, ctx.axis), None
-
-
-class _Gather(torch.autograd.Function):
-    """The parts of all ranks along a dim; in backward, this rank's part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, dim, axis.size, axis.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _OwnPart.apply(gradient, ctx.dim, ctx.axis), None, None
-
-
-class _OwnPart(torch.autograd.Function):
-    """This rank's part along a dim; in backward, the parts of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        _check_divides(tensor, dim, axis)
-        return tensor.chunk(axis.size, dim)[axis.rank].clone()
+    def forward(
+        ctx: Any, tensor: torch.Tensor, name: str, dim: int, axis: TensorAxis
+    ) -> torch.Tensor:
+        function, ctx.transpose = _EXCHANGES[name]
+        ctx.dim, ctx.axis = dim, axis
+        return function(tensor, dim, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Gather.apply(gradient, ctx.dim, ctx.axis), None, None
+        return _Exchange.apply(gradient, ctx.transpose, ctx.dim, ctx.axis), None, None, None
 
 
-class _GatherSumGradient(torch.autograd.Function):
-    """The parts of all ranks; in backward, this rank's part of the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, dim, axis.size, axis.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _SumOwnPart.apply(gradient, ctx.dim, ctx.axis), None, None
-
-
-class _SumOwnPart(torch.autograd.Function):
-    """This rank's part of the sum of tensors; in backward, the parts of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        _check_divides(tensor, dim, axis)
-        return reduce_scatter(tensor, dim, axis.size, axis.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _GatherSumGradient.apply(gradient, ctx.dim, ctx.axis), None, None
+def _exchange(name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """What one of the exchanges makes of a tensor; ``dim`` is that of parts."""
+    return _Exchange.apply(tensor, name, dim, axis)  # type: ignore[return-value]
 
 
 class _FirstAlone(torch.autograd.Function):
@@ -124,6 +96,10 @@ class _FirstAlone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         return gradient, None
+
+
+def _first_alone(axis: TensorAxis, tensor: torch.Tensor) -> torch.Tensor:
+    return _FirstAlone.apply(tensor, axis)  # type: ignore[return-value]
 
 
 def _check_divides(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> None:
@@ -204,6 +180,15 @@ ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split
 MARK = "_shardeddp_parallel_style"  # in the dictionary of a module that has been split
 
 
+def refuse_split(root: nn.Module) -> None:
+    """Raise for a model with a module that has been split before."""
+    split = next((name for name, it in root.named_modules() if MARK in vars(it)), None)
+    if split is not None:
+        raise ConfigurationError(
+            f"{split!r} was split for an earlier run, which has failed: build the module anew"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """Sizes of a linear layer."""
@@ -243,11 +228,11 @@ def distribution_of(
     elif style.splits == "rows" and ndim > 1:
         dim = ndim - 1
     elif style.splits == "rows":  # a bias, which is added once
-        wrapper = partial(_apply, _FirstAlone, axis)
+        wrapper = partial(_first_alone, axis)
     elif style.splits is not None:
         dim = 0 if style.splits == "vocabulary" else 1
     elif style.sums_gradients:
-        wrapper = partial(_apply, _SumGradient, axis)
+        wrapper = partial(_exchange, "sum_gradient", axis)
     else:
         return None
     if dim is None:
@@ -279,10 +264,6 @@ def _side_by_side(dim: int, stacked: torch.Tensor) -> torch.Tensor:
     return torch.cat(stacked.unbind(0), dim)
 
 
-def _apply(function: Any, axis: TensorAxis, tensor: torch.Tensor) -> torch.Tensor:
-    return function.apply(tensor, axis)
-
-
 # -- Hooks of split layers
 
 
@@ -300,8 +281,8 @@ class Siblings:
         recorded = torch.is_grad_enabled()
         if self.given is not tensor or self.taken is None or self.has_history is not recorded:
             self.given, self.has_history = tensor, recorded
-            self.taken = _SumGradient.apply(tensor, axis)  # type: ignore[assignment]
-        return self.taken  # type: ignore[return-value]
+            self.taken = _exchange("sum_gradient", axis, tensor)
+        return self.taken
 
     def clear(self) -> None:
         """Let the activation go."""
@@ -347,7 +328,7 @@ class SplitLayer:
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
     if layer.siblings is None:
-        return _SumGradient.apply(tensor, layer.axis)  # type: ignore[return-value]
+        return _exchange("sum_gradient", layer.axis, tensor)
     return layer.siblings.take(tensor, layer.axis)
 
 
@@ -365,7 +346,7 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
 def _gather_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape[-1] != layer.num_outputs:
         _refuse_whole(layer)
-    return _Gather.apply(tensor, tensor.dim() - 1, layer.axis)  # type: ignore[return-value]
+    return _exchange("gather", layer.axis, tensor, tensor.dim() - 1)
 
 
 def _refuse_whole(layer: SplitLayer) -> NoReturn:
@@ -388,24 +369,24 @@ def _sum_rows(layer: SplitLayer, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
-    return _Sum.apply(tensor, layer.axis)  # type: ignore[return-value]
+    return _exchange("sum", layer.axis, tensor)
 
 
 def _sum_gradient_of_rope(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
     sizes = [tensor.shape[-1] - layer.rope_dim, layer.rope_dim]
     compressed, rope = tensor.split(sizes, -1)
-    return torch.cat([compressed, _SumGradient.apply(rope, layer.axis)], -1)  # type: ignore[list-item]
+    return torch.cat([compressed, _exchange("sum_gradient", layer.axis, rope)], -1)
 
 
-def _along(function: Any, dim: int) -> Callable[[SplitLayer, torch.Tensor], torch.Tensor]:
-    return lambda layer, tensor: function.apply(tensor, dim % tensor.dim(), layer.axis)
+def _along(dim: int, name: str) -> Callable[[SplitLayer, torch.Tensor], torch.Tensor]:
+    return lambda layer, tensor: _exchange(name, layer.axis, tensor, dim % tensor.dim())
 
 
 _BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "sum_gradient": _sum_gradient,
-    "split_features": _along(_OwnPart, -1),
-    "gather_sequence": _along(_GatherSumGradient, SEQUENCE_DIM),
-    "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
+    "split_features": _along(-1, "own_part"),
+    "gather_sequence": _along(SEQUENCE_DIM, "gather_sum_gradient"),
+    "split_sequence": _along(SEQUENCE_DIM, "own_part"),
     "own_features": _own_features,
     "own_rows": _own_rows,
     "divide": lambda layer, tensor: tensor / layer.axis.size,
@@ -413,9 +394,9 @@ _BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "sum": _sum,
     "sum_rows": _sum_rows,
-    "sum_split_sequence": _along(_SumOwnPart, SEQUENCE_DIM),
-    "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
-    "gather_sequence": _along(_Gather, SEQUENCE_DIM),
+    "sum_split_sequence": _along(SEQUENCE_DIM, "sum_own_part"),
+    "split_sequence": _along(SEQUENCE_DIM, "own_part"),
+    "gather_sequence": _along(SEQUENCE_DIM, "gather"),
     "gather_features": _gather_features,
     "sum_gradient_of_rope": _sum_gradient_of_rope,
 }
