@@ -100,16 +100,12 @@ def test_tensors_are_found_in_containers_and_not_in_other_objects() -> None:
         "c": {1, 2},
     }
     assert [float(tensor) for tensor in find_tensors(value)] == [0.0, 1.0, 2.0, 3.0]
-    assert find_tensors([tensors[0], Envelope(tensors[4])]) == tensors[:1]
+    assert [*find_tensors([tensors[0], Envelope(tensors[4])])] == tensors[:1]
 
 
 def test_plain_values_hold_no_tensors() -> None:
-    assert (
-        find_tensors(
-            [1, 2.0, True, "text", b"bytes", None, torch.float32, torch.Size([1]), {"k": {1.0}}]
-        )
-        == []
-    )
+    values = [1, 2.0, True, "text", b"bytes", None, torch.float32, torch.Size([1]), {"k": {1.0}}]
+    assert not [*find_tensors(values)]
 
 
 class ReturnsItsWeight(nn.Module):

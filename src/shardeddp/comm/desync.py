@@ -530,7 +530,8 @@ def _awaits_handle(frame: FrameType | None) -> bool:
     """Whether a thread waits in native code for a transfer, as by the handle of a collective."""
     if frame is None:
         return False
-    if _name(next((each for each in _callers(frame) if not _is_operator(each)), frame)) in _WAITS:
+    callers = (each for each in _callers(frame) if _file(each) != OPERATORS_FILE)
+    if _name(next(callers, frame)) in _WAITS:
         return True
     loaded = [
         each.argval
@@ -538,11 +539,6 @@ def _awaits_handle(frame: FrameType | None) -> bool:
         if each.offset <= frame.f_lasti and each.opname in ("LOAD_METHOD", "LOAD_ATTR")
     ]
     return loaded[-1:] == ["wait"]
-
-
-def _is_operator(frame: FrameType) -> bool:
-    """Whether a frame is torch's on the way to an operator."""
-    return _file(frame) == OPERATORS_FILE
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:

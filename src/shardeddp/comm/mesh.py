@@ -357,7 +357,7 @@ class Mesh:
         run; never tensors of the model.
         """
         self.control = self.world_control
-        """The ranks of ``data``, on the host: agreement on their model, which they run alike."""
+        """The same: agreement on the model, which all ranks run alike."""
         self.saving = self._groups.host(
             "control", everyone, timeout, channel=1, patience=saving_timeout
         )
@@ -531,7 +531,7 @@ class Mesh:
         """Let a clock measure what compute waits for; None ends it."""
         self.clock = clock
         checks = self.users.group, self.fingerprints.group, self.data_fingerprints.group
-        for group in (self.control, self.world_control, *checks):
+        for group in (self.control, *checks):
             if group is not None:
                 group.clock = clock
         if self.experts is not None:
@@ -561,7 +561,7 @@ class Mesh:
         for each in (self.users, self.fingerprints, self.data_fingerprints):
             each.leave_to_parent()
         self.error_propagation.leave_to_parent()
-        for group in (self.control, self.world_control, self.saving, dist.group.WORLD):
+        for group in (self.control, self.saving, dist.group.WORLD):
             if group is not None:
                 leave_to_parent(group)
 

@@ -254,11 +254,6 @@ class AutocastCopies:
         self._locals = [cast(ShardTensor, sharded).raw_local for sharded in self.sharded.values()]
         self._versions = [local._version for local in self._locals]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastCopies:
-        copied = object.__new__(AutocastCopies)
-        copied.__setstate__({})
-        return copied
-
     def __getstate__(self) -> dict[str, Any]:
         return {}
 

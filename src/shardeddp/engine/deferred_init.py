@@ -352,9 +352,11 @@ def _allocate(
     put_hooks(tensor, hooks)
 
 
-def _refill(kept: Mapping[int, torch.UntypedStorage], recording: Recording) -> None:
+def _refill(
+    kept: Mapping[int, torch.UntypedStorage], recording: Recording, *, move_generators: bool = False
+) -> None:
     """Give storages their values on this rank, whatever others have."""
-    for storage, values in recording.repeat(recording.plan(kept)):
+    for storage, values in recording.repeat(recording.plan(kept), move_generators):
         _as_bytes(kept[storage]).copy_(_as_bytes(values))
 
 
@@ -720,6 +722,4 @@ def materialize(root: nn.Module, recording: Recording, *, is_loaded: bool = Fals
     for tensor, place in elsewhere:
         _allocate(tensor, place, memory)
     _name_host(root, [tensor for tensor, _ in elsewhere])
-    plan = recording.plan(memory)
-    for storage, values in recording.repeat(plan, move_generators=True):
-        _as_bytes(memory[storage]).copy_(_as_bytes(values))
+    _refill(memory, recording, move_generators=True)

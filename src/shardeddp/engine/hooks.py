@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.unit import UnitProgress
+from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     OptimizedModule,
     are_transforms_active,
@@ -172,12 +173,6 @@ class EncoderHook:
         ):
             self.runtime.gather_ahead(self._first)
 
-    def follow(self) -> None:
-        """There is nothing to follow."""
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
     def detach(self) -> None:
         """Leave the encoder's call as it was."""
         self._handle.remove()
@@ -248,20 +243,17 @@ def attach_hooks(runtime: _Listener, progress: UnitProgress) -> UnitHook:
         for index, parameter in enumerate(parameters):
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
-            # A frozen parameter takes no hook, and may be unfrozen later.
-            trainable = parameter.requires_grad
-            torch.Tensor.requires_grad_(parameter, True)
-            torch.Tensor.register_post_accumulate_grad_hook(
-                parameter, _gradient_hook(runtime, progress.index, index)
-            )
-            view: Any = parameter.view_as(parameter)
-            accumulator = view.grad_fn.next_functions[0][0]
-            progress.accumulators.append(accumulator)
-            gradients, place = places[index]
-            if gradients.adds_up_wider:
-                accumulator.register_prehook(_arrival_hook(gradients, place))
-            del view  # it refers to the parameter, whose references are counted below
-            torch.Tensor.requires_grad_(parameter, trainable)
+            with taking_hooks(parameter):
+                torch.Tensor.register_post_accumulate_grad_hook(
+                    parameter, _gradient_hook(runtime, progress.index, index)
+                )
+                view: Any = parameter.view_as(parameter)
+                accumulator = view.grad_fn.next_functions[0][0]
+                progress.accumulators.append(accumulator)
+                gradients, place = places[index]
+                if gradients.adds_up_wider:
+                    accumulator.register_prehook(_arrival_hook(gradients, place))
+                del view  # it refers to the parameter, whose references are counted below
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
@@ -308,25 +300,21 @@ def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None
 # -- Hooks of a graph
 
 
-def find_tensors(value: Any) -> list[torch.Tensor]:
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in mappings, sequences, sets and dataclasses; other objects are not searched."""
-    return list(_tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (str, bytes)):
         return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from find_tensors(item)
     elif isinstance(value, (Sequence, Set)):
         for item in value:
-            yield from _tensors(item)
+            yield from find_tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from find_tensors(getattr(value, field.name))
 
 
 def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:

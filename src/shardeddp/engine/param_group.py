@@ -260,11 +260,9 @@ class FlatGroup:
         return self._mesh.gather.all_gather_(self.buffer.allocate())
 
     def _gather_parts(self) -> CollectiveHandle:
-        part = self._kept_part
-        if part is None:
-            raise RuntimeError(f"no part of {self.layout.slots[0].fqn} was kept for its backward")
+        assert self._kept_part is not None
         flat = self.buffer.allocate()
-        self._part_of_gathered().copy_(part)
+        self._part_of_gathered().copy_(self._kept_part)
         return self._mesh.regather.all_gather_(flat)
 
     def _part_of_gathered(self) -> torch.Tensor:

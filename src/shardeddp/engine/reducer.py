@@ -6,7 +6,7 @@ import json
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, takewhile
@@ -16,7 +16,7 @@ import torch
 
 from shardeddp.comm import Mesh, all_gather_bytes, during
 from shardeddp.comm.agreement import ABOUT_TRAINED, ask_for_highest_alike
-from shardeddp.engine.gradients import Reduction
+from shardeddp.engine.gradients import GroupGradients, Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
 from shardeddp.plan.memory import WAITING_UNITS
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
@@ -167,8 +167,8 @@ class Reducer:
         """
         if not self.leaves_gradients:
             self.leaves_gradients = True
-            for progress in self._progresses:
-                progress.unit.take_assigned_gradients(self._sync)
+            for gradients in self._gradients():
+                gradients.take_assigned(self._sync)
 
     def reach(self, progress: UnitProgress, *, agreed: bool) -> None:
         """The backward reaches a use of a unit, which is not gathered for it yet.
@@ -234,12 +234,12 @@ class Reducer:
         if not self._across_replicas:
             self._mesh.incomplete.add(id(self))
             if self.leaves_gradients:
-                for progress in self._progresses:
-                    progress.unit.leave_gradients_incomplete(reduces=self._sync)
+                for gradients in self._gradients():
+                    gradients.leave_incomplete(reduces=self._sync)
         elif self.leaves_gradients and id(self) in self._mesh.incomplete:
             self._mesh.incomplete.discard(id(self))
-            for progress in self._progresses:
-                progress.unit.complete_gradients()
+            for gradients in self._gradients():
+                gradients.complete()
         self._running = False
 
     def abort(self) -> None:
@@ -247,6 +247,12 @@ class Reducer:
         self._running = False
         self._mesh.incomplete.add(id(self))
         self._finish()
+
+    def _gradients(self) -> Iterator[GroupGradients]:
+        """Those of all groups, in the order of their parameters."""
+        for progress in self._progresses:
+            for group in progress.unit.groups:
+                yield group.gradients
 
     def _keeps_partial(self) -> bool:
         """Whether gradients wait to be shared with replicas, so that nobody is to see them yet."""
@@ -353,12 +359,7 @@ class Reducer:
             told = self._levels(self._findings())
             self._earlier.update(place for place, level in enumerate(told) if level)
         self._reduce(self._left(expected))
-        added_to = [
-            each
-            for progress in self._progresses
-            for group in progress.unit.groups
-            for each in group.gradients.added_to()
-        ]
+        added_to = [each for gradients in self._gradients() for each in gradients.added_to()]
         # What cannot be taken back waits for the answer.
         if opened.answer is not None and (any(added_to) or self._has_hooks()):
             self._take_answer(opened)
@@ -445,15 +446,15 @@ class Reducer:
         # What earlier micro-batches have summed up in the shard group waits for the replicas, used
         # this time or not.
         left = [
-            progress.unit.has_unsharded_gradient()
-            or (self._across_replicas and progress.unit.has_partial_gradient())
+            any(
+                group.gradients.waiting() or (self._across_replicas and group.gradients.partial)
+                for group in progress.unit.groups
+            )
             for progress in progresses
         ]
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
-        sums = chain.from_iterable(
-            group.gradients.sums() for progress in progresses for group in progress.unit.groups
-        )
+        sums = chain.from_iterable(gradients.sums() for gradients in self._gradients())
         levels = chain.from_iterable(progress.gradients() for progress in progresses)
         gradients = [
             2 * level + (there and place in self._earlier)
@@ -475,9 +476,8 @@ class Reducer:
         return any_completion_hooks(self._sharded)
 
     def _keep_sums(self, keep: bool) -> None:
-        for progress in self._progresses:
-            for group in progress.unit.groups:
-                group.gradients.keep_sums(keep)
+        for gradients in self._gradients():
+            gradients.keep_sums(keep)
 
     def _reduce(self, left: Sequence[bool]) -> None:
         for progress, is_left in zip(self._progresses, left, strict=True):

@@ -131,14 +131,11 @@ class Runtime:
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit has anything to do: training on one rank."""
 
-        self._hooks: list[UnitHook | EncoderHook] = (
-            []
-            if self.passthrough
-            else [
-                *(attach_hooks(self, progress) for progress in self.progresses),
-                *self._hooks_of_encoders(),
-            ]
-        )
+        self._hooks: list[UnitHook] = []
+        self._encoder_hooks: list[EncoderHook] = []
+        if not self.passthrough:
+            self._hooks = [attach_hooks(self, progress) for progress in self.progresses]
+            self._encoder_hooks = [*self._hooks_of_encoders()]
 
         self.precision: object = None
         """Trainer's precision that decided on dtypes, compared when the model is set up again."""
@@ -147,7 +144,7 @@ class Runtime:
         """Surrounds the first step of each kind; None: nothing does."""
 
         self._watched: set[str] = set()  # kinds of steps that have had their first
-        self._structure = _Structure(self.root_module)
+        self._structure = _Structure(self.root_module, {})
 
     @property
     def is_current(self) -> bool:
@@ -157,7 +154,7 @@ class Runtime:
             for progress in self.progresses
             for tensor, sharded in progress.unit.overrides()
         }
-        return self._structure.is_like(_Structure(self.root_module), stands_for)
+        return _Structure(self.root_module, stands_for).places == self._structure.places
 
     def go_on_from(self, former: Runtime) -> None:
         """Continue the run that another runtime of the module has begun."""
@@ -226,11 +223,11 @@ class Runtime:
             )
         if not self.passthrough:
             self.reset()
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._encoder_hooks):
             hook.detach()
         for progress in self.progresses:
             progress.unit.dissolve()
-        self._hooks, self.progresses = [], []
+        self._hooks, self._encoder_hooks, self.progresses = [], [], []
         self._progress_of.clear()
         _RUNTIMES.pop(id(self.root_module), None)
 
@@ -687,37 +684,23 @@ class Runtime:
 
 
 class _Structure:
-    """The modules of a model, their parameters, and the names of their buffers."""
+    """The modules of a model, their parameters, and the names of their buffers.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
-            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
-            for name, module in root.named_modules(remove_duplicate=False)
-        ]
+    Args:
+        root: The model.
+        stands_for: By identity of a temporary parameter, the one that it replaces.
+    """
 
-    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
-        """Whether the other has the same modules at the same places, with the same parameters.
+    def __init__(self, root: nn.Module, stands_for: Mapping[int, torch.Tensor]) -> None:
+        self.places: list[tuple[str, int, dict[str, int], list[str]]] = []
+        """Equal for two structures if all of it is the same, at the same places."""
 
-        Args:
-            other: The other.
-            same: Identity of a temporary parameter -> identity of the parameter it replaces.
-        """
-        return len(self._places) == len(other._places) and all(
-            name == its_name
-            and module is its_module
-            and buffers == its_buffers
-            and parameters.keys() == its_parameters.keys()
-            and all(
-                same.get(id(its_parameters[key]), its_parameters[key]) is each
-                for key, each in parameters.items()
-            )
-            for (name, module, parameters, buffers), (
-                its_name,
-                its_module,
-                its_parameters,
-                its_buffers,
-            ) in zip(self._places, other._places, strict=True)
-        )
+        self._objects: list[object] = []  # alive, so that no other gets their identities
+        for name, module in root.named_modules(remove_duplicate=False):
+            own = {key: stands_for.get(id(it), it) for key, it in module._parameters.items()}
+            self._objects += [module, *own.values()]
+            identities = {key: id(it) for key, it in own.items()}
+            self.places.append((name, id(module), identities, [*module._buffers.keys()]))
 
 
 # -- All runtimes of this process

@@ -21,7 +21,14 @@ from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
 from shardeddp.garbage import collector_paused
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    extent_nbytes,
+    first_three,
+    is_computed,
+    join,
+)
 
 # -- Buffers and metrics on the device of a rank
 
@@ -217,12 +224,9 @@ def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Memory of a strided tensor: which one, and the first byte and that behind the last in it."""
-    nbytes = tensor.element_size()
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    start = int(tensor.storage_offset()) * nbytes if tensor.is_meta else tensor.data_ptr()
-    return storage_of(tensor) if tensor.is_meta else 0, start, start + (reach + 1) * nbytes
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    start = offset if tensor.is_meta else tensor.data_ptr()
+    return storage_of(tensor) if tensor.is_meta else 0, start, start + extent_nbytes(tensor)
 
 
 def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:

@@ -253,10 +253,7 @@ class GatheredBuffer:
 
     def bind(self) -> None:
         """Let the parameters be parts of the buffer, and usable."""
-        if self.flat is None:
-            raise RuntimeError(
-                f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
-            )
+        assert self.flat is not None
         if self._bound is self.flat:
             # Gathered anew into the same memory, whose views stay those of its parameters.
             if self._rests:

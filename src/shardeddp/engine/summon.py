@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import nn
@@ -157,7 +158,7 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
         and bool(checksum(each.whole) != each.checksum)
         for each in summoned
     ]
-    for each in _chosen(summoned, agree_on_any(changed, mesh.control)):
+    for each in compress(summoned, agree_on_any(changed, mesh.control)):
         spec, local = each.sharded.spec, each.sharded.to_local()
         if each.whole is None:
             values = torch.empty(spec.shape, dtype=local.dtype, device=mesh.device)
@@ -167,7 +168,3 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
         mesh.tensor.broadcast_(values, 0).wait()
         local.copy_(spec.localize(values))
         end_writes(each.sharded)
-
-
-def _chosen(summoned: list[_Summoned], flags: list[bool]) -> Iterator[_Summoned]:
-    return (each for each, flag in zip(summoned, flags, strict=True) if flag)

@@ -397,22 +397,6 @@ class Unit:
         for group in self.groups:
             group.keep_writes()
 
-    def take_assigned_gradients(self, reduces: bool) -> None:
-        """See :meth:`GroupGradients.take_assigned`."""
-        for group in self.groups:
-            if group.gradients.assigned:
-                group.gradients.take_assigned(reduces)
-
-    def leave_gradients_incomplete(self, reduces: bool) -> None:
-        """See :meth:`GroupGradients.leave_incomplete`."""
-        for group in self.groups:
-            group.gradients.leave_incomplete(reduces)
-
-    def complete_gradients(self) -> None:
-        """See :meth:`GroupGradients.complete`."""
-        for group in self.groups:
-            group.gradients.complete()
-
     def add_up_gradients(self) -> None:
         """Make autograd's gradients fit for summation over several backwards before reduction."""
         for group in self.groups:
@@ -426,14 +410,6 @@ class Unit:
                 for i, parameter in enumerate(self.unsharded_parameters())
                 if parameter.requires_grad
             }
-
-    def has_unsharded_gradient(self) -> bool:
-        """Whether autograd has left gradients that no reduction has taken yet."""
-        return any(group.gradients.waiting() for group in self.groups)
-
-    def has_partial_gradient(self) -> bool:
-        """Whether gradient shards hold sums that other replicas have no part in yet."""
-        return any(group.gradients.partial for group in self.groups)
 
     def _finish_gather(self) -> None:
         with during(self._mesh.clock, "gather", self.label):

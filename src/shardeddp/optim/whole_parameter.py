@@ -101,8 +101,7 @@ class _Exchange:
             if each.owner != me:
                 self._here[each.owner].append(local)
                 continue
-            if each.whole is None:
-                raise RuntimeError(f"{each.sharded.spec.fqn} has no whole tensor at its owner")
+            assert each.whole is not None
             flat = each.whole.detach().view(-1)
             for peer, interval in enumerate(each.sharded.spec.intervals):
                 part = flat[interval.start : interval.stop]
@@ -151,11 +150,7 @@ def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().view(torch.uint8)
-        if tensor.numel()
-        else torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    )
+    return tensor.detach().view(torch.uint8)
 
 
 # -- WholeParameters: owners and whole tensors of one optimizer

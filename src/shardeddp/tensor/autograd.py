@@ -90,20 +90,6 @@ def autograd_grad(
     return tuple(results[: len(inputs)])
 
 
-def backward_to(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
-    """Run ``torch.autograd.backward`` where sharded parameters are among its arguments.
-
-    Args:
-        tensors: As torch takes them.
-        inputs: As torch takes them: the only ones that get gradients, wherever they were used.
-            None: all.
-        options: As torch takes them.
-    """
-    torch.autograd.backward(
-        tensors, inputs=None if inputs is None else with_unsharded(inputs), **options
-    )
-
-
 def with_unsharded(inputs: Any) -> list[Any]:
     """Leaves of a graph, and the unsharded parameters of those that are sharded; each once."""
     leaves: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -383,8 +369,8 @@ def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Run a function of torch's Python API that meets sharded parameters."""
     if func is torch.autograd.grad:
         return autograd_grad(*args, **kwargs)
-    if func is torch.autograd.backward:
-        return backward_to(*args, **kwargs)
+    if func is torch.autograd.backward:  # whose leaves `engine_run_backward` knows
+        return func(*args, **kwargs)
     if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
         return _run_on_full(func, args, kwargs)
     return func(*args, **kwargs)

@@ -114,8 +114,7 @@ def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distr
         local = nn.Parameter(local_of(tensor).contiguous(), tensor.requires_grad)
         vars(local).update({k: v for k, v in vars(tensor).items() if k not in _OF_DTENSOR})
         made[key] = local, distribution
-    replace_parameters(root, {key: local for key, (local, _) in made.items()})
-    return dict(made.values())
+    return replace_parameters(root, made)
 
 
 def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -> nn.Parameter:
@@ -153,12 +152,19 @@ def flatten_boxes(tensor: torch.Tensor, shared: Sequence[Box]) -> torch.Tensor:
     return torch.cat(parts) if parts else tensor.new_empty(0)
 
 
-def replace_parameters(root: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Let modules hold other parameters, by the identity of the former ones."""
+def replace_parameters(
+    root: nn.Module, made: Mapping[int, tuple[nn.Parameter, Distribution]]
+) -> dict[nn.Parameter, Distribution]:
+    """Let modules hold parts of parameters, by the identity of the former ones.
+
+    Returns:
+        By new parameter, how the former one was split.
+    """
     for module in root.modules():
         for attribute, tensor in module._parameters.items():
-            if id(tensor) in others:
-                module._parameters[attribute] = others[id(tensor)]
+            if id(tensor) in made:
+                module._parameters[attribute], _ = made[id(tensor)]
+    return dict(made.values())
 
 
 _OF_DTENSOR = {"_local_tensor", "_spec", "_is_param"}

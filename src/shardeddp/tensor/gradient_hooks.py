@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import current_backward, engine, without_torch_function
+from shardeddp.tensor.unsharded import accumulate_in, taking_hooks
+from shardeddp.torch_private import current_backward, engine
 
 T = TypeVar("T")
 
@@ -98,17 +98,13 @@ class GradientHooks:
         if self.listens or sharded is None or unsharded is None:
             return
         self.listens = True
-        with without_torch_function():
-            trainable = unsharded.requires_grad
-            # A frozen parameter takes no hook, and may be unfrozen later.
-            torch.Tensor.requires_grad_(unsharded, True)
+        with taking_hooks(unsharded):
             # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks
             # know the model.
             if unsharded.dtype != sharded.dtype:
                 # Hooks see gradients in the parameter's own dtype.
                 accumulate_in(unsharded, sharded.dtype)
             torch.Tensor.register_hook(unsharded, weakly(self, GradientHooks.run))
-            torch.Tensor.requires_grad_(unsharded, trainable)
 
     def add_completion(self, hook: CompletionHook) -> RemovableHandle:
         """Call a hook with the parameter when a backward has completed its gradient."""

@@ -507,13 +507,12 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_hook(hook)
         return self._made_hooks().add(hook)
 
-    def listen(self) -> None:
-        """Let gradients of all uses end at one autograd node, that of the unsharded parameter."""
-        self._made_hooks().listen()
-
     def show_node(self) -> None:
-        """The same, and let a user have that node, on which hooks may be set."""
-        self.listen()
+        """Let a user have the one autograd node at which gradients of all uses end from now on.
+
+        It is that of the unsharded parameter; hooks may be set on it.
+        """
+        self._made_hooks().listen()
         self._made_hooks().node_is_known = True
 
     @property

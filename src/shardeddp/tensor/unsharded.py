@@ -2,7 +2,8 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -399,14 +400,20 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
         store_gradient(unsharded, former.to(dtype))
 
 
-def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
-    """Let autograd divide what it leaves on an unsharded parameter, from now on."""
+@contextmanager
+def taking_hooks(unsharded: torch.Tensor) -> Generator[None]:
+    """Hooks can be set inside: a frozen parameter takes none, and may be unfrozen later."""
     with without_torch_function():
         trainable = unsharded.requires_grad
-        # A frozen parameter takes no hook, and may be unfrozen later.
         torch.Tensor.requires_grad_(unsharded, True)
-        torch.Tensor.register_hook(unsharded, partial(_divided, divisor))
+        yield
         torch.Tensor.requires_grad_(unsharded, trainable)
+
+
+def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
+    """Let autograd divide what it leaves on an unsharded parameter, from now on."""
+    with taking_hooks(unsharded):
+        torch.Tensor.register_hook(unsharded, partial(_divided, divisor))
 
 
 def _divided(divisor: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardeddp.tensor.distributed import (
     replace_parameters,
 )
 from shardeddp.tensor.expert_dispatch import DividedExperts, Routing, refuse_call
-from shardeddp.tensor.parallel_styles import MARK, TensorAxis, linear_sizes
+from shardeddp.tensor.parallel_styles import MARK, TensorAxis, linear_sizes, refuse_split
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import join
 
@@ -73,11 +73,7 @@ def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Expe
         ConfigurationError: There are none, or ranks cannot have equal numbers of them.
     """
     modules = dict(root.named_modules())
-    split = next((name for name, it in modules.items() if MARK in vars(it)), None)
-    if split is not None:
-        raise ConfigurationError(
-            f"{split!r} was split for an earlier run, which has failed: build the module anew"
-        )
+    refuse_split(root)
     if policy is None:
         names: Collection[str] = [
             name
@@ -122,7 +118,6 @@ def keep_own(
         By new parameter, how the former one was split.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
-    kept: list[nn.Parameter] = []  # whose identities are keys
     for each in experts:
         own = each.count // axis.size
         is_sent = each.is_routed or not each.stacked
@@ -141,13 +136,11 @@ def keep_own(
                 boxes = tuple((whole_of(shape),) * (it == holder) for it in range(axis.size))
                 part = shape if axis.rank == holder else torch.Size((0,))
             distribution = Distribution(shape=shape, boxes=boxes, part=part, of_experts=True)
-            kept.append(parameter)
             made[id(parameter)] = local_part(parameter, distribution, axis.rank), distribution
         if each.is_routed:
             Routing(each.count, axis).install(each.module)
             each.module.num_experts = own  # type: ignore[assignment]
-    replace_parameters(root, {key: local for key, (local, _) in made.items()})
-    return dict(made.values())
+    return replace_parameters(root, made)
 
 
 def _has_forward_of_transformers(module: nn.Module) -> bool:

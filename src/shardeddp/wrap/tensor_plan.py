@@ -17,7 +17,6 @@ from shardeddp.tensor.parallel_styles import (
     ALIASES,
     DIVIDE,
     KEEP,
-    MARK,
     STYLES,
     ParallelStyle,
     Siblings,
@@ -27,6 +26,7 @@ from shardeddp.tensor.parallel_styles import (
     forget_inputs_after,
     install,
     linear_sizes,
+    refuse_split,
 )
 from shardeddp.wrap.tree import first_three, has_forward, join, nearest
 
@@ -88,11 +88,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
         ConfigurationError: A pattern or a style is unknown, a layer cannot be split in its style,
             or it has heads that ``size`` does not divide.
     """
-    split = next((name for name, it in root.named_modules() if MARK in vars(it)), None)
-    if split is not None:
-        raise ConfigurationError(
-            f"{split!r} was split for an earlier run, which has failed: build the module anew"
-        )
+    refuse_split(root)
     strict = plan != "auto"
     entries = plan if strict else _plans_of_models(root)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -157,7 +153,6 @@ def split_layers(
         By new parameter, how the former one was split.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
-    kept: list[nn.Parameter] = []  # whose identities are keys
     gathered = [it.module for it in layers if it.style_name == "gather_sequence"]
     inside = {id(child) for module in gathered for child in module.modules()}
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
@@ -169,7 +164,6 @@ def split_layers(
         for name, parameter in _own_parameters(layer, layers):
             distribution = distribution_of(name, layer.module, parameter, style, axis)
             if distribution is not None and id(parameter) not in made:
-                kept.append(parameter)
                 local = local_part(parameter, distribution, axis.rank)
                 made[id(parameter)] = local, distribution
         if layer.style_name == DIVIDE:
@@ -200,8 +194,7 @@ def split_layers(
         if style.after == "sum_gradient_of_rope":
             know.rope_dim = _rope_dim(layer, parent, root)
         install(layer.module, style, know, sums_input=id(layer.module) not in inside)
-    replace_parameters(root, {key: local for key, (local, _) in made.items()})
-    return dict(made.values())
+    return replace_parameters(root, made)
 
 
 # -- Patterns and styles

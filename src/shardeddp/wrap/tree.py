@@ -154,6 +154,12 @@ class UnitSpec:
         return self.name or "(root)"
 
 
+def extent_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a strided tensor to behind its last one."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()
+
+
 def is_computed(module: nn.Module, attribute: str) -> bool:
     """Whether an attribute is recomputed before each forward.
 

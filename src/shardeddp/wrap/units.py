@@ -1,7 +1,8 @@
 """Units of a model under a policy: each parameter in exactly one; refuses unshardable models."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -18,9 +19,11 @@ from shardeddp.wrap.tree import (
     ParameterSpec,
     UnitSpec,
     compiled_shells,
+    extent_nbytes,
     has_forward,
     join,
     listing,
+    module_behind,
     nearest,
     registry_of,
 )
@@ -63,21 +66,23 @@ def build_units(
     modules = _unit_modules(root, policy)
     chains = _unit_chains(root, modules)
     parameters: dict[int, list[ParameterSpec]] = {key: [] for key in modules}
-    for sharing in _by_memory(_parameter_places(root)):
-        owners = [owner for places in sharing for owner, _ in places.owners]
-        unit = _innermost_common([chain for owner in owners for chain in chains[id(owner)]])
+    for sharing in _by_memory(_specs_of(root)):
+        places = [module_behind(owner) for spec in sharing for owner, _ in spec.owners]
+        unit = _innermost_common([chain for place in places for chain in chains[id(place)]])
         first, *others = sharing
-        parameters[unit].append(_spec_of(first))
-        parameters[unit] += [_spec_of(places, first.parameter) for places in others]
         if others and any(it.parameter in split for it in sharing):
             raise ConfigurationError(
                 f"{first.fqn} and {others[0].fqn} have the same memory and are split over ranks: "
                 f"expected one parameter at both places, or memory of their own"
             )
-    parameters = {
-        key: [replace(it, distribution=split.get(it.parameter)) for it in specs]
-        for key, specs in parameters.items()
-    }
+        parameters[unit] += [
+            replace(
+                it,
+                shares_memory_with=None if it is first else first.parameter,
+                distribution=split.get(it.parameter),
+            )
+            for it in sharing
+        ]
     return [
         UnitSpec(name=name, module=module, parameters=tuple(parameters[key]))
         for key, (name, module) in modules.items()
@@ -99,55 +104,35 @@ def require_parameters(root: nn.Module) -> None:
         )
 
 
-@dataclass(kw_only=True)
-class _Places:
-    """A parameter object and the places found for it so far."""
-
-    fqn: str
-    parameter: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
-
-
-def _parameter_places(root: nn.Module) -> list[_Places]:
+def _specs_of(root: nn.Module) -> list[ParameterSpec]:
     """Every parameter object with all its places, in module order."""
-    found: dict[int, _Places] = {}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    owners: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for name, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places = found.setdefault(
-                id(parameter), _Places(fqn=join(name, attribute), parameter=parameter)
-            )
-            places.owners.append((module, attribute))
-    return list(found.values())
+            found.setdefault(id(parameter), (join(name, attribute), parameter))
+            owners[id(parameter)].append((registry_of(module), attribute))
+    return [
+        ParameterSpec(fqn=fqn, parameter=parameter, owners=tuple(owners[key]))
+        for key, (fqn, parameter) in found.items()
+    ]
 
 
-def _spec_of(places: _Places, shares_memory_with: nn.Parameter | None = None) -> ParameterSpec:
-    return ParameterSpec(
-        fqn=places.fqn,
-        parameter=places.parameter,
-        owners=tuple((registry_of(owner), attribute) for owner, attribute in places.owners),
-        shares_memory_with=shares_memory_with,
-    )
-
-
-def _by_memory(found: list[_Places]) -> list[list[_Places]]:
+def _by_memory(found: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Parameters by the memory that they have; most are alone."""
-    groups: dict[object, list[_Places]] = {}
-    extents: dict[int, list[tuple[int, int, _Places]]] = {}  # by storage
-    for places in found:
-        parameter = places.parameter
+    groups: dict[object, list[ParameterSpec]] = {}
+    extents: dict[int, list[tuple[int, int, ParameterSpec]]] = {}  # by storage
+    for spec in found:
+        parameter = spec.parameter
         if not parameter.numel() or parameter.layout is not torch.strided:
-            groups[id(parameter)] = [places]
+            groups[id(parameter)] = [spec]
             continue
         storage = parameter.untyped_storage()._cdata
         start = int(parameter.storage_offset()) * parameter.element_size()
         groups.setdefault(
             (storage, start, parameter.shape, parameter.stride(), parameter.dtype), []
-        ).append(places)
-        reach = sum(
-            (size - 1) * stride
-            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        )
-        extent = start, start + (reach + 1) * parameter.element_size(), places
+        ).append(spec)
+        extent = start, start + extent_nbytes(parameter), spec
         extents.setdefault(storage, []).append(extent)
     for lying in extents.values():
         lying.sort(key=lambda extent: extent[:2])
