@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -293,10 +293,7 @@ def _gather(
     infos, odd = [own], bool(own.problem)
     deadline = time.monotonic() + _LATE_S if odd else deadline
     while len(infos) < own.world_size and time.monotonic() < deadline:
-        arrived, known = (
-            arrivals.collect(),
-            [RankInfo(**json.loads(text)) for text in sitting.collect()],
-        )
+        arrived, known = arrivals.collect(), [*map(_info_of, sitting.collect())]
         for each in arrived:
             store.set(f"answer/{each}", name)
         infos += known
@@ -305,6 +302,12 @@ def _gather(
         if not arrived and not known:
             time.sleep(_POLL_S)
     return infos, odd
+
+
+def _info_of(text: str) -> RankInfo:
+    """What a rank has told of itself; one of another version of this package may tell more."""
+    told = json.loads(text)
+    return RankInfo(**{it.name: told[it.name] for it in fields(RankInfo)})
 
 
 class _Inbox:
