@@ -125,7 +125,7 @@ class Model:
         shapes = self.parameters
         return [
             FlatLayout.build(
-                names, [shapes[name] for name in names], itemsize=2, shard_size=self.ranks
+                names, [shapes[name] for name in names], itemsize=2, num_slices=self.ranks
             )
             for names in self._units.values()
         ]

@@ -85,7 +85,7 @@ def draw_units() -> None:
     for unit in build_units(model, ClassPolicy([Block])):
         names = [spec.fqn for spec in unit.parameters]
         shapes = [spec.parameter.shape for spec in unit.parameters]
-        layout = FlatLayout.build(names, shapes, itemsize=4, shard_size=2)
+        layout = FlatLayout.build(names, shapes, itemsize=4, num_slices=2)
         layouts.append((unit.name or "(root)", layout))
     picture = Picture(860, 70 + 72 * len(layouts))
     picture.text(
@@ -107,7 +107,7 @@ def _draw_unit(picture: Picture, top: float, name: str, layout: FlatLayout, scal
     picture.text(20, top + 30, name)
     picture.text(20, top + 46, f"{layout.numel:,} elements", fill=GREY, size=11)
     for rank, color in enumerate(RANKS):
-        shard = layout.shard_interval(rank)
+        shard = layout.slice_interval(rank)
         x, width = 150 + shard.start * scale, shard.numel * scale
         picture.box(x, top + 36, width - 1, 16, color, f"rank {rank}" if width > 50 else "")
     for slot in layout.slots:

@@ -5,6 +5,8 @@ import pickle
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -28,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", type=int, metavar="N", help="of each test, at most N of the cases it has"
     )
+
+
+def pytest_configure() -> None:
+    """Set hypothesis up: equal examples in each run, and no limits of time, as machines may be busy."""
+    if find_spec("hypothesis") is not None:  # `tests/cuda` runs without it
+        settings = import_module("hypothesis").settings
+        settings.register_profile("shardeddp", deadline=None, max_examples=200, derandomize=True)
+        settings.load_profile("shardeddp")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(VALUES, st.sampled_from([2, 3, 4, 5]))
 def test_data_comes_out_as_it_went_in(value: Any, protocol: int) -> None:
     found = unpickle(pickle.dumps(value, protocol=protocol), "it", BUILTINS)

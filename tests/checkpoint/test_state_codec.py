@@ -68,13 +68,13 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(TREES)
 def test_a_tree_comes_back_with_the_same_types_and_bits(tree: Any) -> None:
     assert picture(through_json(tree)) == picture(tree)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**64 - 1))
 def test_every_float_comes_back_bit_by_bit(bits: int) -> None:
     [value] = struct.unpack("<d", struct.pack("<Q", bits))

@@ -48,7 +48,7 @@ def refusal(data: bytes) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(JSON)
 def test_what_json_writes_is_read_as_it_was(value: Any) -> None:
     assert repr(parse_json(json.dumps(value).encode(), "some.json")) == repr(value)

@@ -1,13 +1,12 @@
 """The first pass is recorded, later passes are predicted from it, and a changed order is reported and survived."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardeddp.engine.order import ExecutionOrder, OrderChange
 
 pytestmark = pytest.mark.timeout(30)
-bounded = settings(deadline=None, max_examples=200, derandomize=True)
 
 some_pass = st.lists(st.integers(0, 6), min_size=1, max_size=12)
 different_units = st.lists(st.integers(0, 20), min_size=2, max_size=10, unique=True)
@@ -28,7 +27,6 @@ def changes(order: ExecutionOrder, *visits: int) -> list[OrderChange]:
     return [change for change in map(order.visit, visits) if change is not None]
 
 
-@bounded
 @given(some_pass)
 def test_the_first_pass_is_recorded_and_predicts_nothing(visits: list[int]) -> None:
     order = ExecutionOrder()
@@ -40,7 +38,6 @@ def test_the_first_pass_is_recorded_and_predicts_nothing(visits: list[int]) -> N
     assert order.record == tuple(visits)
 
 
-@bounded
 @given(some_pass, st.integers(0, 4))
 def test_an_equal_pass_is_predicted_at_every_visit(visits: list[int], depth: int) -> None:
     order = recorded(*visits)
@@ -54,7 +51,6 @@ def test_an_equal_pass_is_predicted_at_every_visit(visits: list[int], depth: int
         order.begin()
 
 
-@bounded
 @given(some_pass, st.lists(st.integers(0, 9), max_size=20))
 def test_any_later_pass_leaves_the_record_alone_and_is_forgotten_at_the_next(
     visits: list[int], others: list[int]
@@ -67,7 +63,6 @@ def test_any_later_pass_leaves_the_record_alone_and_is_forgotten_at_the_next(
     assert order.at_end()
 
 
-@bounded
 @given(some_pass, st.lists(st.integers(0, 9), max_size=20))
 def test_after_any_visit_of_a_recorded_unit_its_successor_in_the_record_is_expected(
     visits: list[int], others: list[int]
@@ -83,7 +78,6 @@ def test_after_any_visit_of_a_recorded_unit_its_successor_in_the_record_is_expec
         assert order.upcoming(1) in successors
 
 
-@bounded
 @given(different_units, st.data())
 def test_one_or_more_skipped_units_are_reported_once(
     visits: list[int], data: st.DataObject
@@ -96,7 +90,6 @@ def test_one_or_more_skipped_units_are_reported_once(
     assert order.at_end()
 
 
-@bounded
 @given(different_units)
 def test_a_pass_that_stops_early_is_not_at_its_end(visits: list[int]) -> None:
     order = recorded(*visits)
@@ -105,7 +98,6 @@ def test_a_pass_that_stops_early_is_not_at_its_end(visits: list[int]) -> None:
     assert order.upcoming(2) == visits[-1:]
 
 
-@bounded
 @given(different_units, st.data())
 def test_a_unit_that_the_record_does_not_know_is_reported_and_costs_nothing_else(
     visits: list[int], data: st.DataObject

@@ -6,14 +6,13 @@ import math
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardeddp.plan import layout, topology
 from shardeddp.plan.layout import Box, Interval, boxes
 
 pytestmark = pytest.mark.timeout(30)
-bounded = settings(deadline=None, max_examples=200, derandomize=True)
 
 
 @st.composite
@@ -45,7 +44,6 @@ def test_an_interval_that_runs_backwards_or_below_zero_is_refused(start: int, st
         Interval(start, stop)
 
 
-@bounded
 @given(some_interval(), some_interval())
 def test_an_intersection_has_the_elements_that_both_intervals_have(
     one: Interval, other: Interval
@@ -56,7 +54,6 @@ def test_an_intersection_has_the_elements_that_both_intervals_have(
     assert common.numel == len(expected)
 
 
-@bounded
 @given(some_interval(), some_interval())
 def test_an_intersection_stays_inside_the_first_interval_even_when_empty(
     one: Interval, other: Interval
@@ -70,7 +67,6 @@ def test_intervals_apart_meet_at_the_nearer_edge() -> None:
     assert Interval(4, 8).intersect(Interval(9, 12)) == Interval(8, 8)
 
 
-@bounded
 @given(some_interval(), st.integers(0, 100))
 def test_a_shift_there_and_back_gives_the_same_interval(interval: Interval, offset: int) -> None:
     shifted = interval.shift(offset)
@@ -90,7 +86,6 @@ def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
     assert outcome.failed == 0
 
 
-@bounded
 @given(interval_of_a_tensor())
 def test_boxes_cover_exactly_the_elements_of_the_interval_in_order(
     case: tuple[Interval, tuple[int, ...]],
@@ -101,7 +96,6 @@ def test_boxes_cover_exactly_the_elements_of_the_interval_in_order(
     assert covered == list(range(interval.start, interval.stop))
 
 
-@bounded
 @given(interval_of_a_tensor())
 def test_boxes_are_few_not_empty_and_inside_the_tensor(
     case: tuple[Interval, tuple[int, ...]],
@@ -118,13 +112,11 @@ def test_boxes_are_few_not_empty_and_inside_the_tensor(
         )
 
 
-@bounded
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_a_whole_tensor_is_one_box(shape: tuple[int, ...]) -> None:
     assert boxes(Interval(0, math.prod(shape)), shape) == [Box((0,) * len(shape), shape)]
 
 
-@bounded
 @given(some_interval(6), st.lists(st.integers(1, 4), max_size=3))
 def test_whole_rows_are_one_box(rows: Interval, row: list[int]) -> None:
     shape = (6, *row)

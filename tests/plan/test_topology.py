@@ -3,13 +3,12 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardeddp.plan.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)
-bounded = settings(deadline=None, max_examples=200, derandomize=True)
 
 
 @st.composite
@@ -19,7 +18,6 @@ def some_topology(draw: st.DrawFn) -> Topology:
     return Topology(world_size=draw(st.integers(1, 12)) * shard_size, shard_size=shard_size)
 
 
-@bounded
 @given(some_topology())
 def test_each_kind_of_group_partitions_the_world(topology: Topology) -> None:
     for groups in (topology.shard_groups(), topology.replicate_groups()):
@@ -27,7 +25,6 @@ def test_each_kind_of_group_partitions_the_world(topology: Topology) -> None:
         assert all(group == sorted(group) for group in groups)
 
 
-@bounded
 @given(some_topology())
 def test_groups_are_as_many_and_as_large_as_the_mesh_says(topology: Topology) -> None:
     assert topology.replicate_size * topology.shard_size == topology.world_size
@@ -39,7 +36,6 @@ def test_groups_are_as_many_and_as_large_as_the_mesh_says(topology: Topology) ->
     ] * topology.shard_size
 
 
-@bounded
 @given(some_topology())
 def test_a_shard_group_and_a_replicate_group_cross_in_one_rank(topology: Topology) -> None:
     for shard_group, replicate_group in itertools.product(
@@ -48,7 +44,6 @@ def test_a_shard_group_and_a_replicate_group_cross_in_one_rank(topology: Topolog
         assert len(set(shard_group) & set(replicate_group)) == 1
 
 
-@bounded
 @given(some_topology())
 def test_a_rank_sits_in_its_groups_where_its_two_numbers_say(topology: Topology) -> None:
     for rank in range(topology.world_size):
@@ -57,7 +52,6 @@ def test_a_rank_sits_in_its_groups_where_its_two_numbers_say(topology: Topology)
         assert topology.replicate_groups()[shard_rank][replicate_rank] == rank
 
 
-@bounded
 @given(some_topology())
 def test_ranks_that_share_a_model_are_neighbours(topology: Topology) -> None:
     for group in topology.shard_groups():

@@ -50,7 +50,7 @@ class GradientMemory:
 
         # A rank that owns the whole buffer can pack straight into its gradient shard.
         self.packs_into_shard = (
-            layout.shard_size == 1
+            layout.num_slices == 1
             and reduce_dtype is main_shard.dtype
             and main_shard.device == mesh.device
         )
@@ -530,7 +530,7 @@ class GroupGradients:
         if reduces and not self._mesh.has_replicas:
             return  # it has been added to what was left
         self._is_incomplete, self._sums_are_shared = True, reduces
-        if topology.split_replicas if reduces else self._layout.shard_size > 1:
+        if topology.split_replicas if reduces else self._layout.num_slices > 1:
             return
         for index, former in enumerate(stored_gradients(self._sharded)):
             if former is not None and self.has_former(index):
@@ -560,7 +560,7 @@ class GroupGradients:
         if self._sums_are_shared or self._partly_used[index]:
             self._memory.partial_of(index).add_(local)
             self._partly_used[index] = True
-        elif self._layout.shard_size == 1:
+        elif self._layout.num_slices == 1:
             self._add_own(index, local.clone().view(self._layout.slots[index].shape))
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))

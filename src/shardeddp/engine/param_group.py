@@ -60,7 +60,7 @@ class FlatGroup:
             specs[0].reduce_dtype,
         )
         self._on_host = sharding.offload_params and mesh.device.type != "cpu"
-        self._resident = layout.shard_size == 1 and param_dtype is dtype and not self._on_host
+        self._resident = layout.num_slices == 1 and param_dtype is dtype and not self._on_host
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
@@ -76,7 +76,11 @@ class FlatGroup:
         self.buffer = GatheredBuffer(
             specs, layout, param_dtype, mesh.device, memory, lender, in_turn=in_turn
         )
-        """Whole parameters; with memory while the unit is unsharded, or always."""
+        """Whole parameters: 1D, padded_numel, in the dtype that travels.
+
+        Memory is taken in :meth:`unshard`, on the gather stream, and dropped in :meth:`release`; the
+        buffer of a single rank keeps it. With shards on the host there is ``_arriving`` besides.
+        """
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.whole:
             # Tokens of all expert ranks have come together in an expert's gradient. Divided here,
@@ -471,7 +475,7 @@ def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: boo
         shard = empty_on_host(like, mesh.device)
     else:
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
-    own = layout.shard_interval(mesh.slice_rank)
+    own = layout.slice_interval(mesh.slice_rank)
     for gap in layout.padding_intervals:
         padding = own.intersect(gap).shift(-own.start)
         shard[padding.start : padding.stop].zero_()

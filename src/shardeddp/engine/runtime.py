@@ -422,7 +422,11 @@ class Runtime:
                 self._forwards = max(0, self._forwards - 1)
 
     def _visit(self, progress: UnitProgress, kind: str) -> None:
-        """A pass comes to a unit: gather it, and what comes next."""
+        """A pass comes to a unit: gather it, and prefetch what comes next.
+
+        ``FlatGroup.unshard`` of param_group.py allocates. A unit is released in ``leave`` or
+        ``_reshard_after_backward``, and in ``_reshard_idle`` if it was gathered in vain.
+        """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)
         depth = self._prefetch.backward if is_backward(kind) else self._prefetch.forward
@@ -439,6 +443,7 @@ class Runtime:
         if self._saves_views and progress is not self._root:
             self._saved.leave()
         if self._in_backward():
+            # This backward reads the unit next: it is released when its gradients are complete.
             if torch.is_grad_enabled() and not progress.awaiting_backward:
                 # Reentrant checkpointing: only the recomputation has a graph, which is run backward
                 # next.

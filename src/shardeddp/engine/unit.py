@@ -442,7 +442,7 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
     )
 
 
-def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
+def layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
     """The flat layout of parameters that share their dtypes."""
     first = specs[0]
     return FlatLayout.build(
@@ -451,7 +451,7 @@ def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
         itemsize=min(
             dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)
         ),
-        shard_size=shard_size,
+        num_slices=num_slices,
     )
 
 

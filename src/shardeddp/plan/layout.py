@@ -236,7 +236,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Places parameters in flat buffers that ``shard_size`` ranks divide evenly.
+    """Places parameters in flat buffers, of which each of ``num_slices`` ranks owns an equal slice.
 
     Parameters keep the order they come in; each starts on an aligned element; the end is padded so
     that every rank's slice is equally long and aligned as well. Two float32 parameters of 6 and 5
@@ -255,16 +255,16 @@ class FlatLayout:
     Alignment is by it, so it holds in the wider ones too.
     """
 
-    shard_size: int
+    num_slices: int
     slots: tuple[ParameterSlot, ...]
     padded_numel: int
 
     def __post_init__(self) -> None:
-        if self.shard_size < 1:
-            raise ValueError(f"expected a shard_size of at least 1, found {self.shard_size}")
-        if self.padded_numel % self.shard_size:
+        if self.num_slices < 1:
+            raise ValueError(f"expected at least one slice, found num_slices={self.num_slices}")
+        if self.padded_numel % self.num_slices:
             raise ValueError(
-                f"expected a padded_numel that shard_size={self.shard_size} divides, found "
+                f"expected a padded_numel that num_slices={self.num_slices} divides, found "
                 f"{self.padded_numel}"
             )
         end = 0
@@ -285,7 +285,7 @@ class FlatLayout:
         shapes: Sequence[Sequence[int]],
         *,
         itemsize: int,
-        shard_size: int,
+        num_slices: int,
     ) -> "FlatLayout":
         """Lay parameters out one behind the other.
 
@@ -293,7 +293,7 @@ class FlatLayout:
             names: Fqn of each parameter, in module order.
             shapes: Shape of each parameter.
             itemsize: Bytes of one element in the narrowest buffer.
-            shard_size: Number of ranks that share the buffer.
+            num_slices: Number of ranks that own a slice of the buffer each: ``Topology.num_slices``.
         """
         alignment = ALIGNMENT_NBYTES // math.gcd(ALIGNMENT_NBYTES, itemsize)
         slots: list[ParameterSlot] = []
@@ -302,10 +302,10 @@ class FlatLayout:
             slot = ParameterSlot(fqn=fqn, shape=tuple(shape), offset=_round_up(end, alignment))
             slots.append(slot)
             end = slot.interval.stop
-        # The constructor refuses a shard_size below 1; until then it must not divide.
-        padded_numel = _round_up(end, alignment * max(1, shard_size))
+        # The constructor refuses less than one slice; until then it must not divide.
+        padded_numel = _round_up(end, alignment * max(1, num_slices))
         return cls(
-            itemsize=itemsize, shard_size=shard_size, slots=tuple(slots), padded_numel=padded_numel
+            itemsize=itemsize, num_slices=num_slices, slots=tuple(slots), padded_numel=padded_numel
         )
 
     @cached_property
@@ -316,7 +316,7 @@ class FlatLayout:
     @property
     def shard_numel(self) -> int:
         """Elements of each rank's slice, with padding."""
-        return self.padded_numel // self.shard_size
+        return self.padded_numel // self.num_slices
 
     @property
     def padding_numel(self) -> int:
@@ -334,29 +334,29 @@ class FlatLayout:
         gaps = (Interval(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
         return tuple(gap for gap in gaps if gap.numel)
 
-    def shard_interval(self, shard_rank: int) -> Interval:
-        """The slice of the flat buffer that ``shard_rank`` owns."""
-        if not 0 <= shard_rank < self.shard_size:
-            raise ValueError(f"expected a shard rank in [0, {self.shard_size}), found {shard_rank}")
-        return Interval(shard_rank * self.shard_numel, (shard_rank + 1) * self.shard_numel)
+    def slice_interval(self, slice_rank: int) -> Interval:
+        """The slice of the flat buffer that ``slice_rank`` owns."""
+        if not 0 <= slice_rank < self.num_slices:
+            raise ValueError(f"expected a slice rank in [0, {self.num_slices}), found {slice_rank}")
+        return Interval(slice_rank * self.shard_numel, (slice_rank + 1) * self.shard_numel)
 
-    def parameter_interval(self, slot: ParameterSlot, shard_rank: int) -> Interval:
-        """Elements of the parameter, counted from its own start, that ``shard_rank`` owns.
+    def parameter_interval(self, slot: ParameterSlot, slice_rank: int) -> Interval:
+        """Elements of the parameter, counted from its own start, that ``slice_rank`` owns.
 
         The interval may be empty.
         """
-        owned = slot.interval.intersect(self.shard_interval(shard_rank))
+        owned = slot.interval.intersect(self.slice_interval(slice_rank))
         if owned.numel == 0:
             return Interval(0, 0)
         return owned.shift(-slot.offset)
 
-    def local_interval(self, slot: ParameterSlot, shard_rank: int) -> Interval:
+    def local_interval(self, slot: ParameterSlot, slice_rank: int) -> Interval:
         """Elements of :meth:`parameter_interval`, counted from the start of the rank's slice.
 
         Empty at the nearer end of the slice when there are none, so that neighbours in the flat
         buffer are neighbours in every slice.
         """
-        owned = self.shard_interval(shard_rank)
+        owned = self.slice_interval(slice_rank)
         return owned.intersect(slot.interval).shift(-owned.start)
 
 
@@ -367,13 +367,13 @@ class OwnedIntervals(Sequence[Interval]):
     sequence of equal intervals.
     """
 
-    def __init__(self, layout: FlatLayout, slot: ParameterSlot, shard_ranks: Sequence[int]) -> None:
+    def __init__(self, layout: FlatLayout, slot: ParameterSlot, slice_ranks: Sequence[int]) -> None:
         self._layout = layout
         self._slot = slot
-        self._shard_ranks = shard_ranks
+        self._slice_ranks = slice_ranks
 
     def __len__(self) -> int:
-        return len(self._shard_ranks)
+        return len(self._slice_ranks)
 
     @overload
     def __getitem__(self, index: int) -> Interval: ...
@@ -385,9 +385,9 @@ class OwnedIntervals(Sequence[Interval]):
         if isinstance(index, slice):
             return tuple(
                 self._layout.parameter_interval(self._slot, rank)
-                for rank in self._shard_ranks[index]
+                for rank in self._slice_ranks[index]
             )
-        return self._layout.parameter_interval(self._slot, self._shard_ranks[index])
+        return self._layout.parameter_interval(self._slot, self._slice_ranks[index])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):

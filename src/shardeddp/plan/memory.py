@@ -34,7 +34,7 @@ class GroupCost:
     @property
     def part_nbytes(self) -> int:
         """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
-        shard_size = self.layout.shard_size // self.split
+        shard_size = self.layout.num_slices // self.split
         return (
             0 if self.split == 1 else self.layout.padded_numel // shard_size * self.param_itemsize
         )
@@ -47,7 +47,7 @@ class GroupCost:
     @property
     def full_nbytes(self) -> int:
         """Bytes of the gathered buffer; zero when the main shard is the buffer."""
-        resident = self.layout.shard_size == 1 and self.param_itemsize == self.main_itemsize
+        resident = self.layout.num_slices == 1 and self.param_itemsize == self.main_itemsize
         return 0 if resident else self.layout.padded_numel * self.param_itemsize
 
     @property
@@ -64,7 +64,7 @@ class GroupCost:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the gradient buffer; zero if gradients are packed directly into their shard."""
-        direct = self.layout.shard_size == 1 and self.reduce_itemsize == self.main_itemsize
+        direct = self.layout.num_slices == 1 and self.reduce_itemsize == self.main_itemsize
         return (
             0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
         )
@@ -72,7 +72,7 @@ class GroupCost:
     @property
     def arriving_nbytes(self) -> int:
         """Bytes of the other ranks' gradients for this rank's slice."""
-        return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.shard_size
+        return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.num_slices
 
     @property
     def partial_nbytes(self) -> int:
@@ -87,13 +87,13 @@ class GroupCost:
         """
         if self.replicas == 1 or (self.split == 1 and self.reduce_itemsize == self.main_itemsize):
             return 0  # it is averaged where it stays
-        shard = self.buffer_nbytes * self.split // self.layout.shard_size
+        shard = self.buffer_nbytes * self.split // self.layout.num_slices
         return shard + shard - shard // self.split
 
     @property
     def leaving_nbytes(self) -> int:
         """Bytes of a shard's gradients on their way from a device to the host."""
-        nbytes = self.layout.padded_numel * self.reduce_itemsize // self.layout.shard_size
+        nbytes = self.layout.padded_numel * self.reduce_itemsize // self.layout.num_slices
         return nbytes if self.trainable else 0
 
 
