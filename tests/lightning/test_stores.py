@@ -1,7 +1,11 @@
 """Object stores under a Trainer: what is saved there, what a run goes on from, and what is refused before training."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,25 +106,56 @@ def test_a_store_that_cannot_be_saved_to_is_refused_before_training(
     assert all(why in said for said in world(2).run(refusal, folder))
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_store_that_does_not_answer_is_refused_before_callbacks_look_into_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: bool
-) -> None:
+def fit_alone(
+    folder: str,
+    answers: bool = True,
+    saves: dict[str, Any] | None = None,
+    ckpt_path: str | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[str, list[str]]:
+    """The error of a fit on one rank, and the operations that the store was asked for."""
     use_shelf()
-    monkeypatch.setattr(Shelf, "fault", lambda name, path: "before")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    folder = f"shelf://{tmp_path}/run"
+    asked: list[str] = []
+
+    def fault(name: str, path: str) -> str:
+        asked.append(name)
+        return "" if answers else "before"
+
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=1,
+        limit_val_batches=0,
         logger=False,
-        default_root_dir=None if given else folder,
-        callbacks=[ModelCheckpoint(folder if given else None)],
+        enable_model_summary=False,
+        callbacks=[] if saves is None else [ModelCheckpoint(**saves)],
+        default_root_dir=folder,
         strategy=ShardedDP(),
+        **options,
     )
-    with pytest.raises(ConfigurationError, match=f"checkpoints cannot be saved to {folder}"):
-        trainer.fit(BoringModel())
+    exists = Shelf.exists if answers else mock.Mock(side_effect=RuntimeError("no answer"))
+    with (
+        mock.patch.object(Shelf, "fault", fault),
+        mock.patch.object(Shelf, "exists", exists),
+        mock.patch("time.sleep"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+        except (ConfigurationError, CheckpointError) as error:
+            return str(error), asked
+    return "", asked
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_store_that_does_not_answer_is_refused_before_callbacks_look_into_it(
+    world: Worlds, tmp_path: Path, given: bool
+) -> None:
+    folder = f"shelf://{tmp_path}/run"
+    saves = {"dirpath": folder} if given else {}
+    ((error, _),) = world(1).run(fit_alone, folder, False, saves)
+    assert error.startswith(f"checkpoints cannot be saved to {folder}")
 
 
 @pytest.mark.parametrize(
@@ -133,46 +168,18 @@ def test_a_store_that_does_not_answer_is_refused_before_callbacks_look_into_it(
     ids=["fast_dev_run", "nothing kept", "no checkpoints"],
 )
 def test_a_store_in_which_nothing_will_be_saved_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    saves: dict[str, Any] | None,
-    options: dict[str, Any],
+    world: Worlds, tmp_path: Path, saves: dict[str, Any] | None, options: dict[str, Any]
 ) -> None:
-    use_shelf()
-    callbacks = [] if saves is None else [ModelCheckpoint(f"shelf://{tmp_path}/run", **saves)]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        limit_val_batches=0,
-        logger=False,
-        default_root_dir=f"shelf://{tmp_path}",
-        callbacks=callbacks,
-        strategy=ShardedDP(),
-        **options,
-    )
-    asked: list[str] = []
-    monkeypatch.setattr(Shelf, "fault", lambda name, path: asked.append(name) or "")
-    trainer.fit(BoringModel())
-    assert "put" not in asked
+    ((error, asked),) = world(1).run(fit_alone, f"shelf://{tmp_path}", True, saves, None, options)
+    assert (error, "put" in asked) == ("", False)
 
 
 def test_looking_for_the_last_checkpoint_of_a_store_that_does_not_answer_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    world: Worlds, tmp_path: Path
 ) -> None:
-    use_shelf()
     folder = f"shelf://{tmp_path}/run"
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[ModelCheckpoint(folder)], strategy=ShardedDP()
-    )
-
-    def failing(path: str, **_: Any) -> None:
-        raise RuntimeError("EndpointConnectionError")
-
-    monkeypatch.setattr(Shelf, "exists", failing)
-    monkeypatch.setattr(Shelf, "info", failing)
-    with pytest.raises(CheckpointError, match=f"looking for checkpoints in {folder} failed"):
-        trainer.fit(BoringModel(), ckpt_path="last")
+    ((error, _),) = world(1).run(fit_alone, folder, False, {"dirpath": folder}, "last")
+    assert error.startswith(f"looking for checkpoints in {folder} failed")
 
 
 def test_a_checkpoint_of_a_store_that_has_lost_its_manifest_is_named_by_load_from_checkpoint(
