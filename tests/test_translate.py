@@ -146,7 +146,7 @@ def test_a_wrap_policy_without_its_classes_is_explained() -> None:
         ({"activation_checkpointing_policy": {nn.Linear}}, "activation_checkpointing={Linear})"),
         ({"stage": 2}, "ShardedDP(sharding_strategy='shard_grad_op')"),
         ({"offload_policy": CPUOffloadPolicy()}, "ShardedDP(cpu_offload=True)"),
-        ({"shard_size": 2, "limit_all_gathers": False}, "ShardedDP(shard_size=2)"),
+        ({"shard_size": 2, "limit_all_gathers": False}, "ShardedDP(shard_size=2, sharding_strategy='hybrid_shard')"),
     ],
 )
 def test_an_argument_of_another_strategy_is_refused_with_the_line_to_write(

@@ -8,6 +8,8 @@ from __future__ import annotations
 # ruff: noqa: SIM905  # tables of words are read as text
 import ast
 import json
+import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +30,10 @@ from shardeddp.translate import (
     RULES,
     Call,
     Expression,
+    Rule,
     Translation,
+    apply_rules,
+    is_of_deepspeed,
     not_known,
     translate,
     translate_config,
@@ -58,12 +63,18 @@ def migrate(path: Path) -> list[Migrated]:
         ConfigurationError: The file cannot be parsed, or nothing in it chooses a strategy.
     """
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
+            with tokenize.open(path) as file:
+                text = file.read()
             found = sorted(_of_python(text, path), key=lambda it: int(it.place.rpartition(":")[2]))
         else:
+            text = path.read_text(encoding="utf-8-sig")
             content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
             found = list(_of_mapping(content, path))
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"{path} cannot be parsed: something in it holds itself, or is nested too deeply"
+        ) from error
     except (SyntaxError, ValueError, yaml.YAMLError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -84,16 +95,47 @@ def _of_mapping(content: Any, path: Path) -> Iterator[Migrated]:
     config = cast("Mapping[str, Any]", content)
     if "distributed_type" in config:
         yield _of_accelerate(config, path)
-    elif "zero_optimization" in config or "train_micro_batch_size_per_gpu" in config:
-        made = translate_config(config)
-        yield Migrated(
-            place=str(path),
-            was="a configuration of DeepSpeed",
-            text=_as_yaml(made),
-            translation=made,
-        )
+    elif is_of_deepspeed(config):
+        yield _in_yaml(translate_config(config), str(path), "a configuration of DeepSpeed")
     else:
         yield from _of_lightning(config, path, "")
+
+
+def _try(made: Translation) -> None:
+    """Lose what ShardedDP refuses, as far as it can be tried without imports of somebody's code."""
+    if made.loses:
+        return
+    known = _names_of(Options)
+    plain = {key: _to_plain(it) for key, it in made.options.items() if key in known}
+    try:
+        Options(**{key: it for key, it in plain.items() if it is not _NOT_PLAIN})
+    except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
+        made.lose("ShardedDP", f"refuses what is left: {error}")
+
+
+_NOT_PLAIN = object()
+
+
+def _to_plain(value: Any) -> Any:
+    """A value that can be tried; not a name that would be imported, nor what runs."""
+    if isinstance(value, Call) and value.name in ("MixedPrecision", "ActivationCheckpointing"):
+        return _to_plain(dict(value.arguments))
+    if isinstance(value, (Call, Expression)) or (
+        isinstance(value, str) and ("." in value or ":" in value)
+    ):
+        return _NOT_PLAIN
+    if isinstance(value, (list, tuple)):
+        inner = [*map(_to_plain, cast("Sequence[Any]", value))]
+        return _NOT_PLAIN if _NOT_PLAIN in inner else inner
+    if isinstance(value, dict):
+        pairs = {key: _to_plain(it) for key, it in cast("dict[str, Any]", value).items()}
+        return _NOT_PLAIN if _NOT_PLAIN in pairs.values() else pairs
+    return value
+
+
+def _in_yaml(made: Translation, place: str, was: str) -> Migrated:
+    _try(made)
+    return Migrated(place=place, was=was, text=_as_yaml(made), translation=made)
 
 
 # -- YAML of Lightning
@@ -114,11 +156,12 @@ def _of_lightning(config: Mapping[str, Any], path: Path, prefix: str) -> Iterato
             precision = config.get("precision")
             if name == "DeepSpeedStrategy" and precision in ("bf16-true", "16-true"):
                 made.trainer.setdefault("precision", f"{str(precision)[:-5]}-mixed")
-            yield Migrated(
-                place=f"{path}: {place}", was=name, text=_as_yaml(made), translation=made
-            )
+            yield _in_yaml(made, f"{path}: {place}", name)
         elif isinstance(value, Mapping):
             yield from _of_lightning(cast("Mapping[str, Any]", value), path, f"{place}.")
+        elif isinstance(value, list):
+            entries = {f"[{at}]": it for at, it in enumerate(cast("list[Any]", value))}
+            yield from _of_lightning(entries, path, place)
 
 
 def _chosen(value: Any) -> tuple[str, dict[str, Any], list[str]] | None:
@@ -135,9 +178,15 @@ def _chosen(value: Any) -> tuple[str, dict[str, Any], list[str]] | None:
     if name not in RULES and name != "ShardedDP":
         return None
     arguments: dict[str, Any] = {}
+    foreign = [str(key) for key in entry if key not in _ENTRY]
     for part in ("init_args", "dict_kwargs"):
-        arguments |= {key: _from_yaml(it) for key, it in (entry.get(part) or {}).items()}
-    return name, arguments, [key for key in entry if key not in _ENTRY]
+        given = entry.get(part) or {}
+        if isinstance(given, Mapping):
+            given = cast("Mapping[Any, Any]", given)
+            arguments |= {str(key): _from_yaml(it) for key, it in given.items()}
+        else:
+            foreign.append(f"{part}: {given!r}")
+    return name, arguments, foreign
 
 
 _ENTRY = ("class_path", "init_args", "dict_kwargs")
@@ -147,11 +196,13 @@ def _of_ours(arguments: Mapping[str, Any]) -> Translation:
     """ShardedDP with words of others among its arguments, those of FSDP, or misspelt ones."""
     made = Translation()
     known = [*_names_of(Options), *_OF_LIGHTNING]
-    for key, value in arguments.items():
+    for key in sorted(arguments, key=("device_mesh", "mesh").__contains__):
+        value = arguments[key]
         ours = isinstance(value, Call) and value.path.startswith("shardeddp.")
+        ours = ours or (key == "sharding_strategy" and value == "auto")
         owner = None if ours else next((it for it in RULES.values() if key in it), None)
         if owner is not None:
-            owner[key](made, key, value)
+            apply_rules(made, owner, {key: value})
         elif key in known:
             made.options[key] = value
         else:
@@ -186,8 +237,9 @@ def _from_yaml(value: Any) -> Any:
     if isinstance(value, Mapping):
         entry = cast("Mapping[str, Any]", value)
         inner = {key: _from_yaml(it) for key, it in entry.items()}
-        if "class_path" in entry:
-            return Call(path=str(entry["class_path"]), arguments=inner.get("init_args") or {})
+        given = inner.get("init_args") or {}
+        if "class_path" in entry and isinstance(given, Mapping):
+            return Call(path=str(entry["class_path"]), arguments=cast("Mapping[str, Any]", given))
         return inner
     return [*map(_from_yaml, cast("list[Any]", value))] if isinstance(value, list) else value
 
@@ -201,7 +253,7 @@ def _with_config(arguments: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not file.is_file():
         return dict(arguments)
     try:
-        return {**arguments, "config": json.loads(file.read_text(encoding="utf-8"))}
+        return {**arguments, "config": json.loads(file.read_text(encoding="utf-8-sig"))}
     except ValueError as error:
         raise ConfigurationError(f"{file} cannot be parsed: {error}") from error
 
@@ -209,139 +261,296 @@ def _with_config(arguments: Mapping[str, Any], path: Path) -> dict[str, Any]:
 # -- YAML of Accelerate
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-_OF_FSDP = {
-    "offload_params": "cpu_offload",
-    "backward_prefetch_policy": "backward_prefetch",
-}
-_LAUNCH = (
-    "compute_environment main_training_function rdzv_backend same_network tpu_env tpu_use_cluster "
-    "tpu_use_sudo debug enable_cpu_affinity use_cpu num_machines num_processes machine_rank "
-    "main_process_ip main_process_port mixed_precision distributed_type deepspeed_config "
-    "fsdp_config downcast_bf16 gpu_ids dynamo_config parallelism_config"
-).split()
 
 
 def _of_accelerate(config: Mapping[str, Any], path: Path) -> Migrated:
-    kind = str(config["distributed_type"]).upper()
-    axes = _axes(config.get("parallelism_config") or {})
-    given: dict[str, Any] = {}
+    config = {str(key): _switched(it) for key, it in config.items()}
+    kind = config.get("distributed_type")
+    kind = "NO" if kind is False else str(kind).upper()
+    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind)
+    inner = _mapping(config.get(used)) if used else {}
+    found, axes = Translation(), dict[str, int]()
+    _read_axes(found, axes, config.get("parallelism_config"))
     if kind == "FSDP":
-        given = _fsdp_arguments(config.get("fsdp_config") or {})
+        given = _fsdp_arguments(found, inner or {})
         if {"dp_replicate", "dp_shard"} <= axes.keys():
             given["device_mesh"] = axes.pop("dp_replicate"), axes.pop("dp_shard")
         made = translate("FSDPStrategy", given)
     elif kind == "DEEPSPEED":
-        made = translate("DeepSpeedStrategy", _deepspeed_arguments(config, path))
+        made = _of_accelerated_deepspeed(found, inner or {}, path)
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
-        made = translate("DDPStrategy", given)
+        made = translate("DDPStrategy", {})
     else:
         made = Translation(options={"sharding_strategy": "full_shard"})
-        made.lose("distributed_type", f"{kind} is not read: layers are split over ranks by "
-                                      f"tensor_parallel_size=, pipelines are not there")  # fmt: skip
-    _set_trainer(made, config)
+        hint = "layers are split over ranks by tensor_parallel_size=, pipelines are not there"
+        hint = hint if kind == "MEGATRON_LM" else "expected FSDP, DEEPSPEED, MULTI_GPU or NO"
+        made.lose("distributed_type", f"{kind} is not read: {hint}")
+    if inner is None:
+        made.lose(str(used), f"{config[str(used)]!r} is not understood: expected a mapping")
+    for other in ("fsdp_config", "deepspeed_config"):
+        if other != used and config.get(other):
+            made.note(other, f"not looked at there: distributed_type is {kind}")
+    apply_rules(made, _ACCELERATE, {**_LAUNCHED, **config})
+    machines = made.trainer.get("num_nodes", 1)
+    if type(made.trainer.get("devices")) is int:
+        each, left = divmod(made.trainer["devices"], machines)
+        made.trainer["devices"] = max(each, 1)
+        if left:
+            made.lose("num_processes", f"not the same number on each of {machines} machines")
+    if config.get("gpu_ids") not in (None, "all"):
+        apply_rules(made, {"gpu_ids": _gpus}, {"gpu_ids": config["gpu_ids"]})
     _set_axes(made, axes)
-    for key in config:
-        if key not in _LAUNCH:
-            made.lose(key, "no counterpart is known")
-    return Migrated(
-        place=str(path), was=f"Accelerate ({kind})", text=_as_yaml(made), translation=made
+    made.notes[:0] = found.notes
+    made.unneeded += found.unneeded
+    return _in_yaml(made, str(path), f"Accelerate ({kind})")
+
+
+_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def _switched(value: Any) -> Any:
+    """A value with the texts by which Accelerate's files say true and false as these."""
+    if isinstance(value, Mapping):
+        return {str(key): _switched(it) for key, it in cast("Mapping[Any, Any]", value).items()}
+    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _mapping(value: Any) -> dict[str, Any] | None:
+    """A mapping, which may be left out; None for anything else."""
+    return (
+        {} if value is None else cast("dict[str, Any]", value) if isinstance(value, dict) else None
     )
 
 
-def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
-    machines, processes = config.get("num_machines", 1), config.get("num_processes", 1)
-    made.trainer["num_nodes"] = machines
-    made.trainer["devices"] = max(1, int(processes) // max(1, int(machines)))
-    made.trainer["accelerator"] = "cpu" if config.get("use_cpu") else "gpu"
-    precision = str(config.get("mixed_precision", "no"))
-    if precision in _PRECISIONS:
-        made.trainer["precision"] = _PRECISIONS[precision]
-    elif precision not in ("no", "None"):
-        made.lose("mixed_precision", f"{precision} is not there: '16-mixed' or 'bf16-mixed'")
-    if config.get("gpu_ids") not in (None, "all"):
-        ids = [int(each) for each in str(config["gpu_ids"]).split(",")]
-        made.trainer["devices"] = ids
-    if config.get("main_process_ip"):
-        made.note("main_process_ip", "MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment, "
-                                     "or torchrun, or SLURM")  # fmt: skip
-    if config.get("dynamo_config"):
-        made.note("dynamo_config", "torch.compile(module) before Trainer.fit does that")
+def _whole(value: Any, least: int = 0) -> int:
+    """A whole number, also as text and as 1e8.
+
+    Raises:
+        ValueError: It is none.
+    """
+    number = value
+    try:
+        number = float(value) if isinstance(value, str) else value
+        if type(number) in (int, float) and number == int(number) >= least:
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"expected a whole number of at least {least}")
 
 
-def _axes(config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
-    sizes = {
-        key.removeprefix("parallelism_config_").removesuffix("_size"): int(value or 1)
-        for key, value in config.items()
-        if key.endswith("_size")
+def _count(name: str) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        made.trainer[name] = _whole(value, 1)
+
+    return rule
+
+
+def _host(made: Translation, key: str, value: Any) -> None:
+    if value is not None and type(value) is not bool:
+        raise ValueError("expected true or false")
+    made.trainer["accelerator"] = "cpu" if value else "gpu"
+
+
+def _precision(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, str) and value in _PRECISIONS:
+        chosen = made.trainer.setdefault("precision", _PRECISIONS[value])
+        if chosen != _PRECISIONS[value]:
+            made.lose(key, f"{value}, and the configuration of DeepSpeed says {chosen}")
+    elif value is not None and value is not False:
+        made.lose(key, f"{value} is not there: '16-mixed' or 'bf16-mixed'")
+
+
+def _gpus(made: Translation, key: str, value: Any) -> None:
+    ids = value if isinstance(value, list) else str(value).split(",")
+    made.trainer["devices"] = [*map(_whole, cast("list[Any]", ids))]
+
+
+def _said(text: str) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        if value:
+            made.note(key, text)
+
+    return rule
+
+
+def _unneeded(made: Translation, key: str, value: Any) -> None:
+    made.unneeded.append(key)
+
+
+def _elsewhere(made: Translation, key: str, value: Any) -> None:
+    """A key that is read with others."""
+
+
+_LAUNCHED = {"num_machines": 1, "num_processes": 1, "use_cpu": False}
+"""What the launcher takes where a file does not say it."""
+
+_ACCELERATE: dict[str, Rule] = {
+    **dict.fromkeys(
+        "compute_environment main_training_function rdzv_backend same_network tpu_env "
+        "tpu_use_cluster tpu_use_sudo debug enable_cpu_affinity machine_rank main_process_port "
+        "downcast_bf16".split(),
+        _unneeded,
+    ),
+    **dict.fromkeys(
+        "distributed_type fsdp_config deepspeed_config parallelism_config gpu_ids".split(),
+        _elsewhere,
+    ),
+    "num_machines": _count("num_nodes"),
+    "num_processes": _count("devices"),
+    "use_cpu": _host,
+    "mixed_precision": _precision,
+    "main_process_ip": _said(
+        "MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment, or torchrun, or SLURM"
+    ),
+    "dynamo_config": _said("torch.compile(module) before Trainer.fit does that"),
+}
+
+
+def _read_axes(made: Translation, axes: dict[str, int], value: Any) -> None:
+    """Add the sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
+
+    def size(made: Translation, key: str, ranks: Any) -> None:
+        axis = key.removeprefix("parallelism_config_").removesuffix("_size")
+        if ranks is not None and _whole(ranks, 1) > 1:
+            axes[axis] = _whole(ranks)
+
+    config = _mapping(value)
+    if config is None:
+        made.lose("parallelism_config", f"{value!r} is not understood: expected a mapping")
+        return
+    known = {
+        f"parallelism_config_{it}_size": size
+        for it in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
-    return {axis: ranks for axis, ranks in sizes.items() if ranks > 1}
+    tuning = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length",
+              "sp_seq_length_is_variable", "sp_attn_implementation")  # fmt: skip
+    apply_rules(made, {**known, **{f"parallelism_config_{it}": _unneeded for it in tuning}}, config)
 
 
 def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
     for axis, ranks in axes.items():
+        key = f"parallelism_config_{axis}_size"
         if axis == "tp":
-            made.options["tensor_parallel_size"] = ranks
-            made.options["tensor_parallel_plan"] = "auto"
+            made.options |= {"tensor_parallel_size": ranks, "tensor_parallel_plan": "auto"}
+        elif axis == "dp_replicate" and made.options["sharding_strategy"] == "hybrid_shard":
+            made.lose(key, f"{ranks} replicas without dp_shard_size, and 'hybrid_shard': write "
+                           f"shard_size=, the number of ranks that share one model")  # fmt: skip
         elif axis == "dp_replicate":
             made.options["sharding_strategy"] = "no_shard"
         elif axis != "dp_shard":
-            made.lose(f"parallelism_config_{axis}_size", f"{ranks} ranks split something else than "
-                                                         f"layers and batches, which is not there")  # fmt: skip
+            made.lose(key, f"{ranks} ranks split something else than layers and batches, which is "
+                           f"not there")  # fmt: skip
 
 
-def _fsdp_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+_WRAPPED_BY = {
+    "TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap",
+    "SIZE_BASED_WRAP": "min_num_params",
+    "NO_WRAP": None,
+}
+"""Kinds of policies, and the key that each looks at."""
+
+
+def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of FSDPStrategy; what takes other ways is said in ``made``."""
     given = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    version = given.pop("version", 1)
+    version = str(given.pop("version", 1))
     arguments: dict[str, Any] = {}
-    kind = str(given.pop("auto_wrap_policy", "")).upper()
-    classes = given.pop("transformer_layer_cls_to_wrap", None)
-    size = given.pop("min_num_params", None)
-    if kind == "SIZE_BASED_WRAP":
-        arguments["auto_wrap_policy"] = Call(
-            path="size_based_auto_wrap_policy", arguments={"min_num_params": int(size or 0) or None}
-        )
-    elif kind == "NO_WRAP":
-        arguments["auto_wrap_policy"] = None
-    elif classes:
-        names = classes.split(",") if isinstance(classes, str) else classes
-        arguments["auto_wrap_policy"] = [str(each).strip() for each in names]
+
+    def policy(made: Translation, key: str, value: Any) -> None:
+        kind = str(value or "").upper()
+        if kind and kind not in _WRAPPED_BY:
+            raise ValueError(f"expected one of {', '.join(_WRAPPED_BY)}")
+        for other in ("transformer_layer_cls_to_wrap", "min_num_params"):
+            if kind and other != _WRAPPED_BY[kind] and given.get(other):
+                made.note(f"fsdp_{other}", f"not looked at there: {key} is {kind}")
+        if kind == "NO_WRAP":
+            arguments["auto_wrap_policy"] = None
+        if kind == "SIZE_BASED_WRAP":
+            size = _whole(given.get("min_num_params") or 100_000_000)
+            arguments["auto_wrap_policy"] = Call(
+                path="size_based_auto_wrap_policy", arguments={"min_num_params": size}
+            )
+
+    def classes(made: Translation, key: str, value: Any) -> None:
+        names = value.split(",") if isinstance(value, str) else value or []
+        if not isinstance(names, list) or not all(
+            isinstance(it, str) for it in cast("list[Any]", names)
+        ):
+            raise ValueError("expected names of classes with commas")
+        if names and "auto_wrap_policy" not in arguments:
+            arguments["auto_wrap_policy"] = [it.strip() for it in cast("list[str]", names)]
+
+    def recomputed(made: Translation, key: str, value: Any) -> None:
+        if value is not None and type(value) is not bool:
+            raise ValueError("expected true or false")
+        arguments["activation_checkpointing"] = "auto" if value else None
+
+    def state(made: Translation, key: str, value: Any) -> None:
+        kinds = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
+        found = kinds.get(str(value).upper())
+        if found is None:
+            raise ValueError(f"expected one of {', '.join(kinds)}")
+        arguments["state_dict_type"] = found
+
+    rules: dict[str, Rule] = {
+        "auto_wrap_policy": policy,
+        "transformer_layer_cls_to_wrap": classes,
+        "min_num_params": _elsewhere,
+        "activation_checkpointing": recomputed,
+        "state_dict_type": state,
+        "cpu_ram_efficient_loading": _unneeded,  # what configure_model does
+    }
+    own = {f"fsdp_{key}": given[key] for key in rules if key in given}
+    apply_rules(made, {f"fsdp_{key}": rule for key, rule in rules.items()}, own)
+    renamed = {"offload_params": "cpu_offload", "backward_prefetch_policy": "backward_prefetch"}
     for key, value in given.items():
-        if key in ("cpu_ram_efficient_loading",):
-            continue  # what configure_model does
-        name = _OF_FSDP.get(key, key)
-        if name == "state_dict_type":
-            value = "full" if str(value).upper().startswith("FULL") else "sharded"
-        if name == "activation_checkpointing":
-            value = "auto" if value else None
-        if name == "ignored_modules" and value == "":
-            continue
-        arguments[name] = value
-    if str(version) == "2" and arguments.get("reshard_after_forward") is False:
+        if key not in rules and not (key == "ignored_modules" and value == ""):
+            arguments[renamed.get(key, key)] = value
+    if version == "2" and arguments.get("reshard_after_forward") is False:
         arguments.setdefault("sharding_strategy", "SHARD_GRAD_OP")
         arguments.pop("reshard_after_forward")
     return arguments
 
 
-def _deepspeed_arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    given = dict(config.get("deepspeed_config") or {})
-    file = given.pop("deepspeed_config_file", None)
-    arguments: dict[str, Any] = {"config": file} if file else {}
-    renamed = {"zero_stage": "stage", "offload_optimizer_device": "offload_optimizer",
-               "offload_param_device": "offload_parameters"}  # fmt: skip
-    inner: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in renamed:
-            arguments[renamed[key]] = None if value == "none" else value
-        elif key == "zero3_save_16bit_model":
-            arguments["stage3_gather_16bit_weights_on_model_save"] = value
-        elif key in ("gradient_clipping", "gradient_accumulation_steps"):
-            inner[key] = float(value) if key == "gradient_clipping" else int(value)
-        elif key not in ("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_hostfile"):
-            inner[key] = value
-    if inner and not file:
-        arguments["config"] = inner
-    return _with_config(arguments, path)
+def _of_accelerated_deepspeed(
+    made: Translation, config: Mapping[str, Any], path: Path
+) -> Translation:
+    file = config.get("deepspeed_config_file")
+    zero: dict[str, Any] = {"stage": 2}
+    content: dict[str, Any] = {"zero_optimization": zero}
+
+    def put(where: dict[str, Any], name: str) -> Rule:
+        def rule(made: Translation, key: str, value: Any) -> None:
+            if file:
+                made.note(key, "not looked at there: deepspeed_config_file says it all")
+            elif value is not None:
+                where[name] = value
+
+        return rule
+
+    def number(made: Translation, key: str, value: Any) -> None:
+        if not file and value != "auto":
+            value = float(value) if key == "gradient_clipping" else _whole(value, 1)
+        put(content, key)(made, key, value)
+
+    rules: dict[str, Rule] = {
+        **dict.fromkeys(
+            ("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_hostfile"), _unneeded
+        ),
+        "deepspeed_config_file": _elsewhere,
+        "zero_stage": put(zero, "stage"),
+        "offload_optimizer_device": put(zero, "offload_optimizer"),
+        "offload_param_device": put(zero, "offload_param"),
+        "offload_optimizer_nvme_path": _unneeded,
+        "offload_param_nvme_path": _unneeded,
+        "zero3_save_16bit_model": put(zero, "stage3_gather_16bit_weights_on_model_save"),
+        "gradient_clipping": number,
+        "gradient_accumulation_steps": number,
+    }
+    apply_rules(made, rules, config)
+    if file:
+        return translate("DeepSpeedStrategy", _with_config({"config": file}, path))
+    return translate_config(content)
 
 
 # -- Python
@@ -351,11 +560,22 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
     tree = ast.parse(text, str(path))
     reader = _Reader(tree)
     for node in ast.walk(tree):
-        for value, word in _words(node):
-            if word in NAMES:
+        for value in _chosen_by(node, reader):
+            fabric = reader.is_fabric(node)
+            place, said = f"{path}:{value.lineno}", ast.unparse(value)
+            word = reader.read(value)
+            if isinstance(word, str) and word in NAMES:
                 kind, arguments = NAMES[word]
-                made, fabric = translate(kind, arguments), reader.is_fabric(node)
-                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}", fabric)
+                shown = f"strategy={said}" if repr(word) == said else f"strategy={said} ({word!r})"
+                yield _in_python(translate(kind, arguments), place, shown, fabric)
+            elif type(word) is str and word.startswith(("ddp", "deepspeed", "fsdp")):
+                made = Translation()
+                made.lose("strategy", not_known(word, NAMES))
+                yield Migrated(place=place, was=f"strategy={said}", text="", translation=made)
+            elif isinstance(word, Expression) and not reader.is_strategy(value):
+                made = Translation()
+                made.lose("strategy", f"{said} is known to the running program only")
+                yield Migrated(place=place, was=f"strategy={said}", text="", translation=made)
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
                 if (name := reader.name_of(base)) in RULES:
@@ -363,29 +583,41 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
                     made.lose(f"class {node.name}", f"what it changes of {name} is its own code")
                     was = f"class {node.name}({ast.unparse(base)})"
                     yield _in_python(made, f"{path}:{node.lineno}", was, reader.is_fabric(base))
-        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)) in RULES:
+        if isinstance(node, ast.Call) and (called := reader.strategy_of(node)) is not None:
+            name, positional = called
             given, unread = reader.arguments(node)
-            made = translate(name, _with_config(given, path), [*map(reader.read, node.args)])
+            stars = [at for at, it in enumerate(positional) if isinstance(it, ast.Starred)]
+            known = positional[: stars[0]] if stars else positional
+            made = translate(name, _with_config(given, path), [*map(reader.read, known)])
+            unread += [ast.unparse(it) for it in positional[len(known) :]]
             for each in unread:
-                made.lose(f"**{each}", "arguments that only the running program knows")
-            fabric = reader.is_fabric(node)
-            yield _in_python(made, f"{path}:{node.lineno}", ast.unparse(node), fabric)
+                made.lose(each, "arguments that only the running program knows")
+            if len(positional) < len(node.args):
+                made.lose("partial", "arguments that are added where it is called are not read")
+            yield _in_python(
+                made, f"{path}:{node.lineno}", ast.unparse(node), reader.is_fabric(node)
+            )
 
 
-def _words(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
-    """Texts that a call or a mapping gives as its ``strategy``."""
+def _chosen_by(node: ast.AST, reader: _Reader) -> Iterator[ast.expr]:
+    """What is given as ``strategy``: anything to a Trainer or a Fabric, texts to other calls."""
     pairs: list[tuple[Any, ast.expr]] = []
+    runs = False
     if isinstance(node, ast.Call):
+        runs = reader.name_of(node.func) in ("Trainer", "Fabric")
         pairs += [(it.arg, it.value) for it in node.keywords]
+        if runs and not any(isinstance(it, ast.Starred) for it in node.args[:2]):
+            pairs += [("strategy", it) for it in node.args[1:2]]
     if isinstance(node, ast.Dict):  # as trainer_defaults of LightningCLI
         keys = [it.value if isinstance(it, ast.Constant) else None for it in node.keys]
         pairs += zip(keys, node.values, strict=True)
     for key, value in pairs:
-        if key == "strategy" and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            yield value, value.value
+        if key == "strategy" and (runs or isinstance(value, ast.Constant)):
+            yield value
 
 
 def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrated:
+    _try(made)
     names = {
         it.name for it in made.options.values() if isinstance(it, Call) and "shardeddp." in it.path
     }
@@ -400,31 +632,99 @@ def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrate
     )
 
 
+_Binding = tuple[ast.AST, ast.AST]
+"""What holds the place where a name is bound, and the module, function or class of that place."""
+
+
 class _Reader:
-    """Values of expressions, as far as a file says them."""
+    """Values of expressions, as far as a file says them.
+
+    A name is read where it is bound once in the whole file, by a plain assignment of the module or
+    of the same function. A value that can be changed in place has to be used by the calls alone
+    that this file is read for.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         # By the name here: the module that it is or comes from, and its name there.
-        self._imported = {
-            alias.asname or alias.name: (getattr(node, "module", None) or alias.name, alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-        }
-        self._assigned: dict[str, list[ast.expr]] = {}
+        self._imported: dict[str, tuple[str, str]] = {}
+        self._bound: dict[str | None, list[_Binding]] = {}
+        self._scopes: dict[ast.AST, ast.AST] = {}
+        self._loads: Counter[str] = Counter()
+        self._following: set[str] = set()
+        waiting: list[tuple[ast.AST, ast.AST, ast.AST]] = [(tree, tree, tree)]
+        while waiting:
+            node, parent, scope = waiting.pop()
+            self._scopes[node] = scope
+            for name in _bound_by(node):
+                self._bound.setdefault(name, []).append((parent, scope))
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                for alias in node.names:
+                    self._imported[alias.asname or alias.name] = module or alias.name, alias.name
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self._loads[node.id] += 1
+            inner = node if isinstance(node, _SCOPES) else scope
+            waiting += [(child, node, inner) for child in ast.iter_child_nodes(node)]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                target = node.targets[0]
-                if isinstance(target, ast.Name):
-                    self._assigned.setdefault(target.id, []).append(node.value)
+            if isinstance(node, ast.Call) and (
+                self.name_of(node.func) in _HARMLESS or self.strategy_of(node)
+            ):
+                given = [*node.args, *(it.value for it in node.keywords)]
+                self._loads.subtract(it.id for it in given if isinstance(it, ast.Name))
+
+    def _value_of(self, name: ast.Name) -> ast.expr | None:
+        """The expression that a name stands for wherever it is bound; None where that may vary."""
+        bindings = self._bound.get(name.id, [])
+        if len(bindings) != 1 or name.id in self._following:
+            return None
+        (assigned, scope) = bindings[0]
+        seen = isinstance(scope, ast.Module) or scope is self._scopes.get(name)
+        if not seen or isinstance(scope, ast.ClassDef):
+            return None
+        match assigned:
+            case ast.Assign(targets=[_], value=value) | ast.AnnAssign(value=value):
+                return value
+            case _:
+                return None
+
+    def _followed(self, name: ast.Name) -> Any:
+        value = self._value_of(name)
+        if value is None:
+            return Expression(name.id)
+        self._following.add(name.id)
+        found = self.read(value)
+        self._following.discard(name.id)
+        changes = isinstance(found, (list, dict, tuple, Call)) and self._loads[name.id] > 0
+        return Expression(name.id) if changes or isinstance(found, Expression) else found
+
+    def strategy_of(self, call: ast.Call) -> tuple[str, list[ast.expr]] | None:
+        """The strategy that a call makes, or makes a partial of, and arguments by place."""
+        name = self.name_of(call.func)
+        if name in RULES:
+            return name, call.args
+        if name == "partial" and call.args and (name := self.name_of(call.args[0])) in RULES:
+            return name, call.args[1:]
+        return None
+
+    def is_strategy(self, value: ast.expr) -> bool:
+        """Whether an expression makes a strategy that is reported where it is made."""
+        if isinstance(value, ast.Name):
+            value = self._value_of(value) or value
+        return isinstance(value, ast.Call) and self.name_of(value.func) in (*RULES, "ShardedDP")
 
     def name_of(self, function: ast.expr) -> str:
         """The name under which a function was defined, if it is called by a name."""
         if isinstance(function, ast.Attribute):
             return function.attr
-        if isinstance(function, ast.Name):
-            return self._imported.get(function.id, ("", function.id))[1].rpartition(".")[2]
-        return ""
+        if not isinstance(function, ast.Name):
+            return ""
+        value = self._value_of(function)
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            self._following.add(function.id)
+            name = self.name_of(value)
+            self._following.discard(function.id)
+            return name
+        return self._imported.get(function.id, ("", function.id))[1].rpartition(".")[2]
 
     def is_fabric(self, node: ast.AST) -> bool:
         """Whether a call makes a Fabric, or what is named comes from Fabric's modules."""
@@ -448,10 +748,12 @@ class _Reader:
             value = self.read(each.value)
             if each.arg is not None:
                 given[each.arg] = value
-            elif isinstance(value, dict):
+            elif isinstance(value, dict) and all(
+                isinstance(key, str) for key in cast("dict[Any, Any]", value)
+            ):
                 given |= cast("dict[str, Any]", value)
             else:
-                unread.append(ast.unparse(each.value))
+                unread.append(f"**{ast.unparse(each.value)}")
         return given, unread
 
     def read(self, node: ast.expr) -> Any:
@@ -459,9 +761,17 @@ class _Reader:
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name(id=name) if len(self._assigned.get(name, ())) == 1:
-                return self.read(self._assigned[name][0])
-            case ast.Set(elts=items) | ast.List(elts=items) | ast.Tuple(elts=items):
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.Name():
+                return self._followed(node)
+            case ast.Attribute(value=owner, attr=word) if self.name_of(owner) in _ENUMERATIONS:
+                return word
+            case ast.Attribute(value=ast.Name(id="torch"), attr=word) if word in _DTYPES:
+                return f"torch.{word}"
+            case ast.Set(elts=items) | ast.List(elts=items) | ast.Tuple(elts=items) if not any(
+                isinstance(it, ast.Starred) for it in items
+            ):
                 kind = tuple if isinstance(node, ast.Tuple) else list
                 return kind(map(self.read, items))
             case ast.Dict(keys=keys, values=values) if all(
@@ -473,11 +783,14 @@ class _Reader:
                 given, unread = self.arguments(node)
                 return Expression(ast.unparse(node)) if unread else given
             case ast.Call(func=function) if self.name_of(function) in _READ:
-                given, _ = self.arguments(node)
+                given, unread = self.arguments(node)
+                if unread or any(isinstance(it, ast.Starred) for it in node.args):
+                    return Expression(ast.unparse(node))
                 return Call(
                     path=self.name_of(function),
                     positional=tuple(map(self.read, node.args)),
                     arguments=given,
+                    written=ast.unparse(node),
                 )
             case _:
                 return Expression(ast.unparse(node))
@@ -485,15 +798,46 @@ class _Reader:
 
 _READ = (
     "partial ModuleWrapPolicy CustomPolicy MixedPrecision MixedPrecisionPolicy CPUOffload "
-    "CPUOffloadPolicy OffloadPolicy init_device_mesh"
+    "CPUOffloadPolicy OffloadPolicy init_device_mesh timedelta"
 ).split()
 """Calls that rules look into; others are passed on as they are written."""
+
+_HARMLESS = {*RULES, *_READ, "Trainer", "Fabric", "ShardedDP"} - {"partial"}
+"""Calls that do not change what they are given."""
+
+_ENUMERATIONS = ("ShardingStrategy", "BackwardPrefetch")
+_DTYPES = "bfloat16 float16 half float32 float float64 double".split()
+_SCOPES = (
+    ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp,
+    ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+
+
+def _bound_by(node: ast.AST) -> list[str | None]:
+    """Names that a node gives a value, or takes it from."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+            return [name]
+        case ast.alias(name=name, asname=asname):
+            return [asname or name.partition(".")[0]]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return [name]
+        case ast.MatchMapping(rest=name):
+            return [name]
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return [*names]
+        case _:
+            return []
 
 
 # -- text
 
 
 def _as_python(value: Any) -> str:
+    if isinstance(value, Call) and value.written:
+        return value.written
     if isinstance(value, Call):
         given = dict(value.arguments)
         first = given.pop("sharding_strategy", None) if value.name == "ShardedDP" else None
@@ -504,7 +848,7 @@ def _as_python(value: Any) -> str:
     if isinstance(value, Expression):
         return str(value)
     if isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return f"[{', '.join(map(_as_python, cast('Sequence[Any]', value)))}]"
     if isinstance(value, tuple):
@@ -524,7 +868,7 @@ def _as_yaml(made: Translation) -> str:
     if options:
         strategy["init_args"] = options
     tree = {"trainer": {**made.trainer, "strategy": strategy}}
-    return yaml.safe_dump(tree, sort_keys=False).rstrip()
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _to_yaml(value: Any) -> Any:
@@ -545,7 +889,7 @@ def report(found: Sequence[Migrated]) -> str:
     parts: list[str] = []
     for each in found:
         made = each.translation
-        lines = [f"# {each.place}: {each.was}", each.text, ""]
+        lines = [f"# {each.place}: {each.was}", *filter(None, [each.text]), ""]
         lines += [f"# changed  {note.key}: {note.text}" for note in made.notes if not note.lost]
         lines += [f"# LOST     {note.key}: {note.text}" for note in made.notes if note.lost]
         if made.unneeded:

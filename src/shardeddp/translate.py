@@ -9,10 +9,13 @@ from __future__ import annotations
 # ruff: noqa: SIM905  # tables of words are read as text
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import Enum
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 from shardeddp.errors import ConfigurationError
@@ -36,26 +39,48 @@ class Call:
 
     positional: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    written: str = ""
+    """Python code that makes it; empty for what is written by name and arguments."""
 
     @property
     def name(self) -> str:
         """The path's last word."""
         return self.path.rpartition(".")[2]
 
-    def get(self, name: str, place: int | None = None) -> Any:
-        """An argument by its name, or by its place; None where it is not given."""
-        if name in self.arguments:
-            return self.arguments[name]
-        return (
-            self.positional[place] if place is not None and place < len(self.positional) else None
-        )
+    @property
+    def named(self) -> dict[str, Any]:
+        """All arguments by name; those without are named by their places in torch's classes."""
+        places = _PLACES.get(self.name, ())
+        extra = (f"argument {place + 1}" for place in range(len(places), len(self.positional)))
+        return {**dict(zip([*places, *extra], self.positional, strict=False)), **self.arguments}
+
+    def get(self, name: str) -> Any:
+        """An argument; None where it is not given."""
+        return self.named.get(name)
 
     def __repr__(self) -> str:
+        if self.written:
+            return self.written
         shown = [
             *map(repr, self.positional),
             *(f"{key}={it!r}" for key, it in self.arguments.items()),
         ]
         return f"{self.path}({', '.join(shown)})"
+
+
+_PLACES: dict[str, tuple[str, ...]] = {
+    "MixedPrecision": ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads",
+                       "cast_forward_inputs", "cast_root_forward_inputs",
+                       "_module_classes_to_ignore"),
+    "MixedPrecisionPolicy": ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+    "CPUOffload": ("offload_params",),
+    "CPUOffloadPolicy": ("pin_memory",),
+    "ModuleWrapPolicy": ("module_classes",),
+    "CustomPolicy": ("lambda_fn",),
+    "init_device_mesh": ("device_type", "mesh_shape"),
+    "timedelta": ("days", "seconds", "microseconds", "milliseconds", "minutes", "hours", "weeks"),
+}  # fmt: skip
+"""Arguments of other libraries' classes in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +205,79 @@ def prefetch_of(value: Any) -> int | None:
 # -- rules that several strategies share
 
 
+_OF_ANY_VALUE: set[Rule] = set()
+"""Rules that pass values on without a look at them, or look for expressions themselves."""
+
+
+def _of_any_value(rule: Rule) -> Rule:
+    _OF_ANY_VALUE.add(rule)
+    return rule
+
+
+def _takes(expected: str, *types: type) -> Callable[[Rule], Rule]:
+    """Makes a rule one for values of some types alone; None asks for nothing."""
+
+    def checked(rule: Rule) -> Rule:
+        def only(made: Translation, key: str, value: Any) -> None:
+            if type(value) in types:
+                rule(made, key, value)
+            else:
+                _not_understood(made, key, value, expected)
+
+        return _of_any_value(only)
+
+    return checked
+
+
+_is_flag = _takes("true or false", bool)
+
+
+def _runs(value: Any) -> bool:
+    """Whether a value has parts that are not known before it runs."""
+    if isinstance(value, Call):
+        return _runs(value.named)
+    if isinstance(value, Mapping):
+        return any(map(_runs, cast("Mapping[Any, Any]", value).values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_runs, cast("Sequence[Any]", value)))
+    return isinstance(value, Expression)
+
+
+def _not_understood(made: Translation, key: str, value: Any, expected: str) -> None:
+    if isinstance(value, Expression):
+        made.lose(key, f"only the running program knows {value}: expected {expected}")
+    elif value is None:
+        made.unneeded.append(key)
+    else:
+        made.lose(key, f"{value!r} is not understood: expected {expected}")
+
+
+def _pass_on(made: Translation, key: str, option: str, value: Any, remark: str = "") -> None:
+    """Give a value as it is, with a line where the file does not say what it is."""
+    made.options[option] = value
+    if isinstance(value, Expression) or (remark and isinstance(value, Call)):
+        made.note(key, f"{value} is passed on as it is written{remark}")
+
+
+@_of_any_value
 def _same(made: Translation, key: str, value: Any) -> None:
     if value is not None:
-        made.options[key] = value
+        _pass_on(made, key, key, value)
 
 
+@_of_any_value
+def _timeout(made: Translation, key: str, value: Any) -> None:
+    """Seconds; also a text that LightningCLI reads as a duration, or the call that makes one."""
+    if isinstance(value, Call) and value.name == "timedelta" and not _runs(value):
+        value = timedelta(**value.named).total_seconds()
+    elif isinstance(value, Call):
+        value = Expression(repr(value))
+    elif type(value) is str and not re.fullmatch(r"(\d+ days?, )?\d+:\d+:\d+(\.\d+)?", value):
+        value = float(value)
+    _same(made, key, value)
+
+
+@_of_any_value
 def _unneeded(made: Translation, key: str, value: Any) -> None:
     made.unneeded.append(key)
 
@@ -202,6 +295,7 @@ def _always(text: str, *, when: Any) -> Rule:
 
 
 def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
+    @_of_any_value
     def rule(made: Translation, key: str, value: Any) -> None:
         if any(value is harmless or value == harmless for harmless in unless):
             made.unneeded.append(key)
@@ -211,6 +305,7 @@ def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
     return rule
 
 
+@_of_any_value
 def _of_trainer(made: Translation, key: str, value: Any) -> None:
     if value is not None:
         made.lose(
@@ -232,41 +327,59 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
         made.options |= found
 
 
-def _policy(made: Translation, key: str, value: Any, option: str = "auto_wrap_policy") -> None:
-    """A wrap policy: torch's objects, partials of its functions, classes, or None."""
-    if isinstance(value, Call) and value.name == "partial":
-        function = value.positional[0] if value.positional else None
+_SIGNATURE = ": here a function takes (name, module), not (module, recurse, nonwrapped_numel)"
+
+
+@_of_any_value
+def _policy(made: Translation, key: str, value: Any) -> None:
+    _set_policy(made, key, value, "auto_wrap_policy", _SIGNATURE)
+
+
+@_of_any_value
+def _checkpointing(made: Translation, key: str, value: Any) -> None:
+    if value is not None:
+        remark = _SIGNATURE if key == "activation_checkpointing_policy" else ""
+        _set_policy(made, key, value, "activation_checkpointing", remark)
+
+
+def _set_policy(made: Translation, key: str, value: Any, option: str, remark: str) -> None:
+    """Set an option to a wrap policy: torch's objects, partials of its functions, classes, or None."""
+    policy: Any = value
+    if isinstance(policy, Call) and policy.name == "partial" and len(policy.positional) == 1:
+        function = policy.positional[0]
         name = getattr(function, "__name__", str(function)).rpartition(".")[2]
-        value = Call(path=name, arguments=value.arguments)
-    if isinstance(value, Expression) and value.rpartition(".")[2] in _POLICY_FUNCTIONS:
-        value = Call(path=value)
-    if not isinstance(value, Call):
-        made.options[option] = value
-        return
-    match value.name:
+        policy = Call(path=name, arguments=policy.arguments)
+    if isinstance(policy, Expression) and policy.rpartition(".")[2] in _POLICY_FUNCTIONS:
+        policy = Call(path=policy)
+    asked = policy if isinstance(policy, Call) else Call(path="")
+    match asked.name:
         case "ModuleWrapPolicy":
-            classes = value.get("module_classes", 0)
+            classes = asked.get("module_classes")
         case "transformer_auto_wrap_policy" | "_module_wrap_policy":
-            classes = value.get("transformer_layer_cls") or value.get("module_classes")
+            classes = asked.get("transformer_layer_cls") or asked.get("module_classes")
         case "size_based_auto_wrap_policy":
-            size = value.get("min_num_params") or 100_000_000
+            size = asked.get("min_num_params") or 100_000_000
             made.options[option] = Call(path="shardeddp.SizePolicy", arguments={"min_numel": size})
-            if value.get("exclude_wrap_modules") or value.get("force_leaf_modules"):
+            if asked.get("exclude_wrap_modules") or asked.get("force_leaf_modules"):
                 made.note(key, "sizes alone decide: exclude_wrap_modules and force_leaf_modules "
                                "have no counterpart; name the classes instead")  # fmt: skip
             return
-        case "CustomPolicy" | "lambda_auto_wrap_policy":
-            function = value.get("lambda_fn", 0)
+        case "CustomPolicy" | "lambda_auto_wrap_policy" if isinstance(
+            asked.get("lambda_fn"), Expression
+        ):
+            function = asked.get("lambda_fn")
             made.options[option] = Expression(f"lambda name, module: bool(({function})(module))")
             return
         case "always_wrap_policy":
             made.options[option] = Expression("lambda name, module: True")
             return
         case _:
-            made.options[option] = value
+            if isinstance(value, Call) and value.written:
+                value = Expression(value.written)
+            _pass_on(made, key, option, value, remark)
             return
     if classes is None:
-        made.lose(key, f"{value!r} names no classes: write {option}={{Block}}")
+        made.lose(key, f"{policy!r} names no classes: write {option}={{Block}}")
     else:
         made.options[option] = classes
 
@@ -274,26 +387,22 @@ def _policy(made: Translation, key: str, value: Any, option: str = "auto_wrap_po
 _POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
 
 
-def _checkpointing(made: Translation, key: str, value: Any) -> None:
-    if value is not None:
-        _policy(made, key, value, "activation_checkpointing")
-
-
+@_of_any_value
 def _offload(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Call):
-        value = bool(value.get("offload_params", 0)) or value.name == "CPUOffloadPolicy"
-    if value is None or value is False:
-        return
-    made.options["cpu_offload"] = value
+        value = value.name == "CPUOffloadPolicy" or value.get("offload_params")
+    if value is not None and value is not False:
+        _pass_on(made, key, "cpu_offload", value)
 
 
+@_of_any_value
 def _mixed_precision(made: Translation, key: str, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, Call):
-        made.options[key] = value
+        _pass_on(made, key, "mixed_precision", value)
         return
-    found = dict(value.arguments)
+    found = value.named
     ours = {
         name: _dtype(found.pop(name))
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
@@ -305,7 +414,10 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
                        "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
     # FSDP1 casts the inputs of the root even where it casts no others, and the rest follows from it.
     casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
-    if found.pop("cast_forward_inputs", None) is False and not casts_root:
+    casts = found.pop("cast_forward_inputs", None)
+    if isinstance(casts, Expression) or isinstance(casts_root, Expression):
+        made.lose(key, "only the running program knows which inputs are cast")
+    elif casts is False and not casts_root:
         ours["cast_forward_inputs"] = False
     ignored = found.pop("_module_classes_to_ignore", None)
     if ignored and [_word(getattr(it, "__name__", it)) for it in ignored] != ["BATCHNORM"]:
@@ -314,7 +426,7 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
         made.lose(key, "keep_low_precision_grads: gradients of shards have the shards' own dtype")
     for name in found:
         made.lose(key, f"{name} is not known")
-    made.options[key] = Call(path="shardeddp.MixedPrecision", arguments=ours)
+    made.options["mixed_precision"] = Call(path="shardeddp.MixedPrecision", arguments=ours)
 
 
 def _device_mesh(made: Translation, key: str, value: Any) -> None:
@@ -322,18 +434,22 @@ def _device_mesh(made: Translation, key: str, value: Any) -> None:
         return
     sizes: Any = value
     if isinstance(value, Call):
-        sizes = value.get("mesh_shape", 1)
-    elif not isinstance(value, (tuple, list)):
-        mesh = vars(value).get("mesh") if not isinstance(value, str) else None
-        sizes = None if mesh is None else tuple(mesh.shape)
-    if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
+        sizes = value.get("mesh_shape")
+    elif type(value).__name__ == "DeviceMesh":
+        sizes = tuple(value.mesh.shape)
+    if not isinstance(sizes, (tuple, list)) or not all(
+        type(size) is int and size > 0 for size in cast("Sequence[Any]", sizes)
+    ):
         made.lose(key, "write shard_size=, the number of ranks that share one model (the last "
                        "number of the mesh), with 'hybrid_shard'")  # fmt: skip
     elif len(sizes) == 2:
         made.options.setdefault("sharding_strategy", "hybrid_shard")
         if made.options["sharding_strategy"] == "full_shard":
             made.options["sharding_strategy"] = "hybrid_shard"
-        made.options["shard_size"] = sizes[1]
+        if (chosen := made.options["sharding_strategy"]) != "hybrid_shard":
+            made.lose(key, f"replicas of shards are 'hybrid_shard', and {chosen!r} is asked for")
+        else:
+            made.options["shard_size"] = sizes[1]
     elif len(sizes) == 1:
         made.unneeded.append(key)
     else:
@@ -369,10 +485,12 @@ def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
 def _reshard(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, str) and sharding_of(value):
         _sharding(made, key, value)
-    elif value is False or (isinstance(value, int) and value is not True):
+    elif value is False or type(value) is int:
         made.options[key] = value
-    else:
+    elif value is None or value is True:
         made.unneeded.append(key)
+    else:
+        _not_understood(made, key, value, "true, false or a number of ranks")
 
 
 def _unused_parameters(made: Translation, key: str, value: Any) -> None:
@@ -393,9 +511,8 @@ _FP32_MASTER = (
 )
 
 _SHARED: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("cluster_environment", "checkpoint_io", "process_group_backend", "timeout"), _same
-    ),
+    **dict.fromkeys(("cluster_environment", "checkpoint_io", "process_group_backend"), _same),
+    "timeout": _timeout,
     **dict.fromkeys(("accelerator", "parallel_devices"), _unneeded),
     "precision_plugin": _of_trainer,
 }
@@ -409,7 +526,7 @@ _FSDP: dict[str, Rule] = {
     "cpu_offload": _offload,
     "offload_policy": _offload,
     "mixed_precision": _mixed_precision,
-    "mp_policy": lambda made, key, value: _mixed_precision(made, "mixed_precision", value),
+    "mp_policy": _mixed_precision,
     "auto_wrap_policy": _policy,
     "activation_checkpointing": _checkpointing,
     "activation_checkpointing_policy": _checkpointing,
@@ -443,14 +560,17 @@ _FSDP: dict[str, Rule] = {
 # -- ModelParallelStrategy
 
 
+@_is_flag
 def _save_distributed(made: Translation, key: str, value: Any) -> None:
     made.options["state_dict_type"] = "full" if value is False else "sharded"
 
 
 def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, int) and value > 1:
-        made.options["tensor_parallel_size"] = value
-    elif value != 1:
+    if type(value) is int and value > 0:
+        made.options |= {"tensor_parallel_size": value} if value > 1 else {}
+    elif value != "auto":
+        _not_understood(made, key, value, "a number of ranks")
+    else:
         made.lose(key, "its default is all ranks of a node there and 1 here: say the number of "
                        "ranks that split layers")  # fmt: skip
 
@@ -465,6 +585,7 @@ _MODEL_PARALLEL: dict[str, Rule] = {
 # -- DeepSpeed, by arguments and by its JSON
 
 
+@_takes("0, 1, 2 or 3", int, str)
 def _stage(made: Translation, key: str, value: Any) -> None:
     stage = int(value) if isinstance(value, str) and value.isdigit() else value
     if stage in range(4):
@@ -473,24 +594,28 @@ def _stage(made: Translation, key: str, value: Any) -> None:
         made.lose(key, f"{value!r} is not known: expected 0, 1, 2 or 3")
 
 
+@_is_flag
 def _zero(made: Translation, key: str, value: Any) -> None:
-    if value is False:
+    if not value:
         made.options["sharding_strategy"] = "no_shard"
-    elif value is not True:
-        _not_understood(made, key, value, "true or false")
 
 
 _NO_DISKS = "disks are not offloaded to: host memory is the last resort"
 
 
 def _offload_of(part: str) -> Rule:
+    @_of_any_value
     def rule(made: Translation, key: str, value: Any) -> None:
-        device = value.get("device", "none") if isinstance(value, Mapping) else value
+        device = value
+        if isinstance(value, Mapping):
+            inner = dict(cast("Mapping[str, Any]", value))
+            device = inner.pop("device", "none")
+            apply_rules(made, _OFFLOADING, inner, f"{key}.")
         if device == "nvme":
             made.lose(key, _NO_DISKS)
         if device in (None, False, "none"):
-            return
-        if device not in (True, "cpu", "nvme"):
+            made.unneeded.append(key)
+        elif device not in (True, "cpu", "nvme"):
             _not_understood(made, key, device, "cpu, nvme or none")
         elif part == "params":
             made.options["cpu_offload"] = True
@@ -500,41 +625,63 @@ def _offload_of(part: str) -> Rule:
     return rule
 
 
+@_takes("cpu, nvme or none", str)
 def _device_of_offload(made: Translation, key: str, value: Any) -> None:
     if value == "nvme":
         made.lose(key, _NO_DISKS)
-    else:
+    elif value in ("cpu", "none"):
         made.unneeded.append(key)
+    else:
+        _not_understood(made, key, value, "cpu, nvme or none")
 
 
+@_is_flag
 def _cpu_checkpointing(made: Translation, key: str, value: Any) -> None:
     if value:
         made.options["activation_checkpointing"] = Call(
             path="shardeddp.ActivationCheckpointing", arguments={"cpu_offload": True}
         )
+    else:
+        made.unneeded.append(key)
 
 
+_is_number_of_ranks = _takes("a number of ranks", int)
+
+
+@_is_number_of_ranks
 def _hpz(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, int) and value > 1:
+    if value > 1:
         made.options["reshard_after_forward"] = value
         made.note(key, "hpZ is reshard_after_forward: each rank keeps its part of what was "
                        "gathered, and this many neighbours gather for the backward")  # fmt: skip
-    elif not isinstance(value, int):
-        _not_understood(made, key, value, "a number of ranks")
+    else:
+        made.unneeded.append(key)
 
 
+@_is_number_of_ranks
 def _mics(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, int) and value > 0:
+    if value > 0:
         made.options |= {"sharding_strategy": "hybrid_shard", "shard_size": value}
-    elif not isinstance(value, int):
-        _not_understood(made, key, value, "a number of ranks")
+    else:
+        made.unneeded.append(key)
 
 
+@_is_flag
 def _gather_on_save(made: Translation, key: str, value: Any) -> None:
     if value:
         made.options["state_dict_type"] = "full"
+    else:
+        made.unneeded.append(key)
 
 
+_OFFLOADING: dict[str, Rule] = {
+    **dict.fromkeys(
+        "nvme_path pin_memory buffer_count buffer_size max_in_cpu pipeline_read pipeline_write "
+        "pipeline fast_init".split(),
+        _unneeded,
+    ),
+    "ratio": _lost("what is offloaded is offloaded as a whole", unless=(None, 1)),
+}
 _TUNING = (
     "params_buffer_count params_buffer_size max_in_cpu optimizer_buffer_count block_size "
     "queue_depth single_submit overlap_events thread_count pin_memory sub_group_size "
@@ -553,6 +700,26 @@ _SCALER = (
     "the loss scaler is the Trainer's: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', "
     "scaler=torch.amp.GradScaler(...)))"
 )
+_SCALING: dict[str, Rule] = {
+    name: _lost(_SCALER, unless=(None, default))
+    for name, default in {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }.items()
+}
+_PRECISION: dict[str, Rule] = {
+    **_SCALING,
+    "consecutive_hysteresis": _lost(_SCALER),
+    "auto_cast": _lost("inputs are cast by the Trainer's precision"),
+    "fp16_master_weights_and_grads": _lost("main weights stay in the dtype that they have"),
+    "bf16_master_weights_and_grads": _lost("main weights stay in the dtype that they have"),
+    "bf16_optimizer_states": _lost("optimizer states have the dtype of the main weights"),
+    "immediate_grad_update": _unneeded,
+    "check_grad_overflow": _unneeded,
+}
 _ZERO: dict[str, Rule] = {
     **dict.fromkeys(_TUNING, _unneeded),
     "stage": _stage,
@@ -574,72 +741,89 @@ _ZERO: dict[str, Rule] = {
 _AUTO = "'auto' is filled in by transformers; Lightning has to be told"
 
 
-def _not_understood(made: Translation, key: str, value: Any, expected: str) -> None:
-    if value is not None:
-        made.lose(key, f"{value!r} is not understood: expected {expected}")
-
-
+@_of_any_value
 def _zero_optimization(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, bool):
         _zero(made, key, value)
     elif isinstance(value, Mapping):
-        _apply(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
+        apply_rules(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
     else:
         _not_understood(made, key, value, "a mapping, true or false")
 
 
-def _mixed(precision: str) -> Rule:
+def _within(rules: Mapping[str, Rule]) -> Rule:
+    """A rule that takes the keys of a mapping by rules of their own."""
+
+    @_of_any_value
     def rule(made: Translation, key: str, value: Any) -> None:
-        if not isinstance(value, Mapping):
-            _not_understood(made, key, value, 'a mapping with "enabled"')
-        elif value.get("enabled") == "auto":
+        if isinstance(value, Mapping):
+            apply_rules(made, rules, cast("Mapping[str, Any]", value), f"{key}.")
+        else:
+            _not_understood(made, key, value, "a mapping")
+
+    return rule
+
+
+def _mixed(precision: str) -> Rule:
+    @_is_flag
+    def enabled(made: Translation, key: str, value: Any) -> None:
+        if made.trainer.setdefault("precision", precision) != precision:
+            made.lose(key, f"{made.trainer['precision']!r} is asked for as well: one of the two")
+
+    inside = _within({**_PRECISION, "enabled": enabled})
+
+    @_of_any_value
+    def rule(made: Translation, key: str, value: Any) -> None:
+        it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"enabled": True}
+        if it.get("enabled") == "auto":
             made.note(f"{key}.enabled", f"{_AUTO}: Trainer(precision={precision!r}), or nothing")
-        elif value.get("enabled"):
-            made.trainer["precision"] = precision
-            scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-                       "min_loss_scale"} & value.keys()  # fmt: skip
-            if set(map(value.get, scaling)) - {0, 16, 1000, 2, 1, "auto"}:
-                made.lose(key, _SCALER)
+            inside(made, key, {name: it[name] for name in it if name != "enabled"})
+        elif it.get("enabled") in (None, False):
+            made.unneeded.append(key)
+        elif value is not None:
+            inside(made, key, value)
 
     return rule
 
 
 def _to_trainer(name: str) -> Rule:
+    @_takes("a number", int, float)
     def rule(made: Translation, key: str, value: Any) -> None:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            made.trainer[name] = value
-        elif value is not None:
-            _not_understood(made, key, value, "a number")
+        made.trainer[name] = value
 
     return rule
 
 
+@_takes("a number", int)
 def _in_loader(made: Translation, key: str, value: Any) -> None:
-    if value is not None:
-        own = value if key.endswith("train_micro_batch_size_per_gpu") else "..."
-        made.note(key, f"the DataLoader says it: DataLoader(batch_size={own}), per rank")
-
-
-def _recomputation(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        _apply(made, _ACTIVATIONS, cast("Mapping[str, Any]", value), f"{key}.")
-    else:
-        _not_understood(made, key, value, "a mapping")
+    own = value if key.endswith("train_micro_batch_size_per_gpu") else "..."
+    made.note(key, f"the DataLoader says it: DataLoader(batch_size={own}), per rank")
 
 
 _IN_CODE = "written in code: configure_optimizers() returns it"
-_ADAM = ("lr", "betas", "eps", "weight_decay")
+_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 
 
+@_of_any_value
 def _optimizer(made: Translation, key: str, value: Any) -> None:
     """DeepSpeed's Adam is torch's AdamW, as long as nobody asks for the other one."""
     it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-    asked: Mapping[str, Any] = it.get("params") or {}
-    line = ""
-    if str(it.get("type")).lower() in ("adam", "adamw") and asked.get("adam_w_mode", True):
-        own = {name: asked[name] for name in _ADAM if asked.get(name, "auto") != "auto"}
+    kind, asked, line = str(it.get("type")).lower(), it.get("params") or {}, ""
+    if not isinstance(value, Mapping) or not isinstance(asked, Mapping):
+        _not_understood(made, key, value, 'a mapping with "type" and "params"')
+        return
+    params = {
+        name: own for name, own in cast("Mapping[str, Any]", asked).items() if own is not None
+    }
+    if kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is True):
+        # Its own kernels do not decay weights unless they are told to; torch's class does.
+        own = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+        own = {**{name: params[name] for name in _ADAM if name in params}, **own, **params}
+        own = {name: own[name] for name in own if name in _ADAM and own[name] != "auto"}
         given = f", {_shown_options(own)}" if own else ""
         line = f", here torch.optim.AdamW(self.parameters(){given})"
+        if others := [str(it) for it in params if it not in (*_ADAM, "torch_adam", "adam_w_mode")]:
+            line += f"; {', '.join(others)} would be lost"
     made.lose(key, f"{_IN_CODE}{line}")
 
 
@@ -656,20 +840,29 @@ _ACTIVATIONS: dict[str, Rule] = {
     "cpu_checkpointing": _cpu_checkpointing,
     "partition_activations": _lost("kept inputs are not split over tensor-parallel ranks"),
 }
+
+
+@_of_any_value
+def _tool(made: Translation, key: str, value: Any) -> None:
+    off = isinstance(value, Mapping) and cast("Any", value).get("enabled") in (None, False)
+    if value is None or value is False or off:
+        made.unneeded.append(key)
+    else:
+        made.lose(key, "a tool of DeepSpeed: use the Trainer's logger and profiler")
+
+
 _CONFIG: dict[str, Rule] = {
     **dict.fromkeys(
         "steps_per_print dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
         "prescale_gradients gradient_predivide_factor memory_breakdown checkpoint "
-        "sparse_gradients communication_data_type".split(),
+        "sparse_gradients".split(),
         _unneeded,
     ),
     **dict.fromkeys(
         "wall_clock_breakdown flops_profiler comms_logger tensorboard wandb csv_monitor".split(),
-        _lost(
-            "a tool of DeepSpeed: use the Trainer's logger and profiler",
-            unless=(None, False, {"enabled": False}),
-        ),
+        _tool,
     ),
+    "communication_data_type": _lost("gradients are reduced in mixed_precision's reduce_dtype"),
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), _in_loader),
     "zero_optimization": _zero_optimization,
     "fp16": _mixed("16-mixed"),
@@ -679,14 +872,16 @@ _CONFIG: dict[str, Rule] = {
     "gradient_accumulation_steps": _to_trainer("accumulate_grad_batches"),
     "optimizer": _optimizer,
     "scheduler": _lost(_IN_CODE),
-    "activation_checkpointing": _recomputation,
+    "activation_checkpointing": _within(_ACTIVATIONS),
     "aio": _lost(_NO_DISKS),
 }
 
 
+@_of_any_value
 def _config(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Mapping):
-        _apply(made, _CONFIG, cast("Mapping[str, Any]", value), "config.")
+        made.options["sharding_strategy"] = "no_shard"  # as without zero_optimization
+        apply_rules(made, _CONFIG, cast("Mapping[str, Any]", value), "config.")
     elif value is not None:
         made.lose(key, f"{value!r} could not be read: give the JSON file itself to "
                        f"`shardeddp migrate`")  # fmt: skip
@@ -707,10 +902,7 @@ _DEEPSPEED: dict[str, Rule] = {
         "checkpoints hold frozen parameters too; the LightningModule's "
         "on_save_checkpoint can drop them"
     ),
-    **dict.fromkeys(
-        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-        _lost(_SCALER, unless=(None, 0, 16, 1000, 2, 1)),
-    ),
+    **_SCALING,
 }
 
 # -- DistributedDataParallel
@@ -752,6 +944,12 @@ RULES: dict[str, dict[str, Rule]] = {
 
 _THEIRS = frozenset(name for rules in RULES.values() for name in rules)
 _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+_STARTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp_spawn": {"start_method": "spawn"},
+    "ddp_fork": {"start_method": "fork"},
+    "ddp_notebook": {"start_method": "fork"},
+}
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("FSDPStrategy", {}),
     "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
@@ -766,11 +964,15 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepSpeedStrategy",
         {**_OFFLOAD_3, "offload_params_device": "nvme", "offload_optimizer_device": "nvme"},
     ),
-    "ddp": ("DDPStrategy", {}),
-    "ddp_spawn": ("DDPStrategy", {"start_method": "spawn"}),
-    "ddp_fork": ("DDPStrategy", {"start_method": "fork"}),
-    "ddp_notebook": ("DDPStrategy", {"start_method": "fork"}),
-    "ddp_find_unused_parameters_true": ("DDPStrategy", {"find_unused_parameters": True}),
+    **{name: ("DDPStrategy", dict(start)) for name, start in _STARTS.items()},
+    **{
+        f"{name}_find_unused_parameters_{str(switch).lower()}": (
+            "DDPStrategy",
+            {**start, "find_unused_parameters": switch},
+        )
+        for name, start in _STARTS.items()
+        for switch in (True, False)
+    },
 }
 """Names that Lightning's Trainer knows, and the strategies that they stand for."""
 
@@ -798,44 +1000,86 @@ def translate(
     made = Translation()
     places = _POSITIONS[strategy]
     given = dict(zip(places, positional, strict=False))
-    for extra in positional[len(places) :]:
-        made.lose(repr(extra), f"argument {len(places) + 1} of {strategy}: give it by name")
+    for place, extra in enumerate(positional[len(places) :], len(places) + 1):
+        made.lose(repr(extra), f"argument {place} of {strategy}: give it by name")
     given |= arguments
     made.options["sharding_strategy"] = {
         "DeepSpeedStrategy": "shard_grad_op",
         "DDPStrategy": "no_shard",
     }.get(strategy, "full_shard")
-    _apply(made, RULES[strategy], given)
+    rules = RULES[strategy]
+    says = [
+        name
+        for name, off in (("config", None), ("zero_optimization", True))
+        if strategy == "DeepSpeedStrategy" and given.get(name, off) not in (off, None, True)
+    ]
+    for key in [
+        it for it in given if says and it in rules and it not in (says[0], *_BESIDE_CONFIG)
+    ]:
+        made.note(key, f"not looked at there: {says[0]} says it all")
+        del given[key]
+    apply_rules(made, rules, given)
     _say_defaults(made, strategy, given)
     return made
 
 
+_BESIDE_CONFIG = {
+    *_SHARED, *_SCALING, "config", "exclude_frozen_parameters", "load_full_weights", "logging_level",
+    "remote_device",
+}  # fmt: skip
+"""Arguments of DeepSpeedStrategy that do not make a configuration."""
+
+
 def translate_config(config: Mapping[str, Any]) -> Translation:
     """Arguments of ShardedDP for a configuration of DeepSpeed, as its JSON file has it."""
-    made = Translation(options={"sharding_strategy": "no_shard"})
+    made = Translation()
     _config(made, "config", config)
     _say_defaults(made, "DeepSpeedStrategy", {})
     return made
+
+
+def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is DeepSpeed's, by its keys."""
+    sizes = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+    several = (
+        len(_CONFIG.keys() & config.keys()) > 1 and not {"trainer", "strategy"} & config.keys()
+    )
+    return several or not sizes.isdisjoint(config)
 
 
 _LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
 """Keys that are looked at when the sharding strategy is known."""
 
 
-def _apply(
+def apply_rules(
     made: Translation, rules: Mapping[str, Rule], arguments: Mapping[str, Any], prefix: str = ""
 ) -> None:
+    """Take each key by its rule; what has none, or surprises it, is lost.
+
+    Args:
+        made: What is added to.
+        rules: By key.
+        arguments: Values by key, as a file has them.
+        prefix: Of keys in lines about them.
+    """
     for key in sorted(arguments, key=_LAST.__contains__):
-        rule = rules.get(key)
+        rule, value = rules.get(key), arguments[key]
         if rule is None:
             near = _did_you_mean(_nearest(key, rules))
             made.lose(f"{prefix}{key}", f"no counterpart is known{near}")
             continue
-        if arguments[key] == "auto" and prefix and rule is not _unneeded:
+        if prefix and type(value) is str and value == "auto" and rule is not _unneeded:
             made.note(f"{prefix}{key}", _AUTO)
             continue
-        before = len(made.notes)
-        rule(made, key, arguments[key])
+        before, options = len(made.notes), dict(made.options)
+        if rule not in _OF_ANY_VALUE and _runs(value):
+            made.lose(key, f"only the running program knows {value!r}")
+        else:
+            try:
+                rule(made, key, value)
+            except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
+                made.options = options
+                made.lose(key, f"{value!r} is not understood: {error}")
         made.notes[before:] = [
             dataclasses.replace(note, key=f"{prefix}{note.key}")
             if not note.key.startswith(prefix)
@@ -869,9 +1113,16 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
         there = "a directory" if strategy == "DeepSpeedStrategy" else "one file"
         made.note("state_dict_type", f"a checkpoint is {there} there; here one file up to 4 GB and "
                                      f"a directory of shards beyond: 'full' or 'sharded' decides")  # fmt: skip
-    if "timeout" not in given:
+    if given.get("timeout") is None:
         made.note("timeout", "ranks wait 600 s for each other here, 1800 s there: timeout=1800.0 "
                              "keeps that")  # fmt: skip
+    _settle(made)
+
+
+def _settle(made: Translation) -> None:
+    """Take out what does not go with the sharding strategy."""
+    if "shard_size" in made.options:
+        made.options.setdefault("sharding_strategy", "hybrid_shard")
     whole = made.options.get("sharding_strategy") in ("no_shard", "shard_optimizer")
     if whole and made.options.pop("reshard_after_forward", None) is not None:
         made.lose("reshard_after_forward", "parameters are whole all the time here")
@@ -907,7 +1158,11 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
     own = {key: it for key, it in given.items() if key in known}
     for name in names:
         owner = _owner(name)
-        if owner is None:
+        if name in _TRAINERS:
+            lines.append(
+                f"{name}: it belongs to the Trainer: Trainer({name}={_or_own(given[name])})"
+            )
+        elif owner is None:
             nearest = _nearest(name, known)
             theirs = (
                 [] if nearest else [f"{it} (of {_owner(it)})" for it in _nearest(name, _THEIRS)]
@@ -916,22 +1171,39 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
             own |= {near: given[name] for near in nearest if near not in given}
         else:
             foreign[name] = owner
-    made = Translation()
+    made = Translation(options=own)
     for name in sorted(foreign, key=_LAST.__contains__):
-        owner = foreign[name]
-        before = len(made.notes)
-        options = dict(made.options)
-        RULES[owner][name](made, name, described(given[name]))
+        owner, before, options = foreign[name], len(made.notes), dict(made.options)
+        apply_rules(made, RULES[owner], {name: described(given[name])})
         changed = {key: it for key, it in made.options.items() if options.get(key) is not it}
+        said = "".join(f"; {it.text}" for it in made.notes[before:])
         if changed:
-            lines.append(f"{name} (of {owner}): write {_shown_options(changed)}")
-        elif len(made.notes) > before:
-            lines += [f"{name} (of {owner}): leave it out; {it.text}" for it in made.notes[before:]]
+            line, left = _line(changed)
+            said = f"write {line}{_and_own(left)}{said}"
+            said += "".join(
+                f"; {key}={_or_own(options[key])} is given as well: keep one of the two"
+                for key in changed
+                if key in options and options[key] != changed[key]
+            )
+            lines.append(f"{name} (of {owner}): {said}")
         else:
-            lines.append(f"{name} (of {owner}): leave it out; nothing is needed for it")
-    line = f"ShardedDP({_shown_options({**own, **made.options})})"
+            lines.append(f"{name} (of {owner}): leave it out{said or '; nothing is needed for it'}")
+    before = len(made.notes)
+    _settle(made)
+    lines += [f"{it.key}: leave it out; {it.text}" for it in made.notes[before:]]
+    line, left = _line(made.options)
     listed = "".join(f"\n  {text}" for text in lines)
-    return f"ShardedDP has no such arguments:{listed}\nThe line to write: {line}"
+    return (
+        f"ShardedDP has no such arguments:{listed}\n"
+        f"The line to write: ShardedDP({line}){_and_own(left)}"
+    )
+
+
+_TRAINERS = (
+    "precision", "devices", "num_nodes", "strategy", "plugins", "gradient_clip_val",
+    "accumulate_grad_batches", "max_epochs", "max_steps", "use_distributed_sampler", "sync_batchnorm",
+)  # fmt: skip
+"""Arguments that people give to a strategy, and Lightning's Trainer takes."""
 
 
 def not_known(name: str, known: Iterable[str]) -> str:
@@ -948,8 +1220,32 @@ def _did_you_mean(nearest: Iterable[str]) -> str:
     return "".join(f"; did you mean {near}?" for near in nearest)
 
 
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, list(known), n=1)
+def _nearest(name: object, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(str(name), list(known), n=1)
+
+
+class _CannotBeWrittenError(Exception):
+    """A value of a running program that no text makes."""
+
+
+def _line(options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Arguments as they are written, and the names of those whose values cannot be."""
+    left = [key for key, it in options.items() if _or_own(it) == _OWN]
+    return _shown_options({key: it for key, it in options.items() if key not in left}), left
+
+
+_OWN = "..."
+
+
+def _and_own(names: Iterable[str]) -> str:
+    return "".join(f", and your own {name}=" for name in names)
+
+
+def _or_own(value: Any) -> str:
+    try:
+        return _shown(value)
+    except _CannotBeWrittenError:
+        return _OWN
 
 
 def _shown_options(options: Mapping[str, Any]) -> str:
@@ -957,11 +1253,44 @@ def _shown_options(options: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    """A value as Python code that makes it, of names that its file is taken to import."""
     if isinstance(value, Call):
-        return f"{value.name}({_shown_options(value.arguments)})"
-    if isinstance(value, type):
+        given = [*map(_shown, value.positional), _shown_options(value.arguments)]
+        return f"{value.name}({', '.join(filter(None, given))})"
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, timedelta):
+        return repr(value.total_seconds())
+    if isinstance(value, partial) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return _shown(_call_of(value))
+    if type(value).__module__.startswith("shardeddp.wrap."):  # policies
+        return _shown(Call(path=type(value).__name__, arguments=vars(value)))
+    if isinstance(value, (type, FunctionType)) and value.__name__.isidentifier():
         return value.__name__
+    if isinstance(value, dict):
+        pairs = cast("dict[Any, Any]", value).items()
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(it)}' for key, it in pairs)}}}"
     if isinstance(value, (list, tuple, set, frozenset)):
         inner = ", ".join(map(_shown, cast("Iterable[Any]", value)))
-        return f"{{{inner}}}" if isinstance(value, (set, frozenset)) else f"[{inner}]"
-    return repr(value) if isinstance(value, (str, int, float, bool, dict, type(None))) else "..."
+        return f"{{{inner}}}" if isinstance(value, (set, frozenset)) and inner else f"[{inner}]"
+    plain = isinstance(value, (str, int, float, bool, type(None)))
+    if plain or type(value).__module__ == "torch":
+        return repr(value)
+    raise _CannotBeWrittenError
+
+
+def _call_of(value: Any) -> Call:
+    """The call that makes a partial or a dataclass, without arguments that are the defaults."""
+    if isinstance(value, partial):
+        made = cast("partial[Any]", value)
+        return Call(path="partial", positional=(made.func, *made.args), arguments=made.keywords)
+    return Call(
+        path=type(value).__name__,
+        arguments={
+            each.name: getattr(value, each.name)
+            for each in dataclasses.fields(value)
+            if each.init and getattr(value, each.name) != each.default
+        },
+    )
