@@ -327,6 +327,241 @@ trainer:
     }
 
 
+def lost(found: Migrated) -> list[str]:
+    return [note.key for note in found.translation.notes if note.lost]
+
+
+BOUND_AGAIN = (
+    "x |= 1", "x: int = 1", "x, y = 1, 2", "for x in y: ...", "with y as x: ...", "(x := 1)", "import x",
+    "from y import x", "def x(): ...", "def f(x): ...", "def f():\n  x = 1", "del x",
+    "try: ...\nexcept E as x: ...", "[x for x in y]", "match y:\n  case {**x}: ...",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BOUND_AGAIN)
+def test_a_name_that_is_bound_again_in_any_way_is_not_read(tmp_path: Path, text: str) -> None:
+    file = f"x = 'NO_SHARD'\n{text}\nFSDPStrategy(sharding_strategy=x)"
+    assert lost(migrated(tmp_path, "a.py", file)) == ["sharding_strategy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("x = 'NO_SHARD'\ndef f(): FSDPStrategy(sharding_strategy=x)", True),
+        ("def f():\n  x = 'NO_SHARD'\n  FSDPStrategy(sharding_strategy=x)", True),
+        ("def f():\n  x = 'NO_SHARD'\ndef g(): FSDPStrategy(sharding_strategy=x)", False),
+        ("class A:\n  x = 'NO_SHARD'\n  def g(self): FSDPStrategy(sharding_strategy=x)", False),
+        ("x = x\nFSDPStrategy(sharding_strategy=x)", False),
+        ("FSDPStrategy(sharding_strategy=args.fsdp)", False),
+        ("FSDPStrategy(sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)", True),
+        ("S = FSDPStrategy\nS(sharding_strategy='NO_SHARD')", True),
+    ],
+)
+def test_a_value_is_read_where_the_file_is_certain_of_it(
+    tmp_path: Path, text: str, read: bool
+) -> None:
+    found = migrated(tmp_path, "a.py", text)
+    assert lost(found) == ([] if read else ["sharding_strategy"])
+    assert ("no_shard" in found.text) is read
+
+
+@pytest.mark.parametrize("change", ["kw['a'] = 1", "kw.update(a=1)", "del kw['a']", "f(kw)", ""])
+def test_a_mapping_that_may_be_changed_is_not_read(tmp_path: Path, change: str) -> None:
+    found = migrated(
+        tmp_path, "a.py", f"kw = {{'cpu_offload': True}}\n{change}\nFSDPStrategy(**kw)"
+    )
+    assert lost(found) == (["**kw"] if change else [])
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "lost_keys"),
+    [
+        ("FSDPStrategy(*args)", "", ["*args"]),
+        ("FSDPStrategy(**{1: 2})", "", ["**{1: 2}"]),
+        ("partial(FSDPStrategy, cpu_offload=True)", "cpu_offload=True", ["partial"]),
+        (
+            "FSDPStrategy(mixed_precision=MixedPrecision(torch.float16, torch.float32))",
+            'mixed_precision=MixedPrecision(param_dtype="float16", reduce_dtype="float32")',
+            [],
+        ),
+        (
+            "FSDPStrategy(mixed_precision=MixedPrecision(**kw))",
+            "mixed_precision=MixedPrecision(**kw)",
+            [],
+        ),
+        ("FSDPStrategy(cpu_offload=CPUOffload(**kw))", "cpu_offload=CPUOffload(**kw)", []),
+        ("FSDPStrategy(cpu_offload=CPUOffload(args.off))", "cpu_offload=args.off", []),
+        ("FSDPStrategy(auto_wrap_policy=partial(f, a=1))", "auto_wrap_policy=partial(f, a=1)", []),
+        ("FSDPStrategy(timeout=timedelta(minutes=30))", "timeout=1800.0", []),
+        ("FSDPStrategy(cpu_offload='yes')", 'cpu_offload="yes"', ["ShardedDP"]),
+        (
+            "FSDPStrategy(device_mesh=(2, 4), sharding_strategy='SHARD_GRAD_OP')",
+            '"shard_grad_op"',
+            ["device_mesh"],
+        ),
+        ("DeepSpeedStrategy(config={'zero_optimization': {'stage': 3}}, stage=2)", "", []),
+        ("DeepSpeedStrategy(config={}, stage=2)", '"no_shard"', []),
+        ("DeepSpeedStrategy(zero_optimization=False, stage=2)", '"no_shard"', []),
+        ("DDPStrategy(*[], 1, 2)", '"no_shard"', ["*[]", "1", "2"]),
+        ("DDPStrategy(1, 2, 3, 4, 5, 6)", "", ["5", "6"]),
+    ],
+)
+def test_calls_in_python(tmp_path: Path, call: str, expected: str, lost_keys: list[str]) -> None:
+    found = migrated(tmp_path, "a.py", call)
+    assert f"ShardedDP({expected}" in found.text if lost_keys != ["5", "6"] else found.text
+    assert lost(found) == lost_keys
+    assert "*" not in expected or any("passed on" in it.text for it in found.translation.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("S = 'deepspeed_stage_3'\nL.Trainer(strategy=S)", []),
+        ("Fabric('auto', 'fsdp')", []),
+        ("L.Trainer(strategy=cfg.s or 'ddp')", ["strategy"]),
+        ("L.Trainer(strategy='ddp' if a else 'fsdp')", ["strategy"]),
+        ("L.Trainer(strategy=f'fsdp{a}')", ["strategy"]),
+        ("def f(s='ddp'): L.Trainer(strategy=s)", ["strategy"]),
+        ("L.Trainer(strategy='fsdp_native')", ["strategy"]),
+        ("s = FSDPStrategy()\nL.Trainer(strategy=s)", []),
+    ],
+)
+def test_a_strategy_of_a_trainer_is_followed_or_lost(
+    tmp_path: Path, text: str, keys: list[str]
+) -> None:
+    assert lost(migrated(tmp_path, "a.py", text)) == keys
+
+
+@pytest.mark.parametrize(
+    ("inner", "keys"),
+    [
+        ({"fp16": {"enabled": True, "auto_cast": True, "foo": 1}}, ["fp16.auto_cast", "fp16.foo"]),
+        ({"fp16": {"enabled": True, "loss_scale": []}}, ["fp16.loss_scale"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["bf16.enabled"]),
+        ({"fp16": {"enabled": "true"}}, ["fp16.enabled"]),
+        ({"optimizer": {"type": "AdamW", "params": "foo"}}, ["optimizer"]),
+        ({"flops_profiler": {"enabled": False, "profile_step": 1}}, []),
+        ({"flops_profiler": {"enabled": True}}, ["flops_profiler"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "foo": 1}}},
+            [
+                "zero_optimization.offload_optimizer.ratio",
+                "zero_optimization.offload_optimizer.foo",
+            ],
+        ),
+        ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}}, []),
+    ],
+)
+def test_no_key_of_deepspeed_vanishes(
+    tmp_path: Path, inner: dict[str, Any], keys: list[str]
+) -> None:
+    found = migrated(tmp_path, "a.json", json.dumps({"train_batch_size": 8, **inner}))
+    assert lost(found) == [f"config.{key}" for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "expected"),
+    [
+        ("FSDP, fsdp_config: {fsdp_auto_wrap_policy: FOO}", ["fsdp_auto_wrap_policy"], {}),
+        ("FSDP, fsdp_config: foo", ["fsdp_config"], {}),
+        ("FSDP, fsdp_config: {1: 2}", ["1"], {}),
+        (
+            "FSDP, fsdp_config: {fsdp_transformer_layer_cls_to_wrap: 5}",
+            ["fsdp_transformer_layer_cls_to_wrap"],
+            {},
+        ),
+        (
+            "FSDP, fsdp_config: {fsdp_reshard_after_forward: 'false', fsdp_version: 2}",
+            [],
+            {"sharding_strategy": "shard_grad_op"},
+        ),
+        ("FSDP, parallelism_config: {parallelism_config_foo: 2}", ["parallelism_config_foo"], {}),
+        ("FSDP, parallelism_config: [1]", ["parallelism_config"], {}),
+        (
+            "FSDP, fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}, "
+            "parallelism_config: {parallelism_config_dp_replicate_size: 2}",
+            ["parallelism_config_dp_replicate_size"],
+            {},
+        ),
+        (
+            "FSDP, fsdp_config: {fsdp_offload_params: true}, "
+            "parallelism_config: {parallelism_config_tp_size: 2}",
+            ["ShardedDP"],
+            None,
+        ),
+        ("NO, num_processes: null", ["num_processes"], {"sharding_strategy": "no_shard"}),
+        ("NO, num_processes: auto, gpu_ids: [a]", ["num_processes", "gpu_ids"], {}),
+        ("MULTI_GPU, use_cpu: 'false', machine_rank: 1, downcast_bf16: 'no'", [], {}),
+        ("TPU", ["distributed_type"], {}),
+        ("DEEPSPEED, deepspeed_config: [1]", ["deepspeed_config"], {}),
+        ("DEEPSPEED, deepspeed_config: {zero_stage: 2, typo: 1}", ["typo"], {}),
+        (
+            "DEEPSPEED, deepspeed_config: {gradient_accumulation_steps: null}",
+            ["gradient_accumulation_steps"],
+            {},
+        ),
+        ("DEEPSPEED, deepspeed_config: {gradient_clipping: auto}", [], {}),
+        (
+            "DEEPSPEED, deepspeed_config: {deepspeed_config_file: none.json, typo: 1}",
+            ["typo", "config"],
+            {},
+        ),
+    ],
+)
+def test_no_key_of_accelerate_vanishes(
+    tmp_path: Path, config: str, keys: list[str], expected: dict[str, Any] | None
+) -> None:
+    found = migrated(tmp_path, "a.yaml", f"{{distributed_type: {config}}}")
+    assert lost(found) == keys
+    assert "accelerator: cpu" not in found.text
+    if expected is not None:
+        assert options(found).items() >= expected.items()
+
+
+def test_keys_that_accelerate_does_not_look_at_have_a_line(tmp_path: Path) -> None:
+    for text, key in (
+        ("MULTI_GPU, fsdp_config: {fsdp_offload_params: true}", "fsdp_config"),
+        (
+            "FSDP, fsdp_config: {fsdp_auto_wrap_policy: NO_WRAP, fsdp_min_num_params: 5}",
+            "fsdp_min_num_params",
+        ),
+    ):
+        found = migrated(tmp_path, "a.yaml", f"{{distributed_type: {text}}}")
+        assert key in [note.key for note in found.translation.notes]
+
+
+@pytest.mark.parametrize(
+    ("inner", "keys"),
+    [
+        ("foo", ["init_args: 'foo'"]),
+        ("{1: 2}", ["1"]),
+        ("{device_mesh: {a: 1}}", ["device_mesh"]),
+        ("{timeout: '0:30:00'}", []),
+        ("{timeout: {class_path: datetime.timedelta, init_args: {seconds: 5}}}", []),
+        ("{timeout: soon}", ["timeout"]),
+        ("{reshard_after_forward: x}", ["reshard_after_forward"]),
+    ],
+)
+def test_values_in_yaml_of_lightning(tmp_path: Path, inner: str, keys: list[str]) -> None:
+    text = f"runs: [{{strategy: {{class_path: FSDPStrategy, init_args: {inner}}}}}]"
+    found = migrated(tmp_path, "a.yaml", text)
+    assert found.place.endswith(": runs[0].strategy")
+    assert lost(found) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.py", b"\xef\xbb\xbfTrainer(strategy='ddp')"),
+        ("a.py", b"# coding: latin-1\n# \xe9\nTrainer(strategy='ddp')"),
+        ("a.json", b'\xef\xbb\xbf{"zero_optimization": {}}'),
+    ],
+)
+def test_marks_of_encodings_are_read(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert "no_shard" in migrate(tmp_path / name)[0].text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -334,6 +569,8 @@ trainer:
         ("a.yaml", "[1, 2]", "expected a mapping"),
         ("a.yaml", "a: [1", "cannot be parsed"),
         ("a.json", "{", "cannot be parsed"),
+        ("a.json", '{"a":' * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("a.yaml", "a: &x {strategy: ddp, again: *x}", "holds itself"),
         ("a.py", "def", "cannot be parsed"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -35,7 +36,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from shardeddp import ConfigurationError, CPUOffload, MixedPrecision, ShardedDP
+from shardeddp import ConfigurationError, CPUOffload, MixedPrecision, ShardedDP, SizePolicy
 from shardeddp.plan.sharding_strategy import Reshard, ShardSize
 from shardeddp.translate import RULES, described, translate
 from shardeddp.wrap import resolve_policy
@@ -146,7 +147,10 @@ def test_a_wrap_policy_without_its_classes_is_explained() -> None:
         ({"activation_checkpointing_policy": {nn.Linear}}, "activation_checkpointing={Linear})"),
         ({"stage": 2}, "ShardedDP(sharding_strategy='shard_grad_op')"),
         ({"offload_policy": CPUOffloadPolicy()}, "ShardedDP(cpu_offload=True)"),
-        ({"shard_size": 2, "limit_all_gathers": False}, "ShardedDP(shard_size=2, sharding_strategy='hybrid_shard')"),
+        (
+            {"shard_size": 2, "limit_all_gathers": False},
+            "ShardedDP(shard_size=2, sharding_strategy='hybrid_shard')",
+        ),
     ],
 )
 def test_an_argument_of_another_strategy_is_refused_with_the_line_to_write(
@@ -169,6 +173,49 @@ def test_a_misspelt_argument_is_named() -> None:
         ShardedDP("hybrid_shard", shard_sise=4)
     line = "ShardedDP(sharding_strategy='hybrid_shard', shard_size=4)"
     assert str(refused.value).endswith(f"The line to write: {line}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"device_mesh": 3}, "ShardedDP()"),
+        ({"device_mesh": {}}, "ShardedDP()"),
+        ({"find_unused_parameters": torch.zeros(2)}, "ShardedDP()"),
+        ({"precision": "bf16-mixed"}, "Trainer(precision='bf16-mixed')\nThe line"),
+        ({"stage": 0, "zero_hpz_partition_size": 4}, "ShardedDP(sharding_strategy='no_shard')"),
+        ({"stage": 3, "sharding_strategy": "no_shard"}, "'no_shard' is given as well: keep one"),
+        ({"shard_sise": 4}, "ShardedDP(shard_size=4, sharding_strategy='hybrid_shard')"),
+        (
+            {
+                "device_id": 0,
+                "auto_wrap_policy": lambda name, module: True,
+                "timeout": timedelta(minutes=3),
+            },
+            "ShardedDP(timeout=180.0), and your own auto_wrap_policy=",
+        ),
+        (
+            {
+                "device_id": 0,
+                "sharding_strategy": ShardingStrategy.NO_SHARD,
+                "auto_wrap_policy": SizePolicy(5),
+            },
+            "ShardedDP(sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=SizePolicy(min_numel=5))",
+        ),
+        (
+            {"device_id": 0, "mixed_precision": MixedPrecision(param_dtype=torch.float16)},
+            "ShardedDP(mixed_precision=MixedPrecision(param_dtype=torch.float16))",
+        ),
+        (
+            {"device_id": 0, "optimizer_scope": {torch.optim.SGD: "element"}},
+            "ShardedDP(optimizer_scope={SGD: 'element'})",
+        ),
+    ],
+)
+def test_the_line_to_write_can_be_pasted(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        ShardedDP(**arguments)
+    assert said in str(refused.value)
+    assert "..." not in str(refused.value)
 
 
 OF_LIGHTNING: dict[str, Any] = {

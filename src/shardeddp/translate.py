@@ -1008,11 +1008,10 @@ def translate(
         "DDPStrategy": "no_shard",
     }.get(strategy, "full_shard")
     rules = RULES[strategy]
-    says = [
-        name
-        for name, off in (("config", None), ("zero_optimization", True))
-        if strategy == "DeepSpeedStrategy" and given.get(name, off) not in (off, None, True)
-    ]
+    says: list[str] = []
+    if strategy == "DeepSpeedStrategy":  # where one of these is said, Lightning looks at it alone
+        says += ["config"] if given.get("config") is not None else []
+        says += ["zero_optimization"] if given.get("zero_optimization") is False else []
     for key in [
         it for it in given if says and it in rules and it not in (says[0], *_BESIDE_CONFIG)
     ]:
