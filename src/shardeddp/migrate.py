@@ -10,7 +10,7 @@ import ast
 import json
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,6 @@ from shardeddp.translate import (
     RULES,
     Call,
     Expression,
-    Rule,
     Translation,
     apply_rules,
     is_of_deepspeed,
@@ -38,6 +37,7 @@ from shardeddp.translate import (
     translate,
     translate_config,
 )
+from shardeddp.wrap import SizePolicy
 
 # -- what a file has, and what takes its place
 
@@ -103,33 +103,33 @@ def _of_mapping(content: Any, path: Path) -> Iterator[Migrated]:
 
 def _try(made: Translation) -> None:
     """Lose what ShardedDP refuses, as far as it can be tried without imports of somebody's code."""
-    if made.loses:
-        return
     known = _names_of(Options)
-    plain = {key: _to_plain(it) for key, it in made.options.items() if key in known}
+    given = {key: it for key, it in made.options.items() if key in known and _is_plain(it)}
     try:
-        Options(**{key: it for key, it in plain.items() if it is not _NOT_PLAIN})
+        if not made.loses:
+            Options(**{key: _object(it) for key, it in given.items()})
     except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
         made.lose("ShardedDP", f"refuses what is left: {error}")
 
 
-_NOT_PLAIN = object()
+_FIELDS = ("MixedPrecision", "ActivationCheckpointing")
 
 
-def _to_plain(value: Any) -> Any:
-    """A value that can be tried; not a name that would be imported, nor what runs."""
-    if isinstance(value, Call) and value.name in ("MixedPrecision", "ActivationCheckpointing"):
-        return _to_plain(dict(value.arguments))
-    if isinstance(value, (Call, Expression)) or (
-        isinstance(value, str) and ("." in value or ":" in value)
-    ):
-        return _NOT_PLAIN
-    if isinstance(value, (list, tuple)):
-        inner = [*map(_to_plain, cast("Sequence[Any]", value))]
-        return _NOT_PLAIN if _NOT_PLAIN in inner else inner
-    if isinstance(value, dict):
-        pairs = {key: _to_plain(it) for key, it in cast("dict[str, Any]", value).items()}
-        return _NOT_PLAIN if _NOT_PLAIN in pairs.values() else pairs
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be tried: it runs nothing, and no name in it would be imported."""
+    if isinstance(value, Call):
+        return value.name in (*_FIELDS, "SizePolicy") and _is_plain(value.arguments)
+    if isinstance(value, (Mapping, list, tuple)):
+        entries = value.values() if isinstance(value, Mapping) else value
+        return all(map(_is_plain, cast("Iterable[Any]", entries)))
+    return not isinstance(value, Expression) and not (
+        isinstance(value, str) and set(value) & {*".:"}
+    )
+
+
+def _object(value: Any) -> Any:
+    if isinstance(value, Call):
+        return dict(value.arguments) if value.name in _FIELDS else SizePolicy(**value.arguments)
     return value
 
 
@@ -260,171 +260,118 @@ def _with_config(arguments: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 # -- YAML of Accelerate
 
-_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-
 
 def _of_accelerate(config: Mapping[str, Any], path: Path) -> Migrated:
-    config = {str(key): _switched(it) for key, it in config.items()}
-    kind = config.get("distributed_type")
-    kind = "NO" if kind is False else str(kind).upper()
-    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind)
-    inner = _mapping(config.get(used)) if used else {}
-    found, axes = Translation(), dict[str, int]()
-    _read_axes(found, axes, config.get("parallelism_config"))
+    config = _switched(config)
+    kind = str(config["distributed_type"] or "NO").upper()
+    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind, "")
+    found = Translation()
+    axes = _axes(found, _mapping(found, config, "parallelism_config"))
+    inner = _mapping(found, config, used)
     if kind == "FSDP":
-        given = _fsdp_arguments(found, inner or {})
+        given = _fsdp_arguments(found, inner)
         if {"dp_replicate", "dp_shard"} <= axes.keys():
             given["device_mesh"] = axes.pop("dp_replicate"), axes.pop("dp_shard")
         made = translate("FSDPStrategy", given)
     elif kind == "DEEPSPEED":
-        made = _of_accelerated_deepspeed(found, inner or {}, path)
+        made = _of_accelerated_deepspeed(found, inner, path)
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "NO"):
         made = translate("DDPStrategy", {})
     else:
         made = Translation(options={"sharding_strategy": "full_shard"})
-        hint = "layers are split over ranks by tensor_parallel_size=, pipelines are not there"
-        hint = hint if kind == "MEGATRON_LM" else "expected FSDP, DEEPSPEED, MULTI_GPU or NO"
-        made.lose("distributed_type", f"{kind} is not read: {hint}")
-    if inner is None:
-        made.lose(str(used), f"{config[str(used)]!r} is not understood: expected a mapping")
+        made.lose("distributed_type", f"{kind} is not read, expected FSDP, DEEPSPEED, MULTI_GPU or "
+                                      f"NO: layers are split over ranks by tensor_parallel_size=, "
+                                      f"pipelines are not there")  # fmt: skip
     for other in ("fsdp_config", "deepspeed_config"):
         if other != used and config.get(other):
             made.note(other, f"not looked at there: distributed_type is {kind}")
-    apply_rules(made, _ACCELERATE, {**_LAUNCHED, **config})
-    machines = made.trainer.get("num_nodes", 1)
-    if type(made.trainer.get("devices")) is int:
-        each, left = divmod(made.trainer["devices"], machines)
-        made.trainer["devices"] = max(each, 1)
-        if left:
-            made.lose("num_processes", f"not the same number on each of {machines} machines")
-    if config.get("gpu_ids") not in (None, "all"):
-        apply_rules(made, {"gpu_ids": _gpus}, {"gpu_ids": config["gpu_ids"]})
+    _set_trainer(made, config)
     _set_axes(made, axes)
+    for key in config:
+        if key in _UNNEEDED:
+            made.unneeded.append(key)
+        elif key not in _LAUNCH:
+            made.lose(key, not_known(key, _LAUNCH))
     made.notes[:0] = found.notes
     made.unneeded += found.unneeded
     return _in_yaml(made, str(path), f"Accelerate ({kind})")
-
-
-_WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def _switched(value: Any) -> Any:
     """A value with the texts by which Accelerate's files say true and false as these."""
     if isinstance(value, Mapping):
         return {str(key): _switched(it) for key, it in cast("Mapping[Any, Any]", value).items()}
-    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _mapping(value: Any) -> dict[str, Any] | None:
-    """A mapping, which may be left out; None for anything else."""
-    return (
-        {} if value is None else cast("dict[str, Any]", value) if isinstance(value, dict) else None
-    )
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    """A whole number, also as text and as 1e8.
-
-    Raises:
-        ValueError: It is none.
-    """
-    number = value
+def _number(value: Any) -> Any:
+    """A value, a whole number where it is a text or a float of one, such as 1e8."""
     try:
-        number = float(value) if isinstance(value, str) else value
-        if type(number) in (int, float) and number == int(number) >= least:
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"expected a whole number of at least {least}")
+        number = float(value) if isinstance(value, (str, float)) else value
+        return int(number) if number == int(number) else number
+    except (ValueError, OverflowError, TypeError):
+        return value
 
 
-def _count(name: str) -> Rule:
-    def rule(made: Translation, key: str, value: Any) -> None:
-        made.trainer[name] = _whole(value, 1)
-
-    return rule
-
-
-def _host(made: Translation, key: str, value: Any) -> None:
-    if value is not None and type(value) is not bool:
-        raise ValueError("expected true or false")
-    made.trainer["accelerator"] = "cpu" if value else "gpu"
+def _mapping(made: Translation, config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value)
+    made.lose(key, f"{value!r} is not understood: expected a mapping")
+    return {}
 
 
-def _precision(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, str) and value in _PRECISIONS:
-        chosen = made.trainer.setdefault("precision", _PRECISIONS[value])
-        if chosen != _PRECISIONS[value]:
-            made.lose(key, f"{value}, and the configuration of DeepSpeed says {chosen}")
-    elif value is not None and value is not False:
-        made.lose(key, f"{value} is not there: '16-mixed' or 'bf16-mixed'")
+def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
+    counts: dict[str, Any] = {}
+    for key in ("num_machines", "num_processes"):
+        counts[key] = _number(config.get(key, 1))
+        if type(counts[key]) is not int or counts[key] < 1:
+            made.lose(key, f"{config[key]!r} is not understood: expected a number from 1")
+            counts[key] = 1
+    made.trainer["num_nodes"] = counts["num_machines"]
+    devices, left = divmod(counts["num_processes"], counts["num_machines"])
+    made.trainer["devices"] = max(devices, 1)
+    if left:
+        made.lose("num_processes", f"not the same number on {counts['num_machines']} machines")
+    on_host, ids = config.get("use_cpu"), config.get("gpu_ids")
+    made.trainer["accelerator"] = "cpu" if on_host is True else "gpu"
+    if not isinstance(on_host, (bool, type(None))):
+        made.lose("use_cpu", f"{on_host!r} is not understood: expected true or false")
+    if ids not in (None, "all"):
+        given = cast("list[Any]", ids) if isinstance(ids, list) else str(ids).split(",")
+        made.trainer["devices"] = [*map(_number, given)]
+        if not all(type(it) is int for it in made.trainer["devices"]):
+            made.lose("gpu_ids", f"{ids!r} is not understood: expected numbers, or all")
+    precision = config.get("mixed_precision")
+    if precision in ("fp16", "bf16"):
+        ours = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[precision]
+        if made.trainer.setdefault("precision", ours) != ours:
+            made.lose("mixed_precision", f"{precision}, and DeepSpeed's configuration says another")
+    elif precision:
+        made.lose("mixed_precision", f"{precision} is not there: '16-mixed' or 'bf16-mixed'")
+    if config.get("main_process_ip"):
+        made.note("main_process_ip", "MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment, "
+                                     "or torchrun, or SLURM")  # fmt: skip
+    if config.get("dynamo_config"):
+        made.note("dynamo_config", "torch.compile(module) before Trainer.fit does that")
 
 
-def _gpus(made: Translation, key: str, value: Any) -> None:
-    ids = value if isinstance(value, list) else str(value).split(",")
-    made.trainer["devices"] = [*map(_whole, cast("list[Any]", ids))]
-
-
-def _said(text: str) -> Rule:
-    def rule(made: Translation, key: str, value: Any) -> None:
-        if value:
-            made.note(key, text)
-
-    return rule
-
-
-def _unneeded(made: Translation, key: str, value: Any) -> None:
-    made.unneeded.append(key)
-
-
-def _elsewhere(made: Translation, key: str, value: Any) -> None:
-    """A key that is read with others."""
-
-
-_LAUNCHED = {"num_machines": 1, "num_processes": 1, "use_cpu": False}
-"""What the launcher takes where a file does not say it."""
-
-_ACCELERATE: dict[str, Rule] = {
-    **dict.fromkeys(
-        "compute_environment main_training_function rdzv_backend same_network tpu_env "
-        "tpu_use_cluster tpu_use_sudo debug enable_cpu_affinity machine_rank main_process_port "
-        "downcast_bf16".split(),
-        _unneeded,
-    ),
-    **dict.fromkeys(
-        "distributed_type fsdp_config deepspeed_config parallelism_config gpu_ids".split(),
-        _elsewhere,
-    ),
-    "num_machines": _count("num_nodes"),
-    "num_processes": _count("devices"),
-    "use_cpu": _host,
-    "mixed_precision": _precision,
-    "main_process_ip": _said(
-        "MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment, or torchrun, or SLURM"
-    ),
-    "dynamo_config": _said("torch.compile(module) before Trainer.fit does that"),
-}
-
-
-def _read_axes(made: Translation, axes: dict[str, int], value: Any) -> None:
-    """Add the sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
-
-    def size(made: Translation, key: str, ranks: Any) -> None:
-        axis = key.removeprefix("parallelism_config_").removesuffix("_size")
-        if ranks is not None and _whole(ranks, 1) > 1:
-            axes[axis] = _whole(ranks)
-
-    config = _mapping(value)
-    if config is None:
-        made.lose("parallelism_config", f"{value!r} is not understood: expected a mapping")
-        return
-    known = {
-        f"parallelism_config_{it}_size": size
-        for it in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    tuning = ("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length",
-              "sp_seq_length_is_variable", "sp_attn_implementation")  # fmt: skip
-    apply_rules(made, {**known, **{f"parallelism_config_{it}": _unneeded for it in tuning}}, config)
+def _axes(made: Translation, config: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
+    sizes: dict[str, int] = {}
+    for key, value in config.items():
+        name = key.removeprefix("parallelism_config_")
+        ranks = _number(value or 1)
+        if name in _OF_AXES:
+            made.unneeded.append(key)
+        elif name not in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            made.lose(key, "no counterpart is known")
+        elif type(ranks) is not int or ranks < 1:
+            made.lose(key, f"{value!r} is not understood: expected a number from 1")
+        elif ranks > 1:
+            sizes[name.removesuffix("_size")] = ranks
+    return sizes
 
 
 def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
@@ -442,71 +389,40 @@ def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
                            f"not there")  # fmt: skip
 
 
-_WRAPPED_BY = {
-    "TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap",
-    "SIZE_BASED_WRAP": "min_num_params",
-    "NO_WRAP": None,
-}
-"""Kinds of policies, and the key that each looks at."""
-
-
 def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of FSDPStrategy; what takes other ways is said in ``made``."""
+    """Arguments of FSDPStrategy; what goes other ways is said in ``made``."""
     given = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    version = str(given.pop("version", 1))
+    version = given.pop("version", 1)
     arguments: dict[str, Any] = {}
-
-    def policy(made: Translation, key: str, value: Any) -> None:
-        kind = str(value or "").upper()
-        if kind and kind not in _WRAPPED_BY:
-            raise ValueError(f"expected one of {', '.join(_WRAPPED_BY)}")
-        for other in ("transformer_layer_cls_to_wrap", "min_num_params"):
-            if kind and other != _WRAPPED_BY[kind] and given.get(other):
-                made.note(f"fsdp_{other}", f"not looked at there: {key} is {kind}")
-        if kind == "NO_WRAP":
-            arguments["auto_wrap_policy"] = None
-        if kind == "SIZE_BASED_WRAP":
-            size = _whole(given.get("min_num_params") or 100_000_000)
-            arguments["auto_wrap_policy"] = Call(
-                path="size_based_auto_wrap_policy", arguments={"min_num_params": size}
-            )
-
-    def classes(made: Translation, key: str, value: Any) -> None:
-        names = value.split(",") if isinstance(value, str) else value or []
-        if not isinstance(names, list) or not all(
-            isinstance(it, str) for it in cast("list[Any]", names)
-        ):
-            raise ValueError("expected names of classes with commas")
-        if names and "auto_wrap_policy" not in arguments:
-            arguments["auto_wrap_policy"] = [it.strip() for it in cast("list[str]", names)]
-
-    def recomputed(made: Translation, key: str, value: Any) -> None:
-        if value is not None and type(value) is not bool:
-            raise ValueError("expected true or false")
-        arguments["activation_checkpointing"] = "auto" if value else None
-
-    def state(made: Translation, key: str, value: Any) -> None:
-        kinds = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
-        found = kinds.get(str(value).upper())
-        if found is None:
-            raise ValueError(f"expected one of {', '.join(kinds)}")
-        arguments["state_dict_type"] = found
-
-    rules: dict[str, Rule] = {
-        "auto_wrap_policy": policy,
-        "transformer_layer_cls_to_wrap": classes,
-        "min_num_params": _elsewhere,
-        "activation_checkpointing": recomputed,
-        "state_dict_type": state,
-        "cpu_ram_efficient_loading": _unneeded,  # what configure_model does
-    }
-    own = {f"fsdp_{key}": given[key] for key in rules if key in given}
-    apply_rules(made, {f"fsdp_{key}": rule for key, rule in rules.items()}, own)
-    renamed = {"offload_params": "cpu_offload", "backward_prefetch_policy": "backward_prefetch"}
+    kind = str(given.pop("auto_wrap_policy", None) or "").upper()
+    parts = {it: given.pop(it, None) for it in ("transformer_layer_cls_to_wrap", "min_num_params")}
+    classes, size = parts.values()
+    if kind not in ("", *_WRAPPED_BY):
+        made.lose("fsdp_auto_wrap_policy", f"{kind}: expected one of {', '.join(_WRAPPED_BY)}")
+    elif kind == "SIZE_BASED_WRAP":
+        least = {"min_num_params": _number(size or 100_000_000)}
+        arguments["auto_wrap_policy"] = Call(path="size_based_auto_wrap_policy", arguments=least)
+    elif kind == "NO_WRAP":
+        arguments["auto_wrap_policy"] = None
+    elif classes:
+        names = classes.split(",") if isinstance(classes, str) else classes
+        arguments["auto_wrap_policy"] = (
+            [str(it).strip() for it in cast("list[Any]", names)]
+            if isinstance(names, list)
+            else names
+        )
+    for other, value in parts.items():
+        if value and _WRAPPED_BY.get(kind, other) != other:
+            made.note(f"fsdp_{other}", f"not looked at there: fsdp_auto_wrap_policy is {kind}")
     for key, value in given.items():
-        if key not in rules and not (key == "ignored_modules" and value == ""):
-            arguments[renamed.get(key, key)] = value
-    if version == "2" and arguments.get("reshard_after_forward") is False:
+        name = _OF_FSDP.get(key, key)
+        if key == "cpu_ram_efficient_loading" or (key == "ignored_modules" and value == ""):
+            made.unneeded.append(f"fsdp_{key}")  # the former is what configure_model does
+        elif name in _OF_ACCELERATE and isinstance(value, (str, bool)):
+            arguments[name] = _OF_ACCELERATE[name].get(value, value)
+        else:
+            arguments[name] = value
+    if str(version) == "2" and arguments.get("reshard_after_forward") is False:
         arguments.setdefault("sharding_strategy", "SHARD_GRAD_OP")
         arguments.pop("reshard_after_forward")
     return arguments
@@ -518,39 +434,56 @@ def _of_accelerated_deepspeed(
     file = config.get("deepspeed_config_file")
     zero: dict[str, Any] = {"stage": 2}
     content: dict[str, Any] = {"zero_optimization": zero}
+    for key, value in config.items():
+        if key in _OF_DEEPSPEED_LAUNCHER:
+            made.unneeded.append(key)
+        elif key not in (*_OF_ZERO, "gradient_clipping", "gradient_accumulation_steps"):
+            if key != "deepspeed_config_file":
+                made.lose(key, not_known(key, _OF_ZERO))
+        elif file:
+            made.note(key, "not looked at there: deepspeed_config_file says it all")
+        elif key in _OF_ZERO:
+            zero[_OF_ZERO[key]] = value
+        else:
+            content[key] = _number(value)
+    if not file:
+        return translate_config(content)
+    return translate("DeepSpeedStrategy", _with_config({"config": file}, path))
 
-    def put(where: dict[str, Any], name: str) -> Rule:
-        def rule(made: Translation, key: str, value: Any) -> None:
-            if file:
-                made.note(key, "not looked at there: deepspeed_config_file says it all")
-            elif value is not None:
-                where[name] = value
 
-        return rule
-
-    def number(made: Translation, key: str, value: Any) -> None:
-        if not file and value != "auto":
-            value = float(value) if key == "gradient_clipping" else _whole(value, 1)
-        put(content, key)(made, key, value)
-
-    rules: dict[str, Rule] = {
-        **dict.fromkeys(
-            ("zero3_init_flag", "deepspeed_multinode_launcher", "deepspeed_hostfile"), _unneeded
-        ),
-        "deepspeed_config_file": _elsewhere,
-        "zero_stage": put(zero, "stage"),
-        "offload_optimizer_device": put(zero, "offload_optimizer"),
-        "offload_param_device": put(zero, "offload_param"),
-        "offload_optimizer_nvme_path": _unneeded,
-        "offload_param_nvme_path": _unneeded,
-        "zero3_save_16bit_model": put(zero, "stage3_gather_16bit_weights_on_model_save"),
-        "gradient_clipping": number,
-        "gradient_accumulation_steps": number,
-    }
-    apply_rules(made, rules, config)
-    if file:
-        return translate("DeepSpeedStrategy", _with_config({"config": file}, path))
-    return translate_config(content)
+_UNNEEDED = (
+    "compute_environment main_training_function rdzv_backend same_network tpu_env tpu_use_cluster "
+    "tpu_use_sudo debug enable_cpu_affinity machine_rank main_process_port downcast_bf16"
+).split()
+_LAUNCH = (
+    "use_cpu num_machines num_processes main_process_ip mixed_precision distributed_type gpu_ids "
+    "deepspeed_config fsdp_config dynamo_config parallelism_config"
+).split()
+_OF_AXES = (
+    "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable "
+    "sp_attn_implementation"
+).split()
+_OF_FSDP = {"offload_params": "cpu_offload", "backward_prefetch_policy": "backward_prefetch"}
+_OF_ACCELERATE: dict[str, dict[Any, Any]] = {
+    "state_dict_type": {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"},
+    "activation_checkpointing": {True: "auto", False: None},
+}
+_WRAPPED_BY = {
+    "TRANSFORMER_BASED_WRAP": "transformer_layer_cls_to_wrap",
+    "SIZE_BASED_WRAP": "min_num_params",
+    "NO_WRAP": None,
+}
+"""Kinds of policies, and the key that each looks at."""
+_OF_DEEPSPEED_LAUNCHER = (
+    "zero3_init_flag deepspeed_multinode_launcher deepspeed_hostfile offload_optimizer_nvme_path "
+    "offload_param_nvme_path"
+).split()
+_OF_ZERO = {
+    "zero_stage": "stage",
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_param",
+    "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save",
+}
 
 
 # -- Python
