@@ -748,21 +748,14 @@ _SCOPES = (
 
 def _bound_by(node: ast.AST) -> list[str | None]:
     """Names that a node gives a value, or takes it from."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
-            return [name]
-        case ast.alias(name=name, asname=asname):
-            return [asname or name.partition(".")[0]]
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
-            return [name]
-        case ast.MatchMapping(rest=name):
-            return [name]
-        case ast.Global(names=names) | ast.Nonlocal(names=names):
-            return [*names]
-        case _:
-            return []
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, ast.alias):
+        return [node.asname or node.name.partition(".")[0]]
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return [*node.names]
+    found = dict(ast.iter_fields(node))
+    return [found.get("name"), found.get("rest"), node.arg if isinstance(node, ast.arg) else None]
 
 
 # -- text

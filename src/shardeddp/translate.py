@@ -146,7 +146,7 @@ def described(value: Any) -> Any:
             arguments={
                 each.name: described(getattr(value, each.name))
                 for each in dataclasses.fields(value)
-                if getattr(value, each.name) is not None
+                if each.init and getattr(value, each.name) not in (None, each.default)
             },
         )
     return value
@@ -246,9 +246,7 @@ def _runs(value: Any) -> bool:
 def _not_understood(made: Translation, key: str, value: Any, expected: str) -> None:
     if isinstance(value, Expression):
         made.lose(key, f"only the running program knows {value}: expected {expected}")
-    elif value is None:
-        made.unneeded.append(key)
-    else:
+    elif value is not None:
         made.lose(key, f"{value!r} is not understood: expected {expected}")
 
 
@@ -286,9 +284,7 @@ def _always(text: str, *, when: Any) -> Rule:
     """A switch that is always in one position here."""
 
     def rule(made: Translation, key: str, value: Any) -> None:
-        if value is None or value == when:
-            made.unneeded.append(key)
-        else:
+        if value is not None and value != when:
             made.note(key, text)
 
     return rule
@@ -297,9 +293,7 @@ def _always(text: str, *, when: Any) -> Rule:
 def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
     @_of_any_value
     def rule(made: Translation, key: str, value: Any) -> None:
-        if any(value is harmless or value == harmless for harmless in unless):
-            made.unneeded.append(key)
-        else:
+        if not any(value is harmless or value == harmless for harmless in unless):
             made.lose(key, text)
 
     return rule
@@ -332,18 +326,11 @@ _SIGNATURE = ": here a function takes (name, module), not (module, recurse, nonw
 
 @_of_any_value
 def _policy(made: Translation, key: str, value: Any) -> None:
-    _set_policy(made, key, value, "auto_wrap_policy", _SIGNATURE)
-
-
-@_of_any_value
-def _checkpointing(made: Translation, key: str, value: Any) -> None:
-    if value is not None:
-        remark = _SIGNATURE if key == "activation_checkpointing_policy" else ""
-        _set_policy(made, key, value, "activation_checkpointing", remark)
-
-
-def _set_policy(made: Translation, key: str, value: Any, option: str, remark: str) -> None:
-    """Set an option to a wrap policy: torch's objects, partials of its functions, classes, or None."""
+    """A wrap policy: torch's objects, partials of its functions, classes, or None."""
+    option = key.removesuffix("_policy") if key.startswith("activation") else "auto_wrap_policy"
+    remark = _SIGNATURE if key.endswith("_policy") else ""
+    if value is None and option != "auto_wrap_policy":
+        return
     policy: Any = value
     if isinstance(policy, Call) and policy.name == "partial" and len(policy.positional) == 1:
         function = policy.positional[0]
@@ -414,7 +401,7 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
                        "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
     # FSDP1 casts the inputs of the root even where it casts no others, and the rest follows from it.
     casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
-    casts = found.pop("cast_forward_inputs", None)
+    casts = found.pop("cast_forward_inputs", value.name != "MixedPrecision")
     if isinstance(casts, Expression) or isinstance(casts_root, Expression):
         made.lose(key, "only the running program knows which inputs are cast")
     elif casts is False and not casts_root:
@@ -450,9 +437,7 @@ def _device_mesh(made: Translation, key: str, value: Any) -> None:
             made.lose(key, f"replicas of shards are 'hybrid_shard', and {chosen!r} is asked for")
         else:
             made.options["shard_size"] = sizes[1]
-    elif len(sizes) == 1:
-        made.unneeded.append(key)
-    else:
+    elif len(sizes) != 1:
         made.lose(key, f"{tuple(sizes)} has more dimensions than replicas and shards: write "
                        f"tensor_parallel_size= for ranks that split layers; context and pipeline "
                        f"parallelism are not there")  # fmt: skip
@@ -473,12 +458,10 @@ def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
 
 
 def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
-    if value is True or value is None:
-        made.unneeded.append(key)
-    elif value is False:
+    if value is False:
         made.note(key, "one unit is gathered ahead here, which False does without saying so by "
                        "running the host ahead; forward_prefetch=0 for none")  # fmt: skip
-    else:
+    elif value is not True and value is not None:
         made.options[key] = value
 
 
@@ -487,9 +470,7 @@ def _reshard(made: Translation, key: str, value: Any) -> None:
         _sharding(made, key, value)
     elif value is False or type(value) is int:
         made.options[key] = value
-    elif value is None or value is True:
-        made.unneeded.append(key)
-    else:
+    elif value is not True:
         _not_understood(made, key, value, "true, false or a number of ranks")
 
 
@@ -497,8 +478,6 @@ def _unused_parameters(made: Translation, key: str, value: Any) -> None:
     if value:
         made.note(key, "not needed: a parameter without a gradient keeps none. Where ranks use "
                        "different parts of the model in a step, write uneven_units=True")  # fmt: skip
-    else:
-        made.unneeded.append(key)
 
 
 _IGNORED = _lost(
@@ -528,8 +507,8 @@ _FSDP: dict[str, Rule] = {
     "mixed_precision": _mixed_precision,
     "mp_policy": _mixed_precision,
     "auto_wrap_policy": _policy,
-    "activation_checkpointing": _checkpointing,
-    "activation_checkpointing_policy": _checkpointing,
+    "activation_checkpointing": _policy,
+    "activation_checkpointing_policy": _policy,
     "state_dict_type": _same,
     "backward_prefetch": _backward_prefetch,
     "forward_prefetch": _forward_prefetch,
@@ -614,8 +593,8 @@ def _offload_of(part: str) -> Rule:
         if device == "nvme":
             made.lose(key, _NO_DISKS)
         if device in (None, False, "none"):
-            made.unneeded.append(key)
-        elif device not in (True, "cpu", "nvme"):
+            return
+        if device not in (True, "cpu", "nvme"):
             _not_understood(made, key, device, "cpu, nvme or none")
         elif part == "params":
             made.options["cpu_offload"] = True
@@ -625,14 +604,7 @@ def _offload_of(part: str) -> Rule:
     return rule
 
 
-@_takes("cpu, nvme or none", str)
-def _device_of_offload(made: Translation, key: str, value: Any) -> None:
-    if value == "nvme":
-        made.lose(key, _NO_DISKS)
-    elif value in ("cpu", "none"):
-        made.unneeded.append(key)
-    else:
-        _not_understood(made, key, value, "cpu, nvme or none")
+_device_of_offload = _lost(_NO_DISKS, unless=(None, "cpu", "none"))
 
 
 @_is_flag
@@ -641,8 +613,6 @@ def _cpu_checkpointing(made: Translation, key: str, value: Any) -> None:
         made.options["activation_checkpointing"] = Call(
             path="shardeddp.ActivationCheckpointing", arguments={"cpu_offload": True}
         )
-    else:
-        made.unneeded.append(key)
 
 
 _is_number_of_ranks = _takes("a number of ranks", int)
@@ -654,24 +624,18 @@ def _hpz(made: Translation, key: str, value: Any) -> None:
         made.options["reshard_after_forward"] = value
         made.note(key, "hpZ is reshard_after_forward: each rank keeps its part of what was "
                        "gathered, and this many neighbours gather for the backward")  # fmt: skip
-    else:
-        made.unneeded.append(key)
 
 
 @_is_number_of_ranks
 def _mics(made: Translation, key: str, value: Any) -> None:
     if value > 0:
         made.options |= {"sharding_strategy": "hybrid_shard", "shard_size": value}
-    else:
-        made.unneeded.append(key)
 
 
 @_is_flag
 def _gather_on_save(made: Translation, key: str, value: Any) -> None:
     if value:
         made.options["state_dict_type"] = "full"
-    else:
-        made.unneeded.append(key)
 
 
 _OFFLOADING: dict[str, Rule] = {
@@ -701,24 +665,21 @@ _SCALER = (
     "scaler=torch.amp.GradScaler(...)))"
 )
 _SCALING: dict[str, Rule] = {
-    name: _lost(_SCALER, unless=(None, default))
-    for name, default in {
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    }.items()
+    "loss_scale": _lost(_SCALER, unless=(None, 0)),
+    "initial_scale_power": _lost(_SCALER, unless=(None, 16)),
+    "loss_scale_window": _lost(_SCALER, unless=(None, 1000)),
+    "hysteresis": _lost(_SCALER, unless=(None, 2)),
+    "min_loss_scale": _lost(_SCALER, unless=(None, 1)),
 }
 _PRECISION: dict[str, Rule] = {
     **_SCALING,
     "consecutive_hysteresis": _lost(_SCALER),
     "auto_cast": _lost("inputs are cast by the Trainer's precision"),
-    "fp16_master_weights_and_grads": _lost("main weights stay in the dtype that they have"),
-    "bf16_master_weights_and_grads": _lost("main weights stay in the dtype that they have"),
-    "bf16_optimizer_states": _lost("optimizer states have the dtype of the main weights"),
-    "immediate_grad_update": _unneeded,
-    "check_grad_overflow": _unneeded,
+    **dict.fromkeys(
+        "fp16_master_weights_and_grads bf16_master_weights_and_grads bf16_optimizer_states".split(),
+        _lost("main weights and what the optimizer holds have the dtype of the parameters"),
+    ),
+    **dict.fromkeys(("immediate_grad_update", "check_grad_overflow"), _unneeded),
 }
 _ZERO: dict[str, Rule] = {
     **dict.fromkeys(_TUNING, _unneeded),
@@ -778,9 +739,7 @@ def _mixed(precision: str) -> Rule:
         if it.get("enabled") == "auto":
             made.note(f"{key}.enabled", f"{_AUTO}: Trainer(precision={precision!r}), or nothing")
             inside(made, key, {name: it[name] for name in it if name != "enabled"})
-        elif it.get("enabled") in (None, False):
-            made.unneeded.append(key)
-        elif value is not None:
+        elif it.get("enabled") not in (None, False):
             inside(made, key, value)
 
     return rule
@@ -845,9 +804,7 @@ _ACTIVATIONS: dict[str, Rule] = {
 @_of_any_value
 def _tool(made: Translation, key: str, value: Any) -> None:
     off = isinstance(value, Mapping) and cast("Any", value).get("enabled") in (None, False)
-    if value is None or value is False or off:
-        made.unneeded.append(key)
-    else:
+    if value is not None and value is not False and not off:
         made.lose(key, "a tool of DeepSpeed: use the Trainer's logger and profiler")
 
 
@@ -946,8 +903,7 @@ _THEIRS = frozenset(name for rules in RULES.values() for name in rules)
 _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 _STARTS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp_spawn": {"start_method": "spawn"},
-    "ddp_fork": {"start_method": "fork"},
+    **{f"ddp_{it}": {"start_method": it} for it in ("spawn", "fork")},
     "ddp_notebook": {"start_method": "fork"},
 }
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -966,12 +922,12 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{name: ("DDPStrategy", dict(start)) for name, start in _STARTS.items()},
     **{
-        f"{name}_find_unused_parameters_{str(switch).lower()}": (
+        f"{name}_find_unused_parameters_{word}": (
             "DDPStrategy",
-            {**start, "find_unused_parameters": switch},
+            {**start, "find_unused_parameters": on},
         )
         for name, start in _STARTS.items()
-        for switch in (True, False)
+        for word, on in (("true", True), ("false", False))
     },
 }
 """Names that Lightning's Trainer knows, and the strategies that they stand for."""
@@ -1070,7 +1026,7 @@ def apply_rules(
         if prefix and type(value) is str and value == "auto" and rule is not _unneeded:
             made.note(f"{prefix}{key}", _AUTO)
             continue
-        before, options = len(made.notes), dict(made.options)
+        before, options, others = len(made.notes), dict(made.options), _extent(made)
         if rule not in _OF_ANY_VALUE and _runs(value):
             made.lose(key, f"only the running program knows {value!r}")
         else:
@@ -1079,12 +1035,19 @@ def apply_rules(
             except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
                 made.options = options
                 made.lose(key, f"{value!r} is not understood: {error}")
+        same = made.options == options and _extent(made) == others
+        if same and rule not in (_sharding, _stage):
+            made.unneeded.append(key)
         made.notes[before:] = [
             dataclasses.replace(note, key=f"{prefix}{note.key}")
             if not note.key.startswith(prefix)
             else note
             for note in made.notes[before:]
         ]
+
+
+def _extent(made: Translation) -> tuple[int, ...]:
+    return len(made.notes), len(made.unneeded), len(made.trainer)
 
 
 def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) -> None:
@@ -1198,10 +1161,7 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
     )
 
 
-_TRAINERS = (
-    "precision", "devices", "num_nodes", "strategy", "plugins", "gradient_clip_val",
-    "accumulate_grad_batches", "max_epochs", "max_steps", "use_distributed_sampler", "sync_batchnorm",
-)  # fmt: skip
+_TRAINERS = "precision devices num_nodes gradient_clip_val accumulate_grad_batches".split()
 """Arguments that people give to a strategy, and Lightning's Trainer takes."""
 
 
@@ -1260,10 +1220,8 @@ def _shown(value: Any) -> str:
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, timedelta):
         return repr(value.total_seconds())
-    if isinstance(value, partial) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    ):
-        return _shown(_call_of(value))
+    if isinstance(known := described(value), Call) and known is not value:
+        return _shown(known)
     if type(value).__module__.startswith("shardeddp.wrap."):  # policies
         return _shown(Call(path=type(value).__name__, arguments=vars(value)))
     if isinstance(value, (type, FunctionType)) and value.__name__.isidentifier():
@@ -1278,18 +1236,3 @@ def _shown(value: Any) -> str:
     if plain or type(value).__module__ == "torch":
         return repr(value)
     raise _CannotBeWrittenError
-
-
-def _call_of(value: Any) -> Call:
-    """The call that makes a partial or a dataclass, without arguments that are the defaults."""
-    if isinstance(value, partial):
-        made = cast("partial[Any]", value)
-        return Call(path="partial", positional=(made.func, *made.args), arguments=made.keywords)
-    return Call(
-        path=type(value).__name__,
-        arguments={
-            each.name: getattr(value, each.name)
-            for each in dataclasses.fields(value)
-            if each.init and getattr(value, each.name) != each.default
-        },
-    )
