@@ -540,6 +540,7 @@ def test_keys_that_accelerate_does_not_look_at_have_a_line(tmp_path: Path) -> No
         ("{timeout: {class_path: datetime.timedelta, init_args: {seconds: 5}}}", []),
         ("{timeout: soon}", ["timeout"]),
         ("{reshard_after_forward: x}", ["reshard_after_forward"]),
+        ("{cpu_offload: {class_path: my.Offload}}", ["cpu_offload"]),
     ],
 )
 def test_values_in_yaml_of_lightning(tmp_path: Path, inner: str, keys: list[str]) -> None:

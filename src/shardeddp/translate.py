@@ -377,7 +377,10 @@ _POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
 @_of_any_value
 def _offload(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Call):
-        value = value.name == "CPUOffloadPolicy" or value.get("offload_params")
+        known = value.name in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
+        if not known or value.named.keys() - {"offload_params", "pin_memory"}:
+            _not_understood(made, key, value, "true, false or torch's CPUOffload")
+        value = known and (value.name == "CPUOffloadPolicy" or value.get("offload_params"))
     if value is not None and value is not False:
         _pass_on(made, key, "cpu_offload", value)
 
@@ -1233,6 +1236,6 @@ def _shown(value: Any) -> str:
         inner = ", ".join(map(_shown, cast("Iterable[Any]", value)))
         return f"{{{inner}}}" if isinstance(value, (set, frozenset)) and inner else f"[{inner}]"
     plain = isinstance(value, (str, int, float, bool, type(None)))
-    if plain or type(value).__module__ == "torch":
+    if plain or type(value).__name__ == "dtype":
         return repr(value)
     raise _CannotBeWrittenError
