@@ -904,11 +904,6 @@ RULES: dict[str, dict[str, Rule]] = {
 
 _THEIRS = frozenset(name for rules in RULES.values() for name in rules)
 _OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-_STARTS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    **{f"ddp_{it}": {"start_method": it} for it in ("spawn", "fork")},
-    "ddp_notebook": {"start_method": "fork"},
-}
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("FSDPStrategy", {}),
     "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
@@ -923,15 +918,12 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepSpeedStrategy",
         {**_OFFLOAD_3, "offload_params_device": "nvme", "offload_optimizer_device": "nvme"},
     ),
-    **{name: ("DDPStrategy", dict(start)) for name, start in _STARTS.items()},
-    **{
-        f"{name}_find_unused_parameters_{word}": (
-            "DDPStrategy",
-            {**start, "find_unused_parameters": on},
-        )
-        for name, start in _STARTS.items()
-        for word, on in (("true", True), ("false", False))
-    },
+    "ddp": ("DDPStrategy", {}),
+    "ddp_spawn": ("DDPStrategy", {"start_method": "spawn"}),
+    "ddp_fork": ("DDPStrategy", {"start_method": "fork"}),
+    "ddp_notebook": ("DDPStrategy", {"start_method": "fork"}),
+    "ddp_find_unused_parameters_true": ("DDPStrategy", {"find_unused_parameters": True}),
+    "ddp_find_unused_parameters_false": ("DDPStrategy", {}),
 }
 """Names that Lightning's Trainer knows, and the strategies that they stand for."""
 
@@ -998,11 +990,9 @@ def translate_config(config: Mapping[str, Any]) -> Translation:
 
 def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
     """Whether a mapping is DeepSpeed's, by its keys."""
+    known = [key for key in config if key in _CONFIG]
     sizes = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
-    several = (
-        len(_CONFIG.keys() & config.keys()) > 1 and not {"trainer", "strategy"} & config.keys()
-    )
-    return several or not sizes.isdisjoint(config)
+    return bool(sizes & {*known}) or (len(known) > 1 and "trainer" not in config)
 
 
 _LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
@@ -1029,7 +1019,7 @@ def apply_rules(
         if prefix and type(value) is str and value == "auto" and rule is not _unneeded:
             made.note(f"{prefix}{key}", _AUTO)
             continue
-        before, options, others = len(made.notes), dict(made.options), _extent(made)
+        before, options, extent = len(made.notes), dict(made.options), _extent(made)
         if rule not in _OF_ANY_VALUE and _runs(value):
             made.lose(key, f"only the running program knows {value!r}")
         else:
@@ -1038,8 +1028,7 @@ def apply_rules(
             except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
                 made.options = options
                 made.lose(key, f"{value!r} is not understood: {error}")
-        same = made.options == options and _extent(made) == others
-        if same and rule not in (_sharding, _stage):
+        if _extent(made) == extent and rule not in (_sharding, _stage):
             made.unneeded.append(key)
         made.notes[before:] = [
             dataclasses.replace(note, key=f"{prefix}{note.key}")
@@ -1050,7 +1039,8 @@ def apply_rules(
 
 
 def _extent(made: Translation) -> tuple[int, ...]:
-    return len(made.notes), len(made.unneeded), len(made.trainer)
+    lists = (made.notes, made.unneeded, made.trainer)
+    return *map(len, lists), *map(id, made.options.values())
 
 
 def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) -> None:
@@ -1143,8 +1133,7 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
         changed = {key: it for key, it in made.options.items() if options.get(key) is not it}
         said = "".join(f"; {it.text}" for it in made.notes[before:])
         if changed:
-            line, left = _line(changed)
-            said = f"write {line}{_and_own(left)}{said}"
+            said = f"write {_line(changed)}{said}"
             said += "".join(
                 f"; {key}={_or_own(options[key])} is given as well: keep one of the two"
                 for key in changed
@@ -1156,12 +1145,9 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
     before = len(made.notes)
     _settle(made)
     lines += [f"{it.key}: leave it out; {it.text}" for it in made.notes[before:]]
-    line, left = _line(made.options)
     listed = "".join(f"\n  {text}" for text in lines)
-    return (
-        f"ShardedDP has no such arguments:{listed}\n"
-        f"The line to write: ShardedDP({line}){_and_own(left)}"
-    )
+    line = _line(made.options, "ShardedDP({})")
+    return f"ShardedDP has no such arguments:{listed}\nThe line to write: {line}"
 
 
 _TRAINERS = "precision devices num_nodes gradient_clip_val accumulate_grad_batches".split()
@@ -1190,17 +1176,15 @@ class _CannotBeWrittenError(Exception):
     """A value of a running program that no text makes."""
 
 
-def _line(options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _line(options: Mapping[str, Any], around: str = "{}") -> str:
     """Arguments as they are written, and the names of those whose values cannot be."""
-    left = [key for key, it in options.items() if _or_own(it) == _OWN]
-    return _shown_options({key: it for key, it in options.items() if key not in left}), left
+    shown = {key: _or_own(it) for key, it in options.items()}
+    line = ", ".join(f"{key}={text}" for key, text in shown.items() if text != _OWN)
+    left = [key for key, text in shown.items() if text == _OWN]
+    return around.format(line) + "".join(f", and your own {key}=" for key in left)
 
 
 _OWN = "..."
-
-
-def _and_own(names: Iterable[str]) -> str:
-    return "".join(f", and your own {name}=" for name in names)
 
 
 def _or_own(value: Any) -> str:
