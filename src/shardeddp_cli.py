@@ -177,7 +177,7 @@ def _add_migrate(commands: Any) -> None:
 
 
 _STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "16-true")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
 
 
 def _add_plan(commands: Any) -> None:

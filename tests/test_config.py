@@ -66,6 +66,9 @@ def test_options_of_other_types_are_refused_by_name(options: Any, expected: str)
     [
         *({"sharding_strategy": "hybrid_shard", "shard_size": it} for it in (-4, 0, 1.5, True)),
         {"timeout": 1e300},
+        {"checkpoint_options": {"timeout": 1e14}},
+        {"cpu_offload": {"params": "false"}},
+        {"mixed_precision": {"param_dtype": "bf16", "cast_forward_inputs": "no"}},
         {"process_group_backend": 3},
         {"tensor_parallel_size": "2"},
         {"expert_parallel_size": 0},
@@ -81,6 +84,12 @@ def test_options_of_other_types_are_refused_by_name(options: Any, expected: str)
 def test_values_of_another_kind_are_refused_by_the_name_of_their_option(
     options: dict[str, Any],
 ) -> None:
-    name = "ActivationCheckpointing" if "activation_checkpointing" in options else [*options][-1]
+    inner = {
+        "activation_checkpointing": "ActivationCheckpointing",
+        "checkpoint_options": "timeout=",
+        "cpu_offload": "params='false'",
+        "mixed_precision": "cast_forward_inputs='no'",
+    }
+    name = inner.get([*options][-1], [*options][-1])
     with pytest.raises(ConfigurationError, match=name):
         ShardedDP(**options)

@@ -1,5 +1,6 @@
 """The tree keeps the house rules, and each rule still sees what breaks it."""
 
+import ast
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -158,23 +159,23 @@ def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
     assert broken(house.machine_paths) == []
 
 
-def test_the_map_of_the_architecture_names_every_file_once() -> None:
+def test_the_map_of_the_architecture_has_every_file_once_with_its_first_sentence() -> None:
     tree = (ROOT / "docs/architecture.md").read_text().split("```")[1].splitlines()
-    folder, found = "", list[str]()
-    for name, indent in [
-        (line.split()[0], len(line) - len(line.lstrip())) for line in tree if line[:1] == " "
-    ]:
-        folder = "" if indent == 2 else folder
-        if name.endswith("/"):
-            folder = name
-        else:
-            found.append(f"{SRC}{folder}{name}")
+    folder, found = "", dict[str, str]()
+    for line in (line for line in tree if line[:1] == " "):
+        name, _, sentence = line.strip().partition(" ")
+        folder = "" if line[2] != " " else folder
+        folder = name if name.endswith("/") else folder
+        path = f"{SRC}{folder}{'__init__.py' if name.endswith('/') else name}"
+        assert path not in found
+        found[path] = sentence.strip()
     files = [
         file.path for file in project() if file.path.startswith(SRC) and file.path.endswith(".py")
     ]
-    assert sorted(found) == [
-        path for path in files if not path.endswith("/__init__.py") or path.count("/") == 2
-    ]
+    assert sorted(found) == files
+    for path, sentence in found.items():
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+        assert sentence == docstring.splitlines()[0].rstrip("."), path
 
 
 def test_the_questions_of_the_map_are_answered_by_files_and_names_that_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from math import inf
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import torch
@@ -102,6 +101,7 @@ class MixedPrecision:
     keep_fp32: ModuleClasses = ()
 
     def __post_init__(self) -> None:
+        check_flags(cast_forward_inputs=self.cast_forward_inputs)
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             resolve_dtype(getattr(self, name), name)
@@ -157,6 +157,9 @@ class CPUOffload:
     params: bool = False
     optimizer: bool = False
 
+    def __post_init__(self) -> None:
+        check_flags(params=self.params, optimizer=self.optimizer)
+
     @property
     def optimizer_alone(self) -> bool:
         """Whether the optimizer steps on the host on copies of parameters and gradients."""
@@ -208,7 +211,7 @@ class CheckpointOptions:
             foreign=self.foreign,
             trust_pickle=self.trust_pickle,
         )
-        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < inf):
+        if self.timeout is not None and not _is_duration(self.timeout):
             raise ConfigurationError(
                 f"timeout={self.timeout!r}: expected a positive number of seconds, or None"
             )
@@ -269,13 +272,18 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_duration(value: object) -> TypeGuard[float]:
+    """Whether it is a number of seconds that a ``timedelta`` can have."""
+    return _is_number(value) and 0 < value < timedelta.max.total_seconds()
+
+
 def resolve_timeout(value: object) -> timedelta:
     """The duration of a ``timeout``: a number of seconds or a duration.
 
     Raises:
         ConfigurationError: It is neither, or not positive.
     """
-    if _is_number(value) and 0 < value < timedelta.max.total_seconds():
+    if _is_duration(value):
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta(0):
         return value

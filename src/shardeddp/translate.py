@@ -988,11 +988,19 @@ def translate_config(config: Mapping[str, Any]) -> Translation:
     return made
 
 
+_ITS_OWN = {
+    *("fp16", "bf16", "zero_allow_untested_optimizer", "gradient_accumulation_steps"),
+    *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "flops_profiler"),
+}
+"""Keys that a configuration of DeepSpeed has, and others hardly."""
+
+_OF_LIGHTNING = {"trainer", "strategy", "class_path"}
+
+
 def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
     """Whether a mapping is DeepSpeed's, by its keys."""
-    known = [key for key in config if key in _CONFIG]
     sizes = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
-    return bool(sizes & {*known}) or (len(known) > 1 and "trainer" not in config)
+    return bool({*config} & sizes) or bool(_ITS_OWN & {*config} and not _OF_LIGHTNING & {*config})
 
 
 _LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
@@ -1019,14 +1027,15 @@ def apply_rules(
         if prefix and type(value) is str and value == "auto" and rule is not _unneeded:
             made.note(f"{prefix}{key}", _AUTO)
             continue
-        before, options, extent = len(made.notes), dict(made.options), _extent(made)
+        before, extent = len(made.notes), _extent(made)
+        former = dict(made.options), dict(made.trainer), [*made.unneeded]
         if rule not in _OF_ANY_VALUE and _runs(value):
             made.lose(key, f"only the running program knows {value!r}")
         else:
             try:
                 rule(made, key, value)
             except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
-                made.options = options
+                made.options, made.trainer, made.unneeded = former
                 made.lose(key, f"{value!r} is not understood: {error}")
         if _extent(made) == extent and rule not in (_sharding, _stage):
             made.unneeded.append(key)

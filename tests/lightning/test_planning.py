@@ -422,6 +422,9 @@ MODULES = {
     "ends.py": "raise SystemExit(0)",
     "broken.py": "def",
     "needs.py": "import there_is_no_such_package",
+    "package/__init__.py": "",
+    "package/needs.py": "import there_is_no_such_package",
+    "package/attribute.py": "import math; math.there_is_no_such_name",
     "steps.py": """
 import torch
 class Net(torch.nn.Module):
@@ -444,10 +447,13 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("raises.py", "importing raises.Net fails (KeyError: 'data')"),
-        ("ends.py", "importing ends.Net fails (SystemExit: 0)"),
-        ("broken.py", "importing broken.Net fails (SyntaxError: "),
+        ("raises.py", "importing raises fails (KeyError: 'data')"),
+        ("ends.py", "importing ends fails (SystemExit: 0)"),
+        ("broken.py", "importing broken fails (SyntaxError: "),
         ("needs.py", "No module named 'there_is_no_such_package'"),
+        ("package/needs.py", "No module named 'there_is_no_such_package'"),
+        ("package/attribute.py", "importing package.attribute fails (AttributeError: "),
+        ("package/missing.py", "found nothing. Is its folder on PYTHONPATH?"),
         ("steps.py", "Net does not run without values (SystemExit: 0)"),
         ("lazy.py", "get their shapes from data (nn.Lazy...: layer.weight"),
         ("missing.py", "found nothing. Is its folder on PYTHONPATH?"),
@@ -456,11 +462,12 @@ class Net(torch.nn.Module):
 def test_a_module_that_fails_is_told_with_its_own_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, said: str
 ) -> None:
+    (tmp_path / "package").mkdir()
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError) as refused:
-        ShardedDP.plan(f"{Path(file).stem}.Net", inputs=["float32:B,2"])
+        ShardedDP.plan(f"{file[:-3].replace('/', '.')}.Net", inputs=["float32:B,2"])
     assert said in str(refused.value)
 
 
@@ -492,7 +499,8 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         "16-true",
         "32-true",
     ]
-    assert planned_precision("32-true", MixedPrecision(param_dtype="bf16")) == "bf16"
+    for dtype, name in (("bf16", "bf16"), ("fp16", "fp16"), ("float32", "32-true")):
+        assert planned_precision("32-true", MixedPrecision(param_dtype=dtype)) == name
 
 
 @pytest.mark.parametrize(

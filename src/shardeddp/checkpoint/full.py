@@ -125,6 +125,12 @@ def stream_full(
         names: Of the parameters of each optimizer in the checkpoint.
         run: The training.
         options: Permissions and durability.
+
+    Raises:
+        RankError: The state could not be pickled, or the file not written, on some rank; on all.
+        Exception: A gather has failed on this rank. The others wait in it, until the process group
+            ends it: with this rank's error as the reason, where that has been told to them
+            (comm/propagation.py).
     """
 
     def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
@@ -183,7 +189,7 @@ def stream_full(
     if not broken:
         deque(gathered, maxlen=0)  # the other ranks gather everything, even if the file has failed
     if broken:  # they wait in this gather, and not for what this rank has to tell
-        raise broken[0]
+        raise broken[0] from next((it for it in failures if it is not broken[0]), None)
 
     def end() -> None:
         if failures:

@@ -357,8 +357,8 @@ class Windows:
             raise
 
     def _nbytes_of(self, key: tuple[str, int]) -> int:
-        path, number = key
-        return min(WINDOW_NBYTES, self._sizes[path] - number * WINDOW_NBYTES)
+        path, number = key  # there may be an empty one behind the last
+        return max(0, min(WINDOW_NBYTES, self._sizes[path] - number * WINDOW_NBYTES))
 
     def _window(self, path: RemotePath, number: int) -> Future[bytes]:
         key, start = (str(path), number), number * WINDOW_NBYTES
@@ -402,7 +402,7 @@ class Upload:
 
     def discard(self) -> None:
         """Give it up. The file's own end, and that of its life, would make an object of it."""
-        self._thread.shutdown()
+        self._thread.shutdown(cancel_futures=True)
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):

@@ -305,9 +305,9 @@ def _gather(
 
 
 def _info_of(text: str) -> RankInfo:
-    """What a rank has told of itself; one of another version of this package may tell more."""
+    """What a rank has told of itself; one of another version of this package may tell more or less."""
     told = json.loads(text)
-    return RankInfo(**{it.name: told[it.name] for it in fields(RankInfo)})
+    return RankInfo(**{it.name: told.get(it.name) for it in fields(RankInfo)})
 
 
 class _Inbox:

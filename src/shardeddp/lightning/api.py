@@ -134,8 +134,8 @@ def own_release() -> str:
     """Name and version of this package."""
     try:
         return "shardeddp " + version("shardeddp")
-    except PackageNotFoundError:  # used from its source
-        return "shardeddp that is not installed"
+    except PackageNotFoundError:
+        return "shardeddp (from its source)"
 
 
 PUBLIC = {

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from shardeddp.config import MixedPrecision, Options
+from shardeddp.config import MixedPrecision, Options, resolve_dtype
 from shardeddp.engine.runtime import find_tensors
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
@@ -86,8 +86,10 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
         precision: Of the Trainer.
         mixed_precision: Of the strategy.
     """
-    if mixed_precision is not None and mixed_precision.param_dtype is not None:
-        return "bf16"
+    given = None if mixed_precision is None else mixed_precision.param_dtype
+    dtype = resolve_dtype(given, "param_dtype")
+    if dtype is not None:
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "32-true")
     return str(precision) if str(precision) in PRECISIONS else "32-true"
 
 

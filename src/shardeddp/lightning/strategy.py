@@ -103,8 +103,8 @@ def _differs(value: Any, default: Any) -> bool:
 class ShardedDP(ParallelStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states.
 
-    Gives the result that one process would give on the whole batch. Runs on CPUs (gloo) and on CUDA
-    (NCCL), of which only the former has been tested.
+    Gives the result that one process would give on the whole batch. Runs on CPUs (gloo), on which
+    nearly all tests run, and on CUDA (NCCL), of which one GPU has been tried.
 
     An argument that is not known is a TypeError, which says what to write for those of other
     strategies.

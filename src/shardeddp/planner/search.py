@@ -77,13 +77,14 @@ class Choice:
         lines += [f"  devices: {cluster.ranks_per_node}"]
         if self.micro_batches > 1:
             lines.append(f"  accumulate_grad_batches: {self.micro_batches}")
-        precision = "32-true" if self.precision == "bf16" else self.precision
+        param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
+        precision = "32-true" if param_dtype else self.precision
         lines += [f"  precision: {precision}", "  strategy:", "    class_path: shardeddp.ShardedDP"]
         lines += ["    init_args:", f"      sharding_strategy: {self.strategy}"]
         if self.strategy == "hybrid_shard":
             lines.append(f"      shard_size: {self.shard_size}")
-        if self.precision == "bf16":
-            lines.append("      mixed_precision: bfloat16")
+        if param_dtype:
+            lines.append(f"      mixed_precision: {param_dtype}")
         if self.recompute == "full":
             lines.append("      activation_checkpointing: auto")
         if self.recompute == "selective":

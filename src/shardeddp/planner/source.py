@@ -7,8 +7,8 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch
@@ -117,16 +117,17 @@ def _found(path: str) -> object | None:
     Raises:
         ConfigurationError: The module is there, and importing it fails.
     """
-    try:
-        return resolve_name(path)
-    except (AttributeError, ValueError):
+    module, _, name = path.rpartition(".")
+    if not all(it.isidentifier() for it in path.split(".")) or not module:
         return None
+    try:
+        return getattr(import_module(module), name, None)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{path}.".startswith(f"{missing}."):
+        if missing is not None and f"{module}.".startswith(f"{missing}."):
             return None
         raise ConfigurationError(
-            f"importing {path} fails ({type(error).__name__}: {error})"
+            f"importing {module} fails ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -265,10 +265,10 @@ def _like(value: Any) -> Any:
 # -- a module without memory, and its step
 
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "16-true")
-"""As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``."""
+PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
+"""As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``, and so on."""
 
-_IN_BF16 = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+_IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
 """Those in float16, which has as many bytes and as fast products, with the same in bfloat16."""
 
 

@@ -57,10 +57,14 @@ def _own_part_of_sum(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.
 
 
 _EXCHANGES: Mapping[str, tuple[Callable[[torch.Tensor, int, TensorAxis], torch.Tensor], str]] = {
+    # The tensor itself, which every rank has; in backward the sum of its gradients, and vice versa.
     "sum_gradient": (_same, "sum"),
     "sum": (_sum_of_all, "sum_gradient"),
+    # Parts along a dim to the whole, of which all ranks compute the same: in backward this rank's
+    # part of the one gradient, and vice versa.
     "gather": (_parts_of_all, "own_part"),
     "own_part": (_own_part, "gather"),
+    # The same where each rank computes something else: in backward its part of the gradients' sum.
     "gather_sum_gradient": (_parts_of_all, "sum_own_part"),
     "sum_own_part": (_own_part_of_sum, "gather_sum_gradient"),
 }

@@ -406,8 +406,10 @@ def taking_hooks(unsharded: torch.Tensor) -> Generator[None]:
     with without_torch_function():
         trainable = unsharded.requires_grad
         torch.Tensor.requires_grad_(unsharded, True)
-        yield
-        torch.Tensor.requires_grad_(unsharded, trainable)
+        try:
+            yield
+        finally:
+            torch.Tensor.requires_grad_(unsharded, trainable)
 
 
 def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
