@@ -23,6 +23,7 @@ from shardeddp import (
 from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.verify import verify
+from shardeddp.lightning.preemption import FILE_NAME
 from shardeddp_cli import main
 from support.object_stores import Shelf, gs_server, s3_server, use_gs, use_s3, use_shelf
 from support.resuming import fit, losses_and_weights
@@ -180,6 +181,35 @@ def test_looking_for_the_last_checkpoint_of_a_store_that_does_not_answer_names_i
     folder = f"shelf://{tmp_path}/run"
     ((error, _),) = world(1).run(fit_alone, folder, False, {"dirpath": folder}, "last")
     assert error.startswith(f"looking for checkpoints in {folder} failed")
+
+
+def go_on_from_a_signal(folder: str) -> tuple[Any, int]:
+    use_shelf()
+    for ckpt_path in (None, "last"):
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1 if ckpt_path is None else 3,
+            limit_val_batches=0,
+            logger=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+            strategy=ShardedDP(state_dict_type="sharded"),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(f"{folder}/{FILE_NAME}")  # as a signal would
+    return trainer.ckpt_path, trainer.global_step
+
+
+def test_the_last_checkpoint_is_what_a_signal_has_saved_in_a_store_without_callbacks(
+    world: Worlds, tmp_path: Path
+) -> None:
+    folder = f"shelf://{tmp_path}"
+    assert world(1).run(go_on_from_a_signal, folder) == [(f"{folder}/{FILE_NAME}", 3)]
 
 
 def test_a_checkpoint_of_a_store_that_has_lost_its_manifest_is_named_by_load_from_checkpoint(

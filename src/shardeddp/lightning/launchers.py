@@ -10,7 +10,9 @@ from typing import Any, Literal
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.durable import is_remote, local_path
+from shardeddp.checkpoint.durable import is_remote, local_path, location
+from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     ClusterEnvironment,
@@ -121,8 +123,10 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
 
 def _preempted_in(folder: str) -> set[str]:
     """What a signal has saved there, where no callback keeps checkpoints."""
-    path = os.path.join(folder, FILE_NAME)
-    return {path} if os.path.lexists(path) else set()
+    place = location(os.path.join(folder, FILE_NAME))
+    if isinstance(place, RemotePath):
+        return {str(place)} if carries_manifest(place) or place.is_file() else set()
+    return {str(place)} if os.path.lexists(place) else set()
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:
