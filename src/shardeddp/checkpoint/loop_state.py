@@ -106,9 +106,12 @@ class LoopState:
 
         Returns:
             The new values of the rest, by key.
+
+        Raises:
+            ConfigurationError: Two modules would have the same names in a checkpoint.
         """
+        root, saved = self._root, _saved_names(checkpoint)
         values: dict[str, Any] = {}
-        saved = _saved_names(checkpoint)
         for key, it in self.entries.items():
             if key not in found:
                 continue
@@ -116,8 +119,8 @@ class LoopState:
             if isinstance(it, nn.Module):
                 load_module(it, value, strict, cast)
             elif isinstance(it, Optimizer):
-                read_shards_ahead([value], self._root)
-                load_optimizer(it, value, saved.get(key), parameter_names(self._root, [it])[0])
+                read_shards_ahead([value], root)
+                load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])
             elif isinstance(it, Stateful):
                 it.load_state_dict(value)
             else:
