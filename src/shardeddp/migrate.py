@@ -501,13 +501,13 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
                 kind, arguments = NAMES[word]
                 shown = f"strategy={said}" if repr(word) == said else f"strategy={said} ({word!r})"
                 yield _in_python(translate(kind, arguments), place, shown, fabric)
-            elif type(word) is str and word.startswith(("ddp", "deepspeed", "fsdp")):
-                made = Translation()
-                made.lose("strategy", not_known(word, NAMES))
-                yield Migrated(place=place, was=f"strategy={said}", text="", translation=made)
-            elif isinstance(word, Expression) and not reader.is_strategy(value):
-                made = Translation()
+                continue
+            made = Translation()
+            if isinstance(word, Expression) and not reader.is_strategy(value):
                 made.lose("strategy", f"{said} is known to the running program only")
+            elif type(word) is str and word.startswith(("ddp", "deepspeed", "fsdp")):
+                made.lose("strategy", not_known(word, NAMES))
+            if made.loses:
                 yield Migrated(place=place, was=f"strategy={said}", text="", translation=made)
         if isinstance(node, ast.ClassDef):
             for base in node.bases:

@@ -422,6 +422,16 @@ MODULES = {
     "ends.py": "raise SystemExit(0)",
     "broken.py": "def",
     "needs.py": "import there_is_no_such_package",
+    "outer.py": """
+import torch
+class Outer:
+    class Net(torch.nn.Module):
+        def training_step(self, batch, index):
+            raise KeyError("inner")
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+""",
     "package/__init__.py": "",
     "package/needs.py": "import there_is_no_such_package",
     "package/attribute.py": "import math; math.there_is_no_such_name",
@@ -454,6 +464,7 @@ class Net(torch.nn.Module):
         ("package/needs.py", "No module named 'there_is_no_such_package'"),
         ("package/attribute.py", "importing package.attribute fails (AttributeError: "),
         ("package/missing.py", "found nothing. Is its folder on PYTHONPATH?"),
+        ("outer/Outer.py", "Net does not run without values (KeyError: 'inner')"),
         ("steps.py", "Net does not run without values (SystemExit: 0)"),
         ("lazy.py", "get their shapes from data (nn.Lazy...: layer.weight"),
         ("missing.py", "found nothing. Is its folder on PYTHONPATH?"),

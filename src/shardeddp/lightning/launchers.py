@@ -124,9 +124,9 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
 def _preempted_in(folder: str) -> set[str]:
     """What a signal has saved there, where no callback keeps checkpoints."""
     place = location(os.path.join(folder, FILE_NAME))
-    if isinstance(place, RemotePath):
-        return {str(place)} if carries_manifest(place) or place.is_file() else set()
-    return {str(place)} if os.path.lexists(place) else set()
+    remote = isinstance(place, RemotePath)
+    is_there = carries_manifest(place) or place.is_file() if remote else os.path.lexists(place)
+    return {str(place)} if is_there else set()
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:

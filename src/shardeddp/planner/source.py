@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.wrap.tree import imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def of_module(
                 f"`init_args:`, as LightningCLI writes it"
             )
         path, arguments = kind_path, {**cast("dict[str, Any]", own), **arguments}
-    kind = _found(path.replace(":", ".")) if path else named
+    kind = imported(path) if path else named
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigurationError(
             f"{path or named!r}: expected a LightningModule, or its class or the import path of "
@@ -109,26 +109,6 @@ def of_module(
             ) from error
 
     return Source(name=found.__name__, build=build, step=_training_step(inputs, length, make_batch))
-
-
-def _found(path: str) -> object | None:
-    """The object at an import path; None where there is no such module, or nothing of the name.
-
-    Raises:
-        ConfigurationError: The module is there, and importing it fails.
-    """
-    module, _, name = path.rpartition(".")
-    if not all(it.isidentifier() for it in path.split(".")) or not module:
-        return None
-    try:
-        return getattr(import_module(module), name, None)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module}.".startswith(f"{missing}."):
-            return None
-        raise ConfigurationError(
-            f"importing {module} fails ({type(error).__name__}: {error})"
-        ) from error
 
 
 def of_instance(

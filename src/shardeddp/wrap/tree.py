@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pkgutil import resolve_name
+from importlib import import_module
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.torch_private import OptimizedModule
 
@@ -200,13 +202,36 @@ def import_path(module_class: type) -> str:
 
 
 def imported(path: str) -> object | None:
-    """The object at an import path; None for a bare name, or where nothing is found."""
-    if "." not in path:
+    """The object at an import path (``package.module.Class``, also of a class inside of another).
+
+    None for a bare name, or where nothing is found.
+
+    Raises:
+        ConfigurationError: The module is there, and importing it fails.
+    """
+    names = path.replace(":", ".").split(".")
+    if len(names) == 1 or not all(name.isidentifier() for name in names):
         return None
+    found: object | None = None
+    modules, within = True, ""
+    for name in names:
+        within = f"{within}.{name}" if within else name
+        modules = modules and _is_module(within)
+        found = sys.modules[within] if modules else getattr(found, name, None)
+    return found
+
+
+def _is_module(path: str) -> bool:
+    """Whether there is a module of this name, which is imported then."""
     try:
-        return resolve_name(path)
-    except (ImportError, AttributeError, ValueError):
-        return None
+        import_module(path)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == path:
+            return False
+        raise ConfigurationError(
+            f"importing {path} fails ({type(error).__name__}: {error})"
+        ) from error
+    return True
 
 
 def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
