@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from shardeddp import ShardedDP
+from shardeddp import ShardedDP, StepMonitor
 from support.compiling import fresh_compiler
 from support.parity import Run, Trained, assert_same_training
 from support.tasks import (
@@ -206,6 +206,68 @@ def test_blocks_compiled_in_a_hook_after_sharding_are_one_graph() -> None:
     with fresh_compiler():
         trainer_for().fit(CompiledLate(), token_loader(16))
     assert backend.frame_count == 1
+
+
+class CalledEarly(TinyGpt):
+    """Its blocks are compiled when it is built, and may be called before any training."""
+
+    def __init__(self, backend: CompileCounterWithBackend, called: str, fullgraph: bool) -> None:
+        super().__init__()
+        self.called = called
+        for block in self.blocks:
+            block.compile(backend=backend, fullgraph=fullgraph)
+        if called == "when it is built":
+            self.blocks[0](torch.randn(2, 8))
+
+    def setup(self, stage: str) -> None:
+        if self.called == "in a hook":
+            self.blocks[0](torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("called", ["in training", "when it is built", "in a hook"])
+@on_ranks(2)
+def test_blocks_of_a_deferred_model_are_compiled(called: str, fullgraph: bool) -> None:
+    backend = CompileCounterWithBackend(TRACED)
+    with fresh_compiler():
+        trainer = trainer_for()
+        with trainer.init_module(empty_init=True):
+            module = CalledEarly(backend, called, fullgraph)
+        trainer.fit(module, token_loader(16))
+    assert backend.frame_count == 1
+
+
+class CallsAFunction(TinyGpt):
+    """A step of it calls a compiled function, which copies of the module share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = calls = list[int]()
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            return lambda *args: calls.append(1) or graph(*args)
+
+        self.double = torch.compile(lambda loss: 2 * loss.sin(), backend=backend)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.double(super().loss(batch))
+
+
+@pytest.mark.parametrize("planned", ["by 'auto'", "by a monitor"])
+@on_ranks(2)
+def test_a_function_that_was_planned_with_its_model_is_compiled(planned: str) -> None:
+    monitor = StepMonitor()
+    strategy = ShardedDP(
+        "full_shard" if planned == "by a monitor" else "auto", auto_wrap_policy={Block}
+    )
+    callbacks = [monitor] if planned == "by a monitor" else []
+    module = CallsAFunction()
+    with fresh_compiler():
+        warnings.filterwarnings("ignore", "ShardedDP.'auto'")
+        make_trainer(strategy, max_steps=4, max_epochs=-1, callbacks=callbacks).fit(
+            module, token_loader(16)
+        )
+    assert len(module.calls) == 4
 
 
 @pytest.mark.slow

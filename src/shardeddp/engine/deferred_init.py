@@ -167,7 +167,7 @@ class Materializer:
         """Fill the model's tensors, and those that are kept elsewhere, by their storages."""
         missing = [item for item in self._deferred if item.is_shared and item.tensor.numel()]
         if self._load is not None and missing:
-            with Writes() as writes:
+            with torch.compiler.set_stance("force_eager"), Writes() as writes:
                 run_on_all_ranks(
                     "loading the checkpoint into a deferred model", self._load, mesh.world_control
                 )
@@ -575,6 +575,11 @@ class MetaGuard(TorchDispatchMode):
     Torch computes many of them (products, lookups by index) without an error, from memory that is
     not there. Nothing is left on the meta device that was found; this finds what was not.
     """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as without this mode: for others torch skips code, and whatever calls it later, for good."""
+        return True
 
     def __torch_dispatch__(
         self,

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
@@ -216,7 +216,7 @@ class Recording:
 
     @contextmanager
     def active(self, *, builds: bool = True) -> Generator[None]:
-        """Record what this thread does to meta tensors.
+        """Record what this thread does to meta tensors; compiled code runs as it is written.
 
         Args:
             builds: Whether what is made under ``torch.device("meta")`` is of a model that gets
@@ -225,10 +225,13 @@ class Recording:
         former, self.builds = self.builds, builds
         modes = () if self._is_active else (_Functions(self), _Operations(self))
         self._is_active = True
+        # Under these modes torch.compile would mark code to be skipped, for good.
+        stance = torch.compiler.set_stance("force_eager") if modes else nullcontext()
         for mode in modes:
             mode.__enter__()
         try:
-            yield
+            with stance:
+                yield
         finally:
             self.builds = former
             for mode in reversed(modes):  # the user's may have been entered since, and go on

@@ -299,7 +299,7 @@ class StepMonitor(Callback):
                 self._gpu or ASSUMED_GPU,
             ).best
         except ConfigurationError as error:
-            self._note = str(error)[:120]
+            self._note = str(error).partition(". ")[0]
 
     def _report(self, trainer: Trainer, totals: _Totals) -> StepReport:
         fit, expected = self._fit, self._expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -174,14 +175,24 @@ def _training_step(
 ) -> Callable[[nn.Module, int], Any]:
     def step(module: nn.Module, samples: int) -> Any:
         batch = make_batch(samples) if make_batch else _batch(module, inputs, samples, length)
-        train = vars(type(module)).get("training_step") or getattr(module, "training_step", None)
+        train = getattr(module, "training_step", None)
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*self\.log\(\)")  # to no Trainer
-            return cast(Any, module).training_step(batch, 0)
+            arguments = (batch, 0) if _takes_two(train) else (batch,)
+            return train(*arguments)
 
     return step
+
+
+def _takes_two(train: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` takes the number of its batch, which may be left out."""
+    try:
+        inspect.signature(train).bind(None, 0)
+    except TypeError:
+        return False
+    return True
 
 
 def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) -> Any:

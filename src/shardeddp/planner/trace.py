@@ -343,7 +343,8 @@ def profile(
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
         recording = _Recording(recorder, truth)
         try:
-            with _quiet(), mode, _once_each(units, recorder), mixed, hooks, recording:
+            eager = torch.compiler.set_stance("force_eager")  # compiled later, not here
+            with _quiet(), eager, mode, _once_each(units, recorder), mixed, hooks, recording:
                 step(module, micro_batch)
         except ConfigurationError:
             raise
