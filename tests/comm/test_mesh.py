@@ -56,19 +56,47 @@ def test_gathers_and_reductions_of_one_group_do_not_wait_for_each_other() -> Non
     assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] and reduced.item() == 6.0
 
 
-@pytest.mark.parametrize("shard_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("shard_size", "tensor_size", "expert_size"),
+    [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)],
+)
 @pytest.mark.parametrize("split_replicas", [False, True])
 @on_ranks(4)
 def test_a_mesh_opens_as_many_connections_as_are_counted_before(
-    shard_size: int, split_replicas: bool
+    shard_size: int, split_replicas: bool, tensor_size: int, expert_size: int
 ) -> None:
-    topology = Topology(world_size=4, shard_size=shard_size, split_replicas=split_replicas)
+    topology = Topology(
+        world_size=4, shard_size=shard_size, split_replicas=split_replicas, tensor_size=tensor_size
+    )
     before = len(os.listdir("/proc/self/fd"))
-    mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+    timeout = timedelta(seconds=20)
+    mesh = Mesh(topology, torch.device("cpu"), timeout, expert_size=expert_size)
+    if tensor_size > 1:
+        mesh.device_mesh(("replicas", "parts"))
+    if mesh.experts is not None:
+        mesh.experts.device_mesh(("replicas", "parts"))
     opened = len(os.listdir("/proc/self/fd")) - before
     # The default process group and a connection to its store were there before.
-    counted = count_connections(topology, 1, mesh.device, None) - (4 + 3) - 1
-    assert counted - 2 <= opened <= counted
+    counted = count_connections(topology, 1, mesh.device, None, expert_size) - (4 + 3) - 1
+    assert 0 <= counted - opened <= 2, (counted, opened)
+
+
+@on_ranks(4)
+def test_a_device_mesh_has_groups_for_users_that_later_runs_have_too() -> None:
+    topology = Topology(world_size=4, shard_size=2, tensor_size=2)
+    used: list[list[str]] = []
+    for _ in range(2):
+        mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+        axes = mesh.device_mesh(("replicas", "parts"))
+        for name, ranks in (("replicas", mesh.data.ranks), ("parts", mesh.tensor.ranks)):
+            total = torch.tensor(10.0**mesh.rank)
+            dist.all_reduce(total, group=axes[name].get_group())
+            assert total == sum(10.0**rank for rank in ranks)
+        used.append([axes[name].get_group().group_name for name in ("replicas", "parts")])
+        others = " ".join(mesh.begun_by_others())
+        assert all(name in others for name in used[-1])
+        mesh.give_back()
+    assert used[0] == used[1]
 
 
 def kinds(shard_size: int) -> dict[str, type]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.agreement import (
     ABOUT_COLLECTIVES,
@@ -92,6 +93,7 @@ class Groups:
         self._rank = rank
         self._client = StoreClient("groups", rank, patient=True)
         self._own: dict[_Key, dist.ProcessGroup] = {}
+        self._lent = set[str]()
         self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
         if (
             dist.get_world_size() > 1
@@ -120,6 +122,14 @@ class Groups:
             returned = self._returned.pop(key, None)
             self._own[key] = self._make(key) if returned is None else returned[0]
         return self._own[key]
+
+    def lend(
+        self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A group, as of :meth:`get`, in which what is communicated is the user's."""
+        group = self.get(purpose, ranks, timeout)
+        self._lent.add(group.group_name)
+        return group
 
     def host(
         self,
@@ -177,8 +187,9 @@ class Groups:
         self._returned.update({key: (group, issued) for key, group in self._own.items()})
 
     def names(self) -> set[str]:
-        """What torch calls them."""
-        return {group.group_name for group in self._own.values()}
+        """What torch calls those in which nobody else communicates."""
+        groups = self._own.values()
+        return {it.group_name for it in groups if it.group_name not in self._lent}
 
     def _make(self, key: _Key) -> dist.ProcessGroup:
         purpose, ranks, timeout, backend = key
@@ -187,8 +198,9 @@ class Groups:
             made = dist.new_group(own, timeout=timeout, backend=backend)
             return cast(dist.ProcessGroup, made)
         # One call for all groups of the kind: each rank makes its own, and where communicators are
-        # split off the default group's, the calls of all ranks are one split of it.
-        name = f"shardeddp/{self._client.number}/{len(self._own)}/{purpose}/{own[0]}"
+        # split off the default group's, the calls of all ranks are one split of it. What a process
+        # has cached of a DeviceMesh finds the groups of an equal one by their names.
+        name = f"shardeddp/{self._client.number}/{purpose}/{own[0]}"
         return new_group_of_its_ranks(own, name, timeout, backend)
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
@@ -229,25 +241,24 @@ def count_connections(
         regather_size: As of :class:`Mesh`.
         expert_size: As of :class:`Mesh`.
     """
-    world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
-    split = topology.split_replicas
-    sizes = [*grid_of(world)]  # agreement
-    if not split and replicas > 1:
-        sizes += grid_of(shard)  # the desync check of owners
-    if device.type == "cpu":
-        sizes += [world, shard, shard, replicas, regather_size or 1]
-        sizes += [world, replicas] if split else []
-        if (tensor := topology.tensor_size) > 1:
-            sizes += [world // tensor, tensor, tensor, shard * tensor]
+    world = topology.world_size
+    views = [(topology, axes_of(topology, regather_size))]
     if expert_size > 1:
         of_experts = topology.over_experts(expert_size)
-        held = of_experts.shard_size * expert_size
-        sizes += grid_of(held) if held < world else []  # the desync check of their owners
+        views.append((of_experts, axes_of_experts(of_experts)))
+    sizes = [*grid_of(world)]  # agreement
+    lent = list[int]()
+    for each, axes in views:
+        compared = each.holder_groups()
+        sizes += grid_of(len(compared[0])) if len(compared) > 1 else []  # the desync check
         if device.type == "cpu":
-            sizes += [of_experts.shard_size] * 2
-            sizes += [of_experts.replicate_size, expert_size, expert_size, held]
-    store = 2 if rank else 2 * world  # two connections of each rank
-    return sum(size + _OF_GLOO for size in sizes if size > 1) + store
+            sizes += [len(groups[0]) for groups in axes.values()]
+            lent += [each.data_size, each.tensor_size] if each.tensor_size > 1 else []
+    if device.type == "cpu":
+        sizes.append(world)
+    # Axes of one rank have no group, but in a device mesh.
+    connected = sum(size + _OF_GLOO for size in [*(it for it in sizes if it > 1), *lent])
+    return connected + (2 if rank else 2 * world)  # two connections of each rank to the store
 
 
 _OF_GLOO = 3
@@ -255,6 +266,34 @@ _OF_GLOO = 3
 
 
 # -- Mesh: the communicators of one rank
+
+
+def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, list[list[int]]]:
+    """What a mesh has groups of its own for, and the ranks of each, over all ranks of the run.
+
+    Args:
+        topology: Which ranks share a model.
+        regather_size: As of :class:`Mesh`.
+    """
+    shard, replicate = topology.shard_groups(), topology.replicate_groups()
+    tensor = topology.tensor_groups()
+    axes = {"gather": shard, "reduce": shard, "replicate": replicate, "activations": tensor}
+    if regather_size is not None:
+        axes["regather"] = topology.subgroups(regather_size)
+    if topology.split_replicas:
+        axes |= {"owners": topology.owner_groups(), "collect": replicate}
+    shared = {"data": topology.data_groups(), "tensor": tensor}
+    if topology.tensor_size > 1:
+        shared["holders"] = topology.holder_groups()
+    # One group of all ranks is that of the world.
+    return axes | {purpose: groups for purpose, groups in shared.items() if len(groups) > 1}
+
+
+def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
+    """The same of a mesh of experts; the rest is that of the mesh that it is made of."""
+    others = {"data", "owners", "collect"}
+    return {name: groups for name, groups in axes_of(topology).items() if name not in others}
+
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
@@ -301,55 +340,45 @@ class Mesh:
         self.device = device
         self.rank = dist.get_rank()
         self.traffic = Traffic()
-        shard_groups, replicate_groups = topology.shard_groups(), topology.replicate_groups()
         self._timeout = timeout
         self._groups = Groups(self.rank, timeout)
-        self.gather = self._collectives("gather", shard_groups)
+        axes = axes_of(topology, regather_size)
+        make = partial(self._collectives, axes)
+        self.gather = make("gather")
         """Among the ranks that share a model: all-gathers."""
-        self.regather = (
-            self.gather
-            if regather_size is None
-            else self._collectives("regather", topology.subgroups(regather_size))
-        )
+        self.regather = make("regather") if "regather" in axes else self.gather
         """Among some of them: all-gathers for the backward of what the forward's have left."""
-        self.reduce = self._collectives("reduce", shard_groups)
+        self.reduce = make("reduce")
         """Among the same ranks: reduce-scatters."""
-        self.replicate = self._collectives("replicate", replicate_groups)
+        self.replicate = make("replicate")
         """Among the ranks that hold equal shards: all-reduces."""
-        owner_groups = topology.owner_groups()
-        split = topology.split_replicas
-        self.owners = self._collectives("owners", owner_groups) if split else self.gather
+        self.owners = make("owners") if "owners" in axes else self.gather
         """Among the ranks that together own the model: what is asked of parameters outside units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
         self.collect = (
-            self._collectives("collect", replicate_groups)
-            if split
-            else SoloCollectives([self.rank], 0, self.traffic)
+            make("collect") if "collect" in axes else SoloCollectives([self.rank], 0, self.traffic)
         )
         """Among the ranks that split a shard: all-gathers of its slices."""
         self.world = self._among(dist.group.WORLD, range(topology.world_size))
         """Among all ranks: what users ask for, whatever their ranks hold."""
-        self.data = self._axis("data", topology.data_groups())
+        self.data = make("data") if "data" in axes else self.world
         """Among the ranks that train one model on different batches: its buffers, and what is sent
         of its parameters outside the steady state.
         """
-        self.tensor = self._axis("tensor", topology.tensor_groups())
+        self.tensor = make("tensor") if "tensor" in axes else self.world
         """Among the ranks that split layers: what is asked of whole parameters; the exchange of
         activations is the model's own.
         """
         self.activation_traffic = Traffic()
         """What ranks that split layers exchange of activations and their gradients."""
-        self.activations = self._collectives(
-            "activations", topology.tensor_groups(), self.activation_traffic
-        )
+        self.activations = make("activations", traffic=self.activation_traffic)
         """Among the same ranks, for layers that are split as ``tensor_parallel_plan`` says."""
         holder_groups = topology.holder_groups()
-        self.holders = (
-            self.owners if topology.tensor_size == 1 else self._axis("holders", holder_groups)
-        )
+        others = self.owners if topology.tensor_size == 1 else self.world
+        self.holders = make("holders") if "holders" in axes else others
         """Among the ranks that together hold all boxes of all parameters."""
         everyone = [range(topology.world_size)]
         self.world_control = self._groups.host("control", everyone, timeout)
@@ -423,7 +452,7 @@ class Mesh:
             self.experts = self._over_experts(expert_size)
         neighbours = {
             ranks[(place + step) % len(ranks)]
-            for groups in (everyone, shard_groups, replicate_groups)
+            for groups in (everyone, axes["gather"], axes["replicate"])
             for ranks in groups
             if self.rank in ranks
             for place in [list(ranks).index(self.rank)]
@@ -443,18 +472,17 @@ class Mesh:
         """This mesh with other axes; streams, counts and what ranks agree on are the same."""
         made = copy.copy(self)
         made._whole, made.topology = self, self.topology.over_experts(size)
-        shard_groups = made.topology.shard_groups()
-        made.gather = made.regather = self._collectives("gather of experts", shard_groups)
-        made.owners = made.gather
-        made.reduce = self._collectives("reduce of experts", shard_groups)
-        made.replicate = self._collectives("replicate of experts", made.topology.replicate_groups())
-        made.tensor = self._axis("experts", made.topology.tensor_groups())
-        made.activations = self._collectives(
-            "tokens", made.topology.tensor_groups(), self.activation_traffic
+        axes = axes_of_experts(made.topology)
+        make = partial(self._collectives, axes, of=" of experts")
+        made.gather = made.regather = made.owners = make("gather")
+        made.reduce = make("reduce")
+        made.replicate = make("replicate")
+        made.tensor = make("tensor") if "tensor" in axes else self.world
+        made.activations = make("activations", traffic=self.activation_traffic)
+        made.holders = make("holders") if "holders" in axes else self.world
+        made.fingerprints = made._fingerprints(
+            "owners of experts", made.topology.holder_groups(), self._timeout
         )
-        holder_groups = made.topology.holder_groups()
-        made.holders = self._axis("holders of experts", holder_groups)
-        made.fingerprints = made._fingerprints("owners of experts", holder_groups, self._timeout)
         _MESHES.add(made)
         return made
 
@@ -526,6 +554,22 @@ class Mesh:
         """A run has ended: later ones of this process may communicate by the same groups."""
         streams = self.gather_stream, self.reduce_stream, self.replicate_stream
         self._groups.give_back(sum(stream.issued for stream in streams))
+
+    def device_mesh(self, names: tuple[str, str]) -> DeviceMesh:
+        """The axes of ranks that hold the same part of a layer, and of those that hold its parts.
+
+        Its groups are other than the mesh's own: users communicate in them. A collective of all
+        ranks.
+
+        Args:
+            names: Of the two axes.
+        """
+        tensor = self.topology.tensor_groups()
+        groups = [
+            self._groups.lend(name, each, self._timeout)
+            for name, each in zip(names, (self.topology.data_groups(), tensor), strict=True)
+        ]
+        return DeviceMesh.from_group(groups, self.device.type, tensor, mesh_dim_names=names)
 
     def measure(self, clock: StepClock | None) -> None:
         """Let a clock measure what compute waits for; None ends it."""
@@ -616,19 +660,20 @@ class Mesh:
             group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
         )
 
-    def _axis(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Collectives along an axis, which are everybody's if it is the only one."""
-        return self.world if len(groups) == 1 else self._collectives(purpose, groups)
-
     def _collectives(
-        self, purpose: str, groups: Sequence[Sequence[int]], traffic: Traffic | None = None
+        self,
+        axes: Mapping[str, Sequence[Sequence[int]]],
+        purpose: str,
+        *,
+        of: str = "",
+        traffic: Traffic | None = None,
     ) -> Collectives:
         """Those of one axis of the mesh, which divides the ranks into groups of one size."""
+        groups = axes[purpose]
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1
-        return self._among(
-            None if alone else self._groups.get(purpose, groups, self._timeout), ranks, traffic
-        )
+        group = None if alone else self._groups.get(purpose + of, groups, self._timeout)
+        return self._among(group, ranks, traffic)
 
     def _among(
         self,

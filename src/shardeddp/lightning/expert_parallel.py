@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,10 +25,7 @@ EXPERT_PARALLEL = "expert_parallel"
 def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
     """The axes of ranks with equal and with different experts; a collective of all ranks."""
     assert mesh.experts is not None
-    groups = torch.tensor(mesh.experts.topology.tensor_groups(), device="cpu")
-    made = DeviceMesh(
-        mesh.device.type, groups, mesh_dim_names=("expert_data_parallel", EXPERT_PARALLEL)
-    )
+    made = mesh.experts.device_mesh(("expert_data_parallel", EXPERT_PARALLEL))
     name_group(mesh.experts.activations, made[EXPERT_PARALLEL].get_group().group_name)
     return made
 

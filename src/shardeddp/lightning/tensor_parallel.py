@@ -35,8 +35,7 @@ DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     """The axes of ranks for ``parallelize_module``; a collective of all ranks."""
-    groups = torch.tensor(mesh.topology.tensor_groups(), device="cpu")
-    return DeviceMesh(mesh.device.type, groups, mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL))
+    return mesh.device_mesh((DATA_PARALLEL, TENSOR_PARALLEL))
 
 
 def refuse_sharded(module: nn.Module, size: int) -> None:
