@@ -112,7 +112,7 @@ def train_whole(
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The greatest difference of an element."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return max(float((found[name].cpu() - expected[name].cpu()).abs().max()) for name in expected)
 
 
 def check_precision(

@@ -11,8 +11,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -148,6 +150,8 @@ class _Recorder:
         if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
             return
         name = func.name().partition("::")[2].partition(".")[0]
+        if name in _WITHOUT_WORK:
+            return
         nbytes = sum(it.nbytes for it in (*operands, *results))
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         for work in self.targets():
@@ -168,6 +172,9 @@ class _Recorder:
             self.kept += results
 
 
+_WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, recorder: _Recorder, truth: bool) -> None:
         super().__init__()
@@ -186,6 +193,33 @@ class _Recording(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
+
+
+class _FusedNorms(TorchFunctionMode):
+    """RMS norms are one kernel, as on GPUs, where vectors and weights have one dtype.
+
+    On the host they are seven, and keep copies in float32.
+    """
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.rms_norm, F.rms_norm):
+            x, sizes, weight, *_ = (*args, *kwargs.values(), None)
+            if weight is None or weight.dtype == x.dtype:
+                return _RmsNorm.apply(x, weight, len(sizes))
+        return func(*args, **kwargs)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Shapes, dtypes, and what is kept for backward: the input and one number of each vector."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+        scales = torch.empty(*x.shape[:-dims], *[1] * dims, dtype=torch.float32)
+        ctx.save_for_backward(x, scales, weight)
+        return x.clone() if weight is None else x * weight
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -344,7 +378,7 @@ def profile(
         recording = _Recording(recorder, truth)
         try:
             eager = torch.compiler.set_stance("force_eager")  # compiled later, not here
-            with _quiet(), eager, mode, _once_each(units, recorder), mixed, hooks, recording:
+            with _quiet(), eager, mode, _once_each(units, recorder), mixed, hooks, recording, _FusedNorms():
                 step(module, micro_batch)
         except ConfigurationError:
             raise

@@ -212,4 +212,18 @@ class Decoder(nn.Module):
 
 
 def _norm(dims: Dimensions) -> nn.Module:
-    return nn.RMSNorm(dims.width) if dims.rms else nn.LayerNorm(dims.width)
+    return _RmsNorm(dims.width) if dims.rms else nn.LayerNorm(dims.width)
+
+
+class _RmsNorm(nn.Module):
+    """Several kernels, partly in float32: as transformers has it, and torch before 2.8."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (..., width) to the same."""
+        vectors = x.float()
+        scales = torch.rsqrt(vectors.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (vectors * scales).to(x.dtype)
