@@ -42,9 +42,3 @@ def test_an_rms_norm_keeps_its_input_and_one_number_of_each_vector(
     # What the first norm returns is the layer's input; the layer keeps it.
     assert linear.saved_nbytes == vectors * WIDTH * itemsize
     assert root.saved_nbytes == 2 * vectors * (WIDTH * itemsize + 4)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_an_rms_norm_is_as_many_kernels_as_a_layer_norm(precision: str) -> None:
-    of_rms, of_layers = (counted(it, precision) for it in (nn.RMSNorm, nn.LayerNorm))
-    assert of_rms.work[0].kernels == of_layers.work[0].kernels

@@ -150,8 +150,6 @@ class _Recorder:
         if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
             return
         name = func.name().partition("::")[2].partition(".")[0]
-        if name in _WITHOUT_WORK:
-            return
         nbytes = sum(it.nbytes for it in (*operands, *results))
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         for work in self.targets():
@@ -170,9 +168,6 @@ class _Recorder:
         if "scaled_dot_product" in name or func.overloadpacket in flop_registry:
             self.costly.update(map(storage, results))
             self.kept += results
-
-
-_WITHOUT_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class _Recording(TorchDispatchMode):
