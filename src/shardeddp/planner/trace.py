@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -200,9 +201,10 @@ class _FusedNorms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.rms_norm, F.rms_norm):
-            x, sizes, weight, *_ = (*args, *kwargs.values(), None)
+            given = inspect.signature(F.rms_norm).bind(*args, **kwargs).arguments
+            x, weight = given["input"], given.get("weight")
             if weight is None or weight.dtype == x.dtype:
-                return _RmsNorm.apply(x, weight, len(sizes))
+                return _RmsNorm.apply(x, weight, len(given["normalized_shape"]))
         return func(*args, **kwargs)
 
 
@@ -373,7 +375,16 @@ def profile(
         recording = _Recording(recorder, truth)
         try:
             eager = torch.compiler.set_stance("force_eager")  # compiled later, not here
-            with _quiet(), eager, mode, _once_each(units, recorder), mixed, hooks, recording, _FusedNorms():
+            with (
+                _quiet(),
+                eager,
+                mode,
+                _once_each(units, recorder),
+                mixed,
+                hooks,
+                recording,
+                _FusedNorms(),
+            ):
                 step(module, micro_batch)
         except ConfigurationError:
             raise
