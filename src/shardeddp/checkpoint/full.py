@@ -97,9 +97,7 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
     if mesh is None:
         write(full)
     else:
-        run_on_all_ranks(
-            f"writing {name}", lambda: write(full) if keep else None, mesh.world_control
-        )
+        run_on_all_ranks(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
 
 
 def stream_full(

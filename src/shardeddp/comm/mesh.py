@@ -381,12 +381,10 @@ class Mesh:
         self.holders = make("holders") if "holders" in axes else others
         """Among the ranks that together hold all boxes of all parameters."""
         everyone = [range(topology.world_size)]
-        self.world_control = self._groups.host("control", everyone, timeout)
-        """All ranks, on the host: errors, what users ask for, and what is decided for all of the
-        run; never tensors of the model.
+        self.control = self._groups.host("control", everyone, timeout)
+        """All ranks, on the host: errors, what users ask for, agreement on the model, and what is
+        decided for all of the run; never tensors of the model.
         """
-        self.control = self.world_control
-        """The same: agreement on the model, which all ranks run alike."""
         self.saving = self._groups.host(
             "control", everyone, timeout, channel=1, patience=saving_timeout
         )
@@ -415,11 +413,11 @@ class Mesh:
         """Of copies from host memory, so that the next unit's is under way during a gather."""
         self.copy_out_stream: CommStream = make_stream(device)
         """Of copies to host memory, so that the next reduction waits for none of them."""
-        for group in (self.world_control, dist.group.WORLD):
+        for group in (self.control, dist.group.WORLD):
             if group is not None:
                 come_first(group, partial(_settle, weakref.ref(self)))
         self._meetings = StoreClient("meetings", self.rank)
-        self._describe_mismatches(self.world_control, everyone[0])
+        self._describe_mismatches(self.control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
@@ -583,7 +581,7 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
-        refuse_inherited(self.world_control, "a run of a Trainer")
+        refuse_inherited(self.control, "a run of a Trainer")
         self.desync.begin_run()
         self._let_read(threading.get_ident())
 
@@ -613,7 +611,7 @@ class Mesh:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
         hosts: dict[str, HostGroup | dist.ProcessGroup] = {
-            "everyone": self.world_control,
+            "everyone": self.control,
             "world": cast(dist.ProcessGroup, dist.group.WORLD),
         }
         if self.fingerprints.group is not None:
@@ -638,7 +636,7 @@ class Mesh:
         if alone:
             group = None
         elif len(groups) == 1:
-            group = self.world_control
+            group = self.control
         else:
             group = self._groups.host(f"desync check of {name}", groups, timeout)
         if group is not None:
@@ -779,7 +777,7 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
         return value
     mesh.users.call(f"broadcast(src={source})")
     own = pickle.dumps(value) if mesh.rank == source else b""
-    sent = broadcast_bytes(own, source, mesh.world_control)
+    sent = broadcast_bytes(own, source, mesh.control)
     # On torch's fake process group nothing is sent.
     return pickle.loads(sent) if sent and mesh.rank != source else value
 

@@ -169,7 +169,7 @@ class Materializer:
         if self._load is not None and missing:
             with torch.compiler.set_stance("force_eager"), Writes() as writes:
                 run_on_all_ranks(
-                    "loading the checkpoint into a deferred model", self._load, mesh.world_control
+                    "loading the checkpoint into a deferred model", self._load, mesh.control
                 )
             missing = [item for item in missing if not writes.reached(item.current)]
         if not missing:
@@ -182,7 +182,7 @@ class Materializer:
             plan = self._recording.plan(item.place.storage for item in missing)
             return plan, plan.digest()
 
-        plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.world_control)
+        plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.control)
         if mesh.rank == 0:
             _warn_of_resets(missing, self._recording)
         parts: dict[int, list[Deferred]] = {}
@@ -213,7 +213,7 @@ class Materializer:
                     _take(item.current, item.place.over(values), source)
 
         run_on_all_ranks(
-            "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.world_control
+            "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.control
         )
         if alike and mesh.data.size > 1:
             whole = [_as_bytes(memory[it]) for it in dict.fromkeys(parts) if it in memory]

@@ -88,13 +88,11 @@ def shard_model(
         record_resets(specs[0].module, recording)
         return Materializer(specs, recording, load, is_only=is_only)
 
-    materializer = run_on_all_ranks(
-        "finding deferred parameters", find_deferred, mesh.world_control
-    )
+    materializer = run_on_all_ranks("finding deferred parameters", find_deferred, mesh.control)
     views = run_on_all_ranks(
         "finding views of parameters",
         lambda: _held_views(specs[0].module, specs),
-        mesh.world_control,
+        mesh.control,
     )
     follow_rank_zero(specs, mesh)
     with recording.active():
@@ -108,7 +106,7 @@ def shard_model(
     units = run_on_all_ranks(
         "sharding the model",
         lambda: [Unit(spec, mesh, sharding) for spec in specs],
-        mesh.world_control,
+        mesh.control,
     )
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()

@@ -149,7 +149,7 @@ class Checkpoints:
         snapshot = run_on_all_ranks(
             "describing the checkpoint",
             partial(take_snapshot, checkpoint, names(), mesh, CODECS),
-            mesh.world_control,
+            mesh.control,
         )
         self._saver.save(snapshot, place, described, mesh.saving)
 
@@ -208,7 +208,7 @@ class Checkpoints:
         It is a collective of all ranks while a save goes on.
         """
         if self._saver.started and not any(
-            agree_on_any([self._saver.busy], self._group.mesh.world_control)
+            agree_on_any([self._saver.busy], self._group.mesh.control)
         ):
             self.wait()
 

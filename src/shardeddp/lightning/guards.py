@@ -55,7 +55,7 @@ class Guards:
 
     def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
         """Let all ranks ask for signals after each batch; a collective of all ranks."""
-        control = self._group.mesh.world_control
+        control = self._group.mesh.control
         answers = all_gather_bytes(json.dumps([node, local_rank, os.getpid()]).encode(), control)
         # The first rank of this node, if it has started this rank.
         first = [node, 0, os.getppid()]

@@ -210,7 +210,7 @@ class ModelSharding:
             run_on_all_ranks(
                 "preparing the model",
                 partial(self._convert, module, precision),
-                self._group.mesh.world_control,
+                self._group.mesh.control,
             )
             return self._shard(module, precision, takeover)
         except BaseException:
@@ -225,7 +225,7 @@ class ModelSharding:
         """
         same = runtime.options == self.options and runtime.precision == _compared(precision)
         outdated = not (same and runtime.is_current)
-        return agree_on_any([outdated], self._group.mesh.world_control)[0]
+        return agree_on_any([outdated], self._group.mesh.control)[0]
 
     def _take_over(self, module: nn.Module) -> Takeover:
         """Parameters that are sharded already, of this module or of others, as plain ones."""
@@ -253,7 +253,7 @@ class ModelSharding:
         units = run_on_all_ranks(
             "finding units",
             partial(self._plan, module, precision, layers, experts),
-            mesh.world_control,
+            mesh.control,
         )
         load = self._restore.take_pending()
         is_deferred = any(
@@ -289,7 +289,7 @@ class ModelSharding:
         layers = run_on_all_ranks(
             "reading tensor_parallel_plan",
             lambda: find_layers(module, plan, size),
-            mesh.world_control,
+            mesh.control,
         )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
             if not parameter.is_meta and parameter.numel():
@@ -305,10 +305,10 @@ class ModelSharding:
         experts = run_on_all_ranks(
             "finding experts",
             lambda: find_experts(module, self.options.experts_policy, size),
-            mesh.world_control,
+            mesh.control,
         )
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
-        agree_on_layout(shapes, mesh.world_control)
+        agree_on_layout(shapes, mesh.control)
         for parameter in (it for each in experts for it in each.module.parameters()):
             _take_values(parameter, mesh.data, mesh.device)
         return experts

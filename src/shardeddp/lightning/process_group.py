@@ -383,7 +383,7 @@ class ProcessGroup:
         return (
             action()
             if self.current is None
-            else run_on_all_ranks(step, action, self.current.world_control)
+            else run_on_all_ranks(step, action, self.current.control)
         )
 
     def _compare(self, operation: str) -> None:

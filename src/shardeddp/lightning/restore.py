@@ -214,7 +214,7 @@ class Restore:
         if mesh is None:
             return stays
         (replaced,), same = agree_on_highest_alike(
-            [not stays], read, mesh.world_control, "agreement on the checkpoint that was read"
+            [not stays], read, mesh.control, "agreement on the checkpoint that was read"
         )
         return same and not replaced
 
@@ -239,7 +239,7 @@ class Restore:
             return look().decode()
         kinds = [
             kind.decode()
-            for kind in gather_results("looking for the checkpoint", look, mesh.world_control)
+            for kind in gather_results("looking for the checkpoint", look, mesh.control)
         ]
         if len(set(kinds)) > 1:
             found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))

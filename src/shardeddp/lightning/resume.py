@@ -128,10 +128,8 @@ class Resume:
         if mesh is None:
             return checkpoint
         own: dict[str, Any] = {}
-        own[STATES] = gather_random_states(
-            self._randomness.capture(mesh.device), mesh.world_control
-        )
-        loader_states = gather_loader_states(checkpoint, mesh.world_control)
+        own[STATES] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
+        loader_states = gather_loader_states(checkpoint, mesh.control)
         if loader_states:  # ranks are in different places of their data
             own[LOADERS] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):

@@ -436,5 +436,5 @@ def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return HostReduction(
-        numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
+        numbers.view(-1).view(torch.uint8), "times of steps", mesh.control, ahead=True
     )

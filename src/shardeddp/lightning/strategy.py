@@ -702,7 +702,7 @@ class ShardedDP(ParallelStrategy):
                 f"ranks or None, and layers and experts that are not split"
             )
         options.sharding.topology(self.num_nodes, self.num_processes)
-        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)
+        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.control)
         try:
             self._group.run_on_all_ranks("resharding", lambda: self.runtime.check_rest("reshard()"))
         except RankError as error:

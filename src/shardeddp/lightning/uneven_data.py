@@ -53,7 +53,7 @@ class UnevenEvaluation:
         if private.combined_loader(loop) is None or not (self._agreement.gathers or sends):
             return
         lengths = [*_lengths(loop)]
-        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.world_control)
+        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.control)
         if len(set(texts)) == 1 and None not in lengths:
             return
         if sends and len(set(texts)) == 1:
@@ -92,7 +92,7 @@ class UnevenEvaluation:
                 f"dataloader_iter) takes its batches itself: write a step(self, batch, batch_idx), "
                 f"or give the loaders a length"
             )
-        even = EvenFetcher(fetcher, f"{name}_dataloader", self._mesh.world_control)
+        even = EvenFetcher(fetcher, f"{name}_dataloader", self._mesh.control)
         private.replace_data_fetcher(loop, even)
 
 
@@ -210,7 +210,7 @@ class EvenTraining:
         asks = length is None or any(
             map(has_iterable_dataset, loader.flattened if loader is not None else ())
         )
-        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self.mesh.world_control)
+        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self.mesh.control)
         told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in told]
         self._own = inf if asks else counts[self.mesh.rank]
@@ -289,11 +289,11 @@ class EvenTraining:
                 not even this one.
             ready: Its number, from 1.
         """
-        if not agree_on_any([mine != "more"], self.mesh.world_control)[0]:
+        if not agree_on_any([mine != "more"], self.mesh.control)[0]:
             return False
         told = [
             json.loads(text)
-            for text in all_gather_bytes(json.dumps(mine).encode(), self.mesh.world_control)
+            for text in all_gather_bytes(json.dumps(mine).encode(), self.mesh.control)
         ]
         if set(told) == {"none"}:
             return None
