@@ -1,6 +1,7 @@
 """A module that was built on the meta device trains as one that was built at once: same values, same draws after it."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -434,14 +435,41 @@ def test_weights_that_a_setup_hook_loads_are_those_of_the_model() -> None:
     same_weights(runs[1][1], runs[0][1])
 
 
+def fill_data(module: nn.Module) -> None:
+    """As many initializers do."""
+    if isinstance(module, nn.Embedding):
+        module.weight.data.view(-1)[1:].zero_()
+
+
+LOST_WRITES: dict[str, Callable[[TinyGpt], object]] = {
+    "by an initializer": lambda model: nn.init.zeros_(model.embed.weight),
+    "to data, by apply": lambda model: model.apply(fill_data),
+    "to data that was kept": lambda model: next(it.data for it in model.parameters()).add_(1.0),
+}
+
+
+@pytest.mark.parametrize("how", LOST_WRITES)
 @on_ranks(2)
-def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name() -> None:
+def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name(how: str) -> None:
     trainer = make_trainer(ShardedDP(), max_steps=1)
     model = deferred_model(trainer, TinyGpt)
-    nn.init.zeros_(model.embed.weight)
+    LOST_WRITES[how](model)
     said = r"embed.weight: expected nothing to be written on the meta device.*or in setup\(\)"
     with pytest.raises(ConfigurationError, match=said):
         trainer.fit(model, token_loader(8))
+
+
+@on_ranks(2)
+def test_parameters_whose_data_was_read_between_building_and_training_are_ordinary_ones() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1)
+    model = deferred_model(trainer, TinyGpt)
+    assert all(isinstance(it, nn.Parameter) for it in model.parameters())
+    assert type(copy.deepcopy(model.head).weight) is nn.Parameter
+    assert sum(it.data.numel() for it in model.parameters()) == sum(
+        it.numel() for it in model.parameters()
+    )
+    trainer.fit(model, token_loader(8))
+    assert len(model.losses) == 1
 
 
 class FailsInSetup(Callback):

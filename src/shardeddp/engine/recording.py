@@ -27,6 +27,7 @@ import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
 from shardeddp.torch_private import (
@@ -174,6 +175,7 @@ _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _MOVING = (torch.Tensor.to, torch.Tensor.cpu)
 
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _PICKLING = "_reduce_ex_internal"  # of torch.Tensor
@@ -202,7 +204,7 @@ class Recording:
 
         # Tensors that were on the meta device before the first of them, by address.
         self._former: dict[int, weakref.ref[torch.Tensor]] | None = None
-        # Of tensors as they were recorded; a write increases it, but one through `.data`.
+        # Of tensors as they were recorded; a write increases it.
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.written: set[int] = set()
         """Storages that something was written to while nothing was recorded: on meta, that is lost."""
@@ -256,12 +258,23 @@ class Recording:
             if self.is_used:
                 known = [it for it in tensors_on_meta() if self.has(it) and not it.is_inference()]
                 self._versions = [(weakref.ref(it), it._version) for it in known]
+                for it in known:
+                    if type(it) is nn.Parameter:
+                        it.__class__ = _HandsOutData
 
     def notice_writes(self) -> None:
         """Note which tensors something was written to since, which was not recorded."""
         for held, version in self._versions:
             tensor = held()
-            if tensor is not None and is_strided_meta(tensor) and tensor._version != version:
+            if tensor is None:
+                continue
+            handed_out = list[tuple[torch.Tensor, int]]()
+            if isinstance(tensor, _HandsOutData):
+                tensor.__class__ = nn.Parameter  # pyright: ignore[reportAttributeAccessIssue]
+                handed_out = vars(tensor).pop(_HANDED_OUT, [])
+            if is_strided_meta(tensor) and any(
+                it._version != before for it, before in ((tensor, version), *handed_out)
+            ):
                 self.written.add(self._number(tensor))
         self._versions = []
 
@@ -759,6 +772,32 @@ def is_strided_meta(leaf: Any) -> bool:
     if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
         return False
     return leaf.layout is torch.strided and not is_lazy(leaf)
+
+
+_HANDED_OUT = "_shardeddp_handed_out"
+
+
+class _HandsOutData(nn.Parameter):
+    """A parameter between its recording and the next: keeps what ``.data`` gives, which has its own version."""
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tensor without a graph; one on the meta device is kept until the next recording."""
+        data: torch.Tensor = _GET_DATA(self)
+        if _IS_META(self):
+            vars(self).setdefault(_HANDED_OUT, []).append((data, data._version))
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _SET_DATA(self, value)
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An ordinary parameter."""
+        copied = super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
+        copied.__class__ = nn.Parameter
+        return copied
 
 
 def tensors_on_meta() -> list[torch.Tensor]:
