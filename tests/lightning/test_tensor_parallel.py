@@ -916,6 +916,36 @@ def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> 
         assert steps == 2 * 2 * FEWER_STEPS  # of two ranks with different batches
 
 
+class Activated(nn.Linear):
+    """A layer with an activation, which a sum over ranks may not follow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x))
+
+
+class OwnForwards(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = Activated(12, 8)  # type: ignore[union-attr]
+
+
+def warned_of_forwards(kind: type[Split]) -> list[str]:
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=PLAN, auto_wrap_policy={Block}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, max_steps=1, use_distributed_sampler=False).fit(kind())
+    return [str(it.message) for it in caught if "forward of its own" in str(it.message)]
+
+
+def test_layers_with_forwards_of_their_own_are_named(world: Worlds) -> None:
+    (said,), _ = world(2).run(warned_of_forwards, OwnForwards)
+    assert "blocks.0.down, blocks.1.down" in said
+    assert world(2).run(warned_of_forwards, Planned) == [[], []]
+
+
 def refused(kind: type[Split], plan: Any = None, average: bool = False, **options: Any) -> str:
     # torch's compiler imports scripted code, Lightning's callback doubts `configure_model`.
     warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -52,8 +53,9 @@ from shardeddp.wrap.tensor_plan import (
     find_layers,
     parameters_to_cut,
     split_layers,
+    with_own_forward,
 )
-from shardeddp.wrap.tree import UnitSpec
+from shardeddp.wrap.tree import UnitSpec, first_three
 
 # -- Generation with transformers
 #
@@ -291,6 +293,16 @@ class ModelSharding:
             lambda: find_layers(module, plan, size),
             mesh.control,
         )
+        own = with_own_forward(layers) if plan != "auto" else []
+        if own and self._group.is_rank_zero:
+            warnings.warn(
+                f"tensor_parallel_plan splits {first_three(own)}, whose class has a forward of its "
+                f"own: it is given this rank's part of the weight, and what it returns is summed or "
+                f"gathered over ranks afterwards. What is not linear in it, or looks at all features "
+                f"(a norm, a softmax, an activation behind a split by rows), is not what one process "
+                f"computes: put it into a module around the layer",
+                stacklevel=2,
+            )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
             if not parameter.is_meta and parameter.numel():
                 _take_values(parameter, mesh.tensor, mesh.device)

@@ -132,6 +132,20 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
     return found
 
 
+def with_own_forward(layers: Iterable[PlannedLayer]) -> list[str]:
+    """Names of split layers whose class computes something else than torch's, which may need all of it."""
+    kinds = (nn.Linear, nn.Embedding)
+    return [
+        it.name
+        for it in layers
+        if isinstance(it.style, ParallelStyle)
+        and it.style.splits is not None
+        and not it.parameter
+        and any(isinstance(it.module, kind) for kind in kinds)
+        and all(type(it.module).forward is not kind.forward for kind in kinds)
+    ]
+
+
 def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
     """The parameters of which ranks are going to have parts."""
     for layer in layers:
