@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
@@ -281,7 +282,12 @@ def _rows(runtime: Runtime) -> list[UnitRow]:
 
 def _title(sharding_strategy: str, runtime: Runtime) -> str:
     topology, count = runtime.mesh.topology, len(runtime.progresses)
-    ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
+    axes = {"replicate": topology.replicate_size, "shard": topology.shard_size}
+    if topology.tensor_size > 1:
+        axes["tensor"] = topology.tensor_size
+    ranks = f"{' x '.join(map(str, axes.values()))} ranks ({' x '.join(axes)})"
+    if runtime.mesh.expert_size > 1:
+        ranks += f", {runtime.mesh.expert_size} of them with other experts each"
     title = f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
     if topology.order is None or topology.replicate_size == 1:
         return title
@@ -313,14 +319,17 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 def unit_row(unit: Unit) -> UnitRow:
     """The figures of one unit."""
     costs = unit.costs()
-    layouts = [cost.layout for cost in costs]
+    numels = [
+        (it.parameter.requires_grad, math.prod((it.distribution or it.parameter).shape))
+        for it in (*unit.spec.parameters, *unit.spec.passthrough)
+    ]
     return UnitRow(
         name=unit.label,
-        num_parameters=sum(len(layout.slots) for layout in layouts),
-        numel=sum(layout.numel for layout in layouts),
-        trainable_numel=sum(cost.layout.numel for cost in costs if cost.trainable),
+        num_parameters=len(numels),
+        numel=sum(numel for _, numel in numels),
+        trainable_numel=sum(numel for is_trained, numel in numels if is_trained),
         nbytes_per_rank=sum(cost.layout.shard_numel * cost.main_itemsize for cost in costs),
-        padding_numel=sum(layout.padding_numel for layout in layouts),
+        padding_numel=sum(cost.layout.padding_numel * cost.parts for cost in costs),
     )
 
 

@@ -113,6 +113,22 @@ def test_a_row_counts_whole_parameters_and_this_ranks_bytes(world: Worlds, froze
         assert 2 * row.nbytes_per_rank == 4 * (row.numel + row.padding_numel)
 
 
+def test_layers_that_ranks_split_are_counted_whole(world: Worlds) -> None:
+    split = {
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    }
+    found = world(2).run(run, {"auto_wrap_policy": {Block}, **split}, False)[0]
+    assert (
+        "4 units on 1 x 1 x 2 ranks (replicate x shard x tensor): 976 parameters"
+        in (found["lines"][0])
+    )
+    for row in found["rows"][1:]:
+        assert row.numel == row.trainable_numel == BLOCK_NUMEL
+        # All ranks have the norm and the second layer's bias, and half of the rest.
+        assert row.nbytes_per_rank == 4 * (BLOCK_NUMEL + 2 * 8 + 8) // 2
+
+
 def test_a_unit_of_more_than_half_of_the_model_is_warned_of_on_rank_zero(world: Worlds) -> None:
     first, second = world(2).run(run, {"auto_wrap_policy": {nn.LayerNorm}}, False)
     assert len(first["told"]) == 1

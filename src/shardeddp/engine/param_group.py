@@ -161,6 +161,7 @@ class FlatGroup:
             reduce_itemsize=self._reduce_dtype.itemsize,
             split=self._mesh.collect.size,
             replicas=self._mesh.replicate.size,
+            parts=self._mesh.tensor.size,
         )
 
     def held(self) -> HeldMemory:

@@ -486,6 +486,7 @@ def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
                 reduce_itemsize=specs[0].reduce_dtype.itemsize,
                 split=own.num_slices // own.shard_size,
                 replicas=own.replicate_size,
+                parts=own.tensor_size,
             )
         )
     return costs

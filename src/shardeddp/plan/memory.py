@@ -31,6 +31,9 @@ class GroupCost:
     replicas: int = 1
     """Shard groups that train on different batches."""
 
+    parts: int = 1
+    """Ranks that have other parts of the same layers, or other experts; these figures are of one."""
+
     @property
     def part_nbytes(self) -> int:
         """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
