@@ -233,6 +233,16 @@ def _add_plan(commands: Any) -> None:
         "--offload", action="append", choices=("none", "optimizer", "params"), help=each
     )
     parser.add_argument("--micro-batch", action="append", type=_count, metavar="N", help=each)
+    parser.add_argument(
+        "--tensor-parallel",
+        action="extend",
+        nargs="+",
+        type=_count,
+        metavar="T",
+        help="ranks that split layers, to compare (1)",
+    )
+    split = "which layers: auto, or a YAML or JSON file of names and styles (auto: --dims, --transformer)"
+    parser.add_argument("--tensor-parallel-plan", metavar="FILE", help=split)
     _add_calibrate(parser)
     parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="units (auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
@@ -55,6 +57,7 @@ from shardeddp.report import (
     terminal_width,
     verification_view,
 )
+from shardeddp.wrap.tensor_plan import TensorPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -250,6 +253,8 @@ def plan(options: argparse.Namespace) -> int:
             global_batch=options.global_batch,
             precisions=options.precision,
             auto_wrap_policy=options.auto_wrap_policy,
+            tensor_parallel_sizes=options.tensor_parallel or (1,),
+            tensor_parallel_plan=_tensor_plan(options.tensor_parallel_plan),
             calibrate=options.calibrate,
             **{name: given for name, given in compared.items() if given},
         )
@@ -305,6 +310,20 @@ def _source(options: argparse.Namespace) -> Source:
         raise UsageError(f"--args is no JSON object: found {options.args}")
     sys.path.insert(0, os.curdir)
     return of_module(options.module, arguments, options.input, options.length)
+
+
+def _tensor_plan(given: str | None) -> TensorPlan | None:
+    """The plan of a file, which is YAML or JSON; ``auto`` is itself."""
+    if given is None or given == "auto":
+        return given
+    try:
+        found = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"--tensor-parallel-plan {given}: {why}") from error
+    if isinstance(found, dict) and found.keys() == {"tensor_parallel_plan"}:
+        return found["tensor_parallel_plan"]
+    return found
 
 
 _SHOWN = 20

@@ -364,7 +364,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
             **changed["rates"],
             **{kind: _speed(kind, timed, gbs, latency) for kind in kinds},
         }
-        measured += _NETWORK
+        measured += [*_NETWORK, "exchanges"]
     changed["interferences"] = {k: max(_LEAST, it) for k, it in probe.interference.items()}
     said.append(
         f"repetitions within {100 * probe.spread:.0f} %, its own steps within {100 * misfit:.0f} %"
@@ -481,10 +481,11 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
     planned, cluster = found
     constants = base.constants
     exposed = run.parts["gather"] + run.parts["reduction"]
-    together = (*_COMPUTE, *_NETWORK)
-    if base.figures:
-        # The host computes: what transfers cost computing beside them is in the run's computing, and
-        # in the plan's collectives. Those are as the probe has measured them; the sum is the run's.
+    together = (*_COMPUTE, *_NETWORK, "exchanges")
+    if base.figures or planned.exchanges:
+        # The host computes, or layers are split: what transfers cost computing beside them, and waits
+        # for activations, are in the run's computing, and in the plan's collectives. Those are as they
+        # are planned otherwise; the sum is the run's.
         compute = _factor(
             run.compute + exposed,
             lambda it: _parts(task.time(cluster, _scaled(constants, compute=it)), together),
@@ -498,7 +499,7 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         optimizer = run.parts["optimizer"] / planned.optimizer
         constants = replace(constants, optimizer=constants.optimizer * optimizer)
         measured.append("optimizer")
-    if exposed and task.collectives and not base.figures:
+    if exposed and task.collectives and not base.figures and not planned.exchanges:
         computing = constants
         network = _factor(
             exposed,

@@ -8,23 +8,27 @@ from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.plan.topology import Topology
 
-Phase = Literal["forward", "backward", "step"]
+Phase = Literal["forward", "backward", "step", "layer"]
 """When it is issued; ``step``: once per optimizer step, beside the last backward or the first
-forward."""
+forward; ``layer``: inside of split layers, which wait for it."""
+
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of one flat buffer."""
+    """One collective, of one flat buffer or of activations."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Kind
     phase: Phase
     unit: int
     nbytes: int
     """Of the whole buffer."""
     ranks: int
     stride: int = 1
-    """Distance of neighbours in the group: 1 inside a shard group, its size across replicas."""
+    """Distance of neighbours in the group: inside a shard group the ranks that split a layer, which
+    are neighbours themselves; across replicas as many as the ranks of a replica."""
     times: int = 1
     """Per optimizer step."""
 
@@ -54,13 +58,30 @@ def collectives_of_step(
     """
     found: list[Collective] = []
     shard, replicas = topology.shard_size, topology.replicate_size
+    near, far = topology.tensor_size, topology.tensor_size * shard
     retained = sharding.reshard is Reshard.NEVER
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
-    def add(kind: str, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
+    def add(
+        kind: str,
+        phase: Phase,
+        unit: int,
+        nbytes: int,
+        ranks: int,
+        stride: int = near,
+        times: int = 1,
+    ) -> None:
         if ranks > 1 and nbytes:
             found.append(
-                Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)  # type: ignore[arg-type]
+                Collective(
+                    kind=kind,  # type: ignore[arg-type]
+                    phase=phase,
+                    unit=unit,
+                    nbytes=nbytes,
+                    ranks=ranks,
+                    stride=stride,
+                    times=times,
+                )
             )
 
     phase: Phase
@@ -71,7 +92,7 @@ def collectives_of_step(
             times = 1 if retained else micro_batches
             # Frozen parameters do not change, so what is kept of them is not gathered again.
             if topology.split_replicas and group.trainable:
-                add("all_gather", "step", index, full // shard, replicas, stride=shard)
+                add("all_gather", "step", index, full // shard, replicas, stride=far)
             if group.trainable or not retained:
                 phase = "step" if retained else "forward"
                 add("all_gather", phase, index, full, shard, times=times)
@@ -90,5 +111,45 @@ def collectives_of_step(
             phase = "backward" if reductions == micro_batches else "step"
             add("reduce_scatter", phase, index, reduced, shard, times=reductions)
             across = "reduce_scatter" if topology.split_replicas else "all_reduce"
-            add(across, "step", index, reduced // shard, replicas, stride=shard)
+            add(across, "step", index, reduced // shard, replicas, stride=far)
     return found
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """Activations, or their gradients, that the ranks of a split layer exchange in a micro-batch."""
+
+    kind: Kind
+    nbytes: int
+    """Of the whole buffer."""
+    is_redone: bool = False
+    """Whether a recomputation of the unit runs it once more."""
+
+
+def exchanges_of_step(
+    units: Sequence[Sequence[Exchange]],
+    topology: Topology,
+    micro_batches: int = 1,
+    *,
+    recomputes: bool,
+) -> list[Collective]:
+    """What the ranks that split layers exchange for one optimizer step.
+
+    Args:
+        units: What each unit exchanges, the root first, which is not recomputed.
+        topology: Which ranks split layers.
+        micro_batches: Of an optimizer step.
+        recomputes: Whether inner units are recomputed in the backward.
+    """
+    return [
+        Collective(
+            kind=it.kind,
+            phase="layer",
+            unit=index,
+            nbytes=it.nbytes,
+            ranks=topology.tensor_size,
+            times=micro_batches * (1 + (recomputes and it.is_redone and index > 0)),
+        )
+        for index, exchanges in enumerate(units)
+        for it in exchanges
+    ]

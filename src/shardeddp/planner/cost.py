@@ -98,6 +98,8 @@ class Step:
     optimizer: float
     launch: float
     """Waiting of the device for the host."""
+    exchanges: float = 0.0
+    """Of activations, by ranks that split layers, which wait for them."""
 
     @property
     def total(self) -> float:
@@ -191,7 +193,10 @@ def time_of_work(
             share = parts[0][0] / seconds if seconds else 0.0
             gathers += share * exposed
             reductions += (1 - share) * exposed
-    issued = sum(it.times for it in collectives)
+    issued = sum(it.times for it in collectives if it.phase != "layer")
+    exchanges = sum(
+        time_collective(it, cluster, c) * it.times for it in collectives if it.phase == "layer"
+    )
     rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
     return Step(
         compute=(ahead + back) * count,
@@ -202,6 +207,7 @@ def time_of_work(
         launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
         + c.step_ms * 1e-3
         + c.collective_us * 1e-6 * issued,
+        exchanges=exchanges,
     )
 
 

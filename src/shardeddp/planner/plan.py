@@ -16,9 +16,10 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
-from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.transformer import SPLITS, Dimensions
 from shardeddp.planner.view import picture, plan_lines
 from shardeddp.wrap import PolicyLike, resolve_policy
+from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
 Model: TypeAlias = nn.Module | type[nn.Module] | str | Mapping[str, Any] | Dimensions | Source
 """Everything that :func:`make_plan` understands as a model."""
@@ -35,6 +36,10 @@ class Plan:
     """Every combination, the best first."""
     calibrated: Sequence[str] = ()
     """What was calibrated with what."""
+    tensor_plan: TensorPlan | None = None
+    """By which layers are split where ranks split any."""
+    splits: str = ""
+    """What of a decoder of ours that plan splits."""
 
     @property
     def best(self) -> Planned:
@@ -49,7 +54,7 @@ class Plan:
     @property
     def yaml(self) -> str:
         """The Trainer's part of a configuration that runs as the best one."""
-        return self.best.choice.yaml(self.cluster)
+        return self.best.choice.yaml(self.cluster, self.tensor_plan)
 
     def why(self) -> list[str]:
         """Lines that say why the best one is it."""
@@ -62,7 +67,9 @@ class Plan:
             top: Rows.
             width: Columns of the terminal.
         """
-        return plan_lines(self.plans, self.cluster, self.name, self.calibrated, top, width)
+        return plan_lines(
+            self.plans, self.cluster, self.name, self.calibrated, self.splits, top, width
+        )
 
     def html(self) -> str:
         """A page with one picture of the best one's memory and time."""
@@ -97,13 +104,15 @@ def make_plan(
     offloads: Sequence[str] = ("none",),
     micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
     auto_wrap_policy: PolicyLike = "auto",
+    tensor_parallel_sizes: Sequence[int] = (1,),
+    tensor_parallel_plan: TensorPlan | None = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: what fits on some machines, how fast it is and why.
 
     No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values. Plans are of whole layers and all experts: runs
-    with ``tensor_parallel_size`` or ``expert_parallel_size`` have none.
+    traced on tensors that have shapes and no values. Plans are of all experts: runs with
+    ``expert_parallel_size`` have none.
 
     Args:
         model: A LightningModule, which is copied without its weights and stays as it is; its class,
@@ -130,12 +139,17 @@ def make_plan(
         offloads: ``none``, ``optimizer``, ``params``.
         micro_batches: Samples of a rank's forward.
         auto_wrap_policy: As :class:`shardeddp.ShardedDP` takes it.
+        tensor_parallel_sizes: Ranks that split layers among them. Layers are split by the engine's own
+            code, and a rank's part of the step is traced.
+        tensor_parallel_plan: As :class:`shardeddp.ShardedDP` takes it, but for styles of torch;
+            ``auto`` is known of configs of transformers and of dimensions, too. None: ``auto`` for
+            these two.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``, whose figures
             take the place of those fitted to published runs.
 
     Raises:
         UsageError: The GPU is not known or does not have a precision, or an option has no such
-            value.
+            value, or layers cannot be split so.
         ConfigurationError: The model cannot be built, or run without data and values.
     """
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
@@ -149,6 +163,18 @@ def make_plan(
         network_gbits=calibration.network_gbits,
     )
     source = _source(model, arguments or {}, inputs, batch, length)
+    for size in tensor_parallel_sizes:
+        if type(size) is not int or size < 1 or cluster.ranks_per_node % size:
+            raise UsageError(
+                f"tensor_parallel_sizes: expected numbers that divide the {cluster.ranks_per_node} "
+                f"ranks of a node, found {size!r}: ranks that split layers talk in every layer, and "
+                f"are on one node"
+            )
+    try:
+        asked = check_plan(tensor_parallel_plan, max(tensor_parallel_sizes, default=1))
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from error
+    of_source = source.tensor_plan if asked in (None, "auto") else None
     planner = Planner(
         source=source,
         length=length,
@@ -161,9 +187,16 @@ def make_plan(
         recomputes=recomputes,
         offloads=offloads,
         micro_batches=micro_batches,
+        tensor_sizes=tensor_parallel_sizes,
+        tensor_plan=of_source or asked,
     )
     return Plan(
-        name=source.name, cluster=cluster, plans=planner.plans(), calibrated=calibration.lines
+        name=source.name,
+        cluster=cluster,
+        plans=planner.plans(),
+        calibrated=calibration.lines,
+        tensor_plan="auto" if of_source else asked,
+        splits=SPLITS if of_source else "",
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import indent
 from typing import Any, TypeAlias
 
 import torch
+import yaml
 
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import UsageError
@@ -26,11 +28,12 @@ from shardeddp.plan.sharding_strategy import (
     shard_sizes,
 )
 from shardeddp.planner.calibration import Calibration, Task
-from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
 from shardeddp.planner.cost import Step, StepSetting
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
+from shardeddp.wrap.tensor_plan import TensorPlan
 
 MEMORY_INTERVAL = 0.06
 """Share of a predicted peak within which runs lie; what is called fitting fits at its upper end."""
@@ -70,9 +73,15 @@ class Choice:
     micro_batch: int
     micro_batches: int
     precision: str
+    tensor_parallel_size: int = 1
 
-    def yaml(self, cluster: Cluster) -> str:
-        """The Trainer's part of a configuration that runs so."""
+    def yaml(self, cluster: Cluster, tensor_plan: TensorPlan | None = None) -> str:
+        """The Trainer's part of a configuration that runs so.
+
+        Args:
+            cluster: The machines.
+            tensor_plan: By which layers are split, if they are.
+        """
         lines = ["trainer:", f"  num_nodes: {cluster.num_nodes}"]
         lines += [f"  devices: {cluster.ranks_per_node}"]
         if self.micro_batches > 1:
@@ -83,6 +92,11 @@ class Choice:
         lines += ["    init_args:", f"      sharding_strategy: {self.strategy}"]
         if self.strategy == "hybrid_shard":
             lines.append(f"      shard_size: {self.shard_size}")
+        if self.tensor_parallel_size > 1:
+            lines.append(f"      tensor_parallel_size: {self.tensor_parallel_size}")
+            plan: Any = "auto" if tensor_plan in (None, "auto") else dict(tensor_plan)
+            text = yaml.safe_dump({"tensor_parallel_plan": plan}, sort_keys=False)
+            lines.append(indent(text.rstrip(), 6 * " "))
         if param_dtype:
             lines.append(f"      mixed_precision: {param_dtype}")
         if self.recompute == "full":
@@ -173,6 +187,8 @@ class Planner:
         policy: Which modules are units.
         calibration: What was measured on the machines.
         cluster: The machines.
+        tensor_sizes: Ranks that split layers.
+        tensor_plan: Which layers, and how; None: no plan names them.
     """
 
     source: Source
@@ -186,17 +202,21 @@ class Planner:
     recomputes: Sequence[str]
     offloads: Sequence[str]
     micro_batches: Sequence[int]
-    _profiles: dict[tuple[str, int], ModelProfile] = field(
-        default_factory=dict[tuple[str, int], ModelProfile]
+    tensor_sizes: Sequence[int] = (1,)
+    tensor_plan: TensorPlan | None = None
+    _profiles: dict[tuple[str, int, int], ModelProfile] = field(
+        default_factory=dict[tuple[str, int, int], ModelProfile]
     )
 
-    def profile(self, precision: str, micro_batch: int) -> ModelProfile:
+    def profile(self, precision: str, micro_batch: int, tensor_size: int = 1) -> ModelProfile:
         """Work of a micro-batch; from two that were traced, as all of it is affine in samples."""
-        key = precision, micro_batch
+        key = precision, micro_batch, tensor_size
         if key not in self._profiles and micro_batch > 2:
-            one, two = (self.profile(precision, samples) for samples in (1, 2))
+            one, two = (self.profile(precision, samples, tensor_size) for samples in (1, 2))
             self._profiles[key] = one.extrapolate(two, micro_batch)
         elif key not in self._profiles:
+            if tensor_size > 1:
+                self.profile(precision, micro_batch)  # what is wrong with whole layers, too
             with torch.device("meta"):
                 module = self.source.build()
             self._profiles[key] = profile(
@@ -206,6 +226,8 @@ class Planner:
                 precision=precision,
                 micro_batch=micro_batch,
                 tokens=micro_batch * self.length,
+                tensor_size=tensor_size,
+                tensor_plan=self.tensor_plan,
             )
         return self._profiles[key]
 
@@ -219,20 +241,27 @@ class Planner:
                 raise UsageError(
                     f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
                 )
+        if "none" not in self.offloads and max(self.tensor_sizes) > 1:
+            raise UsageError(
+                f"offloads: {', '.join(self.offloads)} do not go with tensor_parallel_size="
+                f"{max(self.tensor_sizes)} yet: add none"
+            )
         for size in self.micro_batches:
             if size < 1:
                 raise UsageError(f"micro_batches: {size} is no number of samples")
         found = [
             each
+            for size in self.tensor_sizes
             for precision in self.precisions
-            for strategy, sharding in _shardings(self.strategies, self.cluster)
-            for each in self._plans_of(strategy, sharding, precision)
+            for strategy, sharding in _shardings(self.strategies, self.cluster, size)
+            for each in self._plans_of(strategy, sharding, precision, size)
         ]
         if not found:
+            ranks = sorted({self.cluster.count // size for size in self.tensor_sizes})
             raise UsageError(
                 f"global_batch={self.global_batch}: expected a multiple of a micro-batch of "
                 f"{', '.join(map(str, self.micro_batches))} samples on each of "
-                f"{self.cluster.count} ranks"
+                f"{' or '.join(map(str, ranks))} ranks"
             )
         return sorted(
             found,
@@ -240,19 +269,20 @@ class Planner:
         )
 
     def _plans_of(
-        self, strategy: str, sharding: ShardingStrategy, precision: str
+        self, strategy: str, sharding: ShardingStrategy, precision: str, tensor_size: int
     ) -> Iterator[Planned]:
         cluster = self.cluster
-        topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
-        units = [costs_of(it, topology) for it in self.profile(precision, 1).units]
+        topology = sharding.topology(
+            cluster.num_nodes, cluster.ranks_per_node, tensor_size=tensor_size
+        )
+        units = [costs_of(it, topology) for it in self.profile(precision, 1, tensor_size).units]
         trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
         moments: dict[bool, list[tuple[int, int]]] = {}
         resting: dict[tuple[str, bool], MemoryPlan] = {}
         for micro_batch in self.micro_batches:
-            count, rest = divmod(
-                self.global_batch or micro_batch * cluster.count, micro_batch * cluster.count
-            )
+            samples = micro_batch * topology.data_size
+            count, rest = divmod(self.global_batch or samples, samples)
             if rest or not count:
                 continue
             if count not in collectives:
@@ -261,9 +291,14 @@ class Planner:
                 moments[count > 1] = backward_moments(
                     units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
                 )
-            work = self.profile(precision, micro_batch)
+            work = self.profile(precision, micro_batch, tensor_size)
             for recompute in self.recomputes:
+                exchanges = exchanges_of_step(
+                    work.exchanges, topology, count, recomputes=recompute != "none"
+                )
                 for offload in self.offloads:
+                    if offload != "none" and tensor_size > 1:
+                        continue  # as the engine refuses it
                     choice = Choice(
                         strategy=strategy,
                         shard_size=topology.shard_size,
@@ -272,6 +307,7 @@ class Planner:
                         micro_batch=micro_batch,
                         micro_batches=count,
                         precision=precision,
+                        tensor_parallel_size=tensor_size,
                     )
                     if (offload, count > 1) not in resting:
                         resting[offload, count > 1] = plan_memory(
@@ -290,7 +326,8 @@ class Planner:
                         at_loss(units, sharding, accumulates=count > 1),
                         moments[count > 1],
                     )
-                    yield self._timed(choice, memory, work, collectives[count], trained)
+                    issued = [*collectives[count], *combined(exchanges)]
+                    yield self._timed(choice, memory, work, issued, trained)
 
     def _timed(
         self,
@@ -316,8 +353,9 @@ class Planner:
             ),
         )
         step = task.time(self.cluster, self.calibration.constants)
-        total = work.total
-        flops = 3 * (total.matmul_flops + total.attention_flops) * choice.micro_batches
+        size = choice.tensor_parallel_size
+        whole = self.profile(choice.precision, choice.micro_batch).total  # ranks repeat some of it
+        flops = 3 * (whole.matmul_flops + whole.attention_flops) / size * choice.micro_batches
         gpu = self.cluster.gpu
         peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
         return Planned(
@@ -326,7 +364,7 @@ class Planner:
             step=step,
             interval=self.calibration.interval(step),
             task=task,
-            tokens=work.tokens * choice.micro_batches * self.cluster.count,
+            tokens=work.tokens * choice.micro_batches * (self.cluster.count // size),
             model_flops=flops,
             peak_flops=peak,
             fits=memory.peak * (1 + MEMORY_INTERVAL) <= gpu.memory_gb * 1e9,
@@ -407,8 +445,11 @@ def combined(collectives: Sequence[Collective]) -> list[Collective]:
     return [replace(it, times=times) for it, times in counts.items()]
 
 
-def _shardings(strategies: Strategies, cluster: Cluster) -> Iterator[tuple[str, ShardingStrategy]]:
+def _shardings(
+    strategies: Strategies, cluster: Cluster, tensor_size: int
+) -> Iterator[tuple[str, ShardingStrategy]]:
     """Strategies as they are set; of names, with the shard sizes that make a difference."""
+    node, count = cluster.ranks_per_node // tensor_size, cluster.count // tensor_size
     names = {it.lower() for it in strategies if isinstance(it, str)}
     for it in strategies:
         if isinstance(it, tuple):
@@ -418,8 +459,8 @@ def _shardings(strategies: Strategies, cluster: Cluster) -> Iterator[tuple[str, 
         if name != "hybrid_shard":
             yield name, choose_sharding(name)
             continue
-        for size in shard_sizes(cluster.num_nodes, cluster.ranks_per_node):
-            if size < cluster.count or "full_shard" not in names:  # which it is, over all ranks
+        for size in shard_sizes(cluster.num_nodes, node):
+            if size < count or "full_shard" not in names:  # which it is, over all ranks
                 yield name, choose_sharding(name, size)
 
 
@@ -436,19 +477,30 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
         if room >= 0
         else f"It needs {-room:.1f} GiB more than {memory / GIB:.1f} GiB."
     )
-    size, node = best.choice.shard_size, cluster.ranks_per_node
-    if 1 < size < cluster.count:
+    size, split = best.choice.shard_size, best.choice.tensor_parallel_size
+    node, count = cluster.ranks_per_node // split, cluster.count // split
+    if split > 1:
+        nbytes = sum(
+            it.sent_nbytes * it.times for it in best.task.collectives if it.phase == "layer"
+        )
+        lines.append(
+            f"Each layer is split over {split} neighbouring ranks, which exchange {nbytes / GIB:.3g} "
+            f"GiB of activations in a step."
+        )
+    if 1 < size < count:
         among = (
             "of one node" if size <= node else f"of {size // node} nodes that are near each other"
         )
         lines.append(
-            f"Shard groups are {size} ranks {among}; {cluster.count // size} of them are replicas."
+            f"Shard groups are {size} ranks {among}; {count // size} of them are replicas."
         )
-    names = ("strategy", "shard_size", "recompute", "offload", "micro_batch", "precision")
+    names = ("tensor_parallel_size", "strategy", "shard_size")
+    together = ({"strategy", "shard_size"}, {"tensor_parallel_size", "shard_size"})
+    names += ("recompute", "offload", "micro_batch", "precision")
     mine = vars(best.choice)
     for other in others:
         differs = [name for name in names if vars(other.choice)[name] != mine[name]]
-        if len(differs) == 1 or set(differs) == {"strategy", "shard_size"}:
+        if len(differs) == 1 or set(differs) in together:
             change = " ".join(str(vars(other.choice)[name]) for name in differs)
             if not other.fits:
                 over = other.memory.peak * (1 + MEMORY_INTERVAL) - cluster.gpu.memory_gb * 1e9

@@ -16,7 +16,8 @@ import yaml
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.planner.transformer import Decoder, Dimensions, tensor_plan_of
+from shardeddp.wrap.tensor_plan import TensorPlan
 from shardeddp.wrap.tree import imported
 
 
@@ -27,6 +28,8 @@ class Source:
     name: str
     build: Callable[[], nn.Module]
     step: Callable[[nn.Module, int], Any]
+    tensor_plan: TensorPlan | None = None
+    """What a ``tensor_parallel_plan`` of ``auto``, or none, stands for; None: what the module says."""
 
 
 def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> Source:
@@ -35,7 +38,12 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
     def step(module: nn.Module, samples: int) -> Any:
         return module(torch.empty(samples, length, dtype=torch.long))
 
-    return Source(name=name, build=lambda: Decoder(dims, length), step=step)
+    return Source(
+        name=name,
+        build=lambda: Decoder(dims, length),
+        step=step,
+        tensor_plan=tensor_plan_of(dims),
+    )
 
 
 def of_transformers_config(path: Path, length: int) -> Source:

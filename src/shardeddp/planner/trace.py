@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,9 +21,13 @@ from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.planner.collectives import Exchange
 from shardeddp.report import human_bytes
+from shardeddp.tensor.distributed import Distribution
+from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
 from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 # -- what is counted
@@ -70,6 +74,8 @@ class ModelProfile:
     """What the root computes after the last inner unit: logits and loss; contained in its work."""
     tokens: int
     """Of a micro-batch; samples where inputs are no sequences."""
+    exchanges: list[list[Exchange]]
+    """By unit, what ranks that split its layers exchange."""
 
     @cached_property
     def total(self) -> Work:
@@ -98,6 +104,13 @@ class ModelProfile:
             work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
             head=at(self.head, two.head),
             tokens=self.tokens * micro_batch,
+            exchanges=[
+                [
+                    replace(it, nbytes=it.nbytes + (micro_batch - 1) * (other.nbytes - it.nbytes))
+                    for it, other in zip(*pair, strict=True)
+                ]
+                for pair in zip(self.exchanges, two.exchanges, strict=True)
+            ],
         )
 
 
@@ -123,12 +136,41 @@ class _Recorder:
     costly: set[int] = field(default_factory=set[int])
     kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     after_units: bool = False
+    exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
+    unsaved: list[Exchange] = field(default_factory=list[Exchange])
+    """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
+    is_backward: bool = False
+    """Whether what runs is what backward would exchange."""
+
+    def __post_init__(self) -> None:
+        self.exchanges = [[] for _ in self.work]
+
+    @contextmanager
+    def rehearsal(self) -> Generator[None]:
+        """Surround what backward would exchange; the rest of it follows from the forward."""
+        self.is_backward = True
+        try:
+            yield
+        finally:
+            self.is_backward = False
+
+    def bind(self, unit: int, spec: ParameterSpec, parameter: nn.Parameter) -> None:
+        """Let modules compute with what is made of a parameter, as the engine does."""
+        assert spec.distribution is not None
+        self.inside.append(unit)
+        made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
+        self.inside.pop()
+        for owner, name in spec.owners:
+            owner._parameters[name] = made
 
     def targets(self) -> list[Work]:
         own = self.work[self.inside[-1]]
         return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        for it in self.unsaved:
+            it.is_redone = True
+        self.unsaved.clear()
         key = storage(tensor)
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
@@ -143,6 +185,10 @@ class _Recorder:
         results = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
         operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
         if not results:
+            return
+        if func.namespace == "shardeddp":
+            self.exchange(func.name(), operands[0], results[0])
+        if self.is_backward:
             return
         if operands and all(storage(it) in self.free for it in operands):
             self.free.update(map(storage, results))  # a cast or a view of parameters: gathered so
@@ -169,6 +215,13 @@ class _Recorder:
         if "scaled_dot_product" in name or func.overloadpacket in flop_registry:
             self.costly.update(map(storage, results))
             self.kept += results
+
+    def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
+        kind: Any = name.partition("::")[2]
+        found = Exchange(kind=kind, nbytes=max(given.nbytes, made.nbytes))
+        self.exchanges[self.inside[-1]].append(found)
+        if not self.is_backward:
+            self.unsaved.append(found)
 
 
 class _Recording(TorchDispatchMode):
@@ -234,7 +287,7 @@ def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None
     The others return fresh tensors of the shapes that the first returned: nothing runs backward
     here, so nothing can tell.
     """
-    known: dict[object, tuple[Any, list[Work]]] = {}
+    known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
     inner = [
         [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
@@ -246,20 +299,31 @@ def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None
         tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
         key = _signature(units[index].module, args, kwargs)
         if key in known:
-            out, works = known[key]
-            for place, work in zip(inner[index], works, strict=True):
+            out, works, exchanges = known[key]
+            for place, work, exchanged in zip(inner[index], works, exchanges, strict=True):
                 recorder.work[place].add(work)
+                recorder.exchanges[place] += exchanged
             result = pytree.tree_map(_like, out)
         else:
             before = [Work(**vars(recorder.work[place])) for place in inner[index]]
+            counts = [len(recorder.exchanges[place]) for place in inner[index]]
+            around, recorder.unsaved = recorder.unsaved, []
             recorder.inside.append(index)
             recorder.work[index].input_nbytes += sum(it.nbytes for it in tensors)
             try:
                 result = forward(*args, **kwargs)
             finally:
                 recorder.inside.pop()
+                recorder.unsaved = around
             if not any(vars(work)["kernels"] for work in before):
-                known[key] = result, [Work(**vars(recorder.work[it])) for it in inner[index]]
+                known[key] = (
+                    result,
+                    [Work(**vars(recorder.work[it])) for it in inner[index]],
+                    [
+                        recorder.exchanges[it][count:]
+                        for it, count in zip(inner[index], counts, strict=True)
+                    ],
+                )
         recorder.after_units = index == last
         return result
 
@@ -334,6 +398,8 @@ def profile(
     precision: str,
     micro_batch: int,
     tokens: int,
+    tensor_size: int = 1,
+    tensor_plan: TensorPlan | None = None,
 ) -> ModelProfile:
     """Run one forward of a module on tensors without memory, and count it by unit.
 
@@ -345,9 +411,11 @@ def profile(
         precision: One of ``PRECISIONS``.
         micro_batch: Samples.
         tokens: Of a micro-batch.
+        tensor_size: Ranks that split layers, of which the first runs; 1: layers are whole.
+        tensor_plan: Which layers, and how.
 
     Raises:
-        UsageError: The precision is not known.
+        UsageError: The precision is not known, or layers cannot be split so.
         ConfigurationError: The module needs values to run, or something that is not there.
     """
     if precision not in PRECISIONS:
@@ -361,15 +429,21 @@ def profile(
     mode = FakeTensorMode()
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
     without_memory(module, mode, computes)
+    recorders: list[_Recorder] = []
+    axis = TensorAxis("a plan", 0, tensor_size, rehearsal=lambda: recorders[-1].rehearsal())
+    with mode:
+        split = split_as_planned(module, tensor_plan, axis)
     units = [
         replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
-        for unit in build_units(module, policy)
+        for unit in build_units(module, policy, split)
     ]
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
+    wrapped = [*_wrapped(units)]
 
     def run(truth: bool) -> tuple[_Recorder, bool, BaseException | None]:
         """One step; whether it has read a truth value, and what it has failed with."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
+        recorders.append(recorder)
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
         recording = _Recording(recorder, truth)
@@ -385,6 +459,8 @@ def profile(
                 recording,
                 _FusedNorms(),
             ):
+                for index, spec, parameter in wrapped:
+                    recorder.bind(index, spec, parameter)
                 step(module, micro_batch)
         except ConfigurationError:
             raise
@@ -395,8 +471,15 @@ def profile(
     recorder, was_asked, error = run(False)  # where a step looks for NaN, there is none
     if error is not None and was_asked:
         recorder, _, error = run(True)  # and what it asserts is true
+    said = str(error).splitlines()[0] if str(error) else ""
+    if error is not None and tensor_size > 1:
+        raise UsageError(
+            f"{type(module).__name__} does not run with layers split over {tensor_size} ranks as "
+            f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
+            f"layer is a rank's 1/{tensor_size} of its features: behind it is a 'rowwise' one, and "
+            f"whatever lies between is split too, or takes any number of features"
+        ) from error
     if error is not None:
-        said = str(error).splitlines()[0] if str(error) else ""
         raise ConfigurationError(
             f"{type(module).__name__} does not run without values ({type(error).__name__}: "
             f"{said}). The planner runs one training step on tensors that have shapes and no "
@@ -405,7 +488,60 @@ def profile(
             f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
             f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
         ) from error
-    return ModelProfile(units=units, work=recorder.work, head=recorder.head, tokens=tokens)
+    return ModelProfile(
+        units=units,
+        work=recorder.work,
+        head=recorder.head,
+        tokens=tokens,
+        exchanges=recorder.exchanges,
+    )
+
+
+def split_as_planned(
+    module: nn.Module, plan: TensorPlan | None, axis: TensorAxis
+) -> Mapping[nn.Parameter, Distribution]:
+    """Split layers as the engine does.
+
+    Args:
+        module: Its parameters may be without memory.
+        plan: Which layers, and how.
+        axis: The ranks that split them; a single one splits nothing.
+
+    Returns:
+        By new parameter, how the former one was split.
+
+    Raises:
+        UsageError: The plan names no layers, or such as cannot be split so.
+    """
+    if axis.size == 1:
+        return {}
+    if plan is None:
+        raise UsageError(
+            f"tensor_parallel_size={axis.size} is planned where tensor_parallel_plan names the layers "
+            f"('auto' for models of transformers); what configure_model splits by parallelize_module "
+            f"is not planned"
+        )
+    try:
+        layers = find_layers(module, plan, axis.size)
+        odd = next((it.name for it in layers if not isinstance(it.style, ParallelStyle)), None)
+        if odd is not None or not layers:
+            raise UsageError(
+                f"tensor_parallel_plan: {'no layer of the module is in it' if odd is None else odd}"
+                f"{'' if odd is None else ' has a style of torch, whose DTensors are not planned'}"
+            )
+        return split_layers(module, layers, axis)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from error
+
+
+def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn.Parameter]]:
+    """Parameters of which something is made that modules compute with, and their units."""
+    for index, unit in enumerate(units):
+        for spec in unit.parameters:
+            owner, name = spec.owners[0]
+            parameter = owner._parameters[name]
+            if spec.is_wrapped and parameter is not None:
+                yield index, spec, parameter
 
 
 @contextmanager

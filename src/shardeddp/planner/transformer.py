@@ -128,17 +128,19 @@ class Attention(nn.Module):
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
         self.dims = dims
-        self.head = dims.width // dims.heads
-        self.kv = (dims.kv_heads or dims.heads) * self.head
-        self.qkv = nn.Linear(dims.width, dims.width + 2 * self.kv, bias=dims.bias)
+        self.num_heads, self.num_key_value_heads = dims.heads, dims.kv_heads or dims.heads
+        self.head_dim = dims.width // dims.heads
+        shared = 2 * self.num_key_value_heads * self.head_dim
+        self.qkv = nn.Linear(dims.width, dims.width + shared, bias=dims.bias)
         self.out = nn.Linear(dims.width, dims.width, bias=dims.bias)
 
     @override
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
         """Shape (batch, length, width) to the same."""
-        batch, length, width = x.shape
-        parts = self.qkv(x).split([width, self.kv, self.kv], dim=-1)
-        query, key, value = (it.view(batch, length, -1, self.head).transpose(1, 2) for it in parts)
+        heads, shared = self.num_heads, self.num_key_value_heads
+        features = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        parts = features.split([heads, shared, shared], dim=-2)
+        query, key, value = (it.transpose(1, 2) for it in parts)
         if angles is not None:
             query, key = _rotate(query, angles), _rotate(key, angles)
         if self.dims.fused_attention:
@@ -148,8 +150,8 @@ class Attention(nn.Module):
             )
         else:
             scores = query @ key.transpose(-2, -1)
-            mixed = F.dropout((scores * self.head**-0.5).softmax(-1), 0.1) @ value
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+            mixed = F.dropout((scores * self.head_dim**-0.5).softmax(-1), 0.1) @ value
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -209,6 +211,29 @@ class Decoder(nn.Module):
             x = block(x, angles)
         logits = self.output(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+SPLITS = (
+    "As the auto plans of transformers: queries, keys, values, up and gate by columns, attention's "
+    "output and down by rows, an output layer that is not tied by columns, its logits gathered. "
+    "Other models name their layers."
+)
+"""What :func:`tensor_plan_of` splits."""
+
+
+def tensor_plan_of(dims: Dimensions) -> dict[str, str]:
+    """How tensor-parallel ranks split a decoder; see ``SPLITS``."""
+    plan = {
+        "blocks.*.attention.qkv": "packed_colwise:1",  # of all heads, side by side
+        "blocks.*.attention.num_heads": "divide",
+        "blocks.*.attention.num_key_value_heads": "divide",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+    }
+    if dims.gated:
+        plan["blocks.*.gate"] = "colwise"
+    return plan if dims.tied else {**plan, "output": "colwise_gather_output"}
 
 
 def _norm(dims: Dimensions) -> nn.Module:

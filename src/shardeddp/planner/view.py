@@ -26,6 +26,7 @@ _COLOURS = {
     "gathers": "#f58518",
     "reductions": "#ffbf79",
     "launch": "#bab0ac",
+    "exchanges": "#e45756",
     "gather": "#f58518",
     "reduction": "#ffbf79",
     "ranks": "#e45756",
@@ -41,10 +42,11 @@ def plan_lines(
     cluster: Cluster,
     name: str,
     calibrated: Sequence[str],
+    splits: str,
     top: int,
     width: int,
 ) -> list[str]:
-    """The best plans as a table, how many fit at all, and what was calibrated with what."""
+    """The best plans as a table, how many fit at all, what was calibrated, and how layers are split."""
     # Names of files stay whole.
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
@@ -63,6 +65,7 @@ def plan_lines(
             footer="",
             is_number=False,
         ),
+        *_tensor_column(plans, shown),
         _numbers("batch", [_batch(it) for it in shown]),
         _numbers("GiB", [f"{it.memory.peak / GIB:.1f}" for it in shown]),
         _numbers("step s", [f"{it.step.total:.3g}" for it in shown]),
@@ -77,6 +80,9 @@ def plan_lines(
         f"{100 * shown[0].interval:.0f} %{measured}.",
         *(line for text in calibrated for line in wrapped.wrap(text)),
     ]
+    if split := _tensor_column(plans, shown):
+        text = f"{split[0].heading}: neighbouring ranks that split each layer. {splits}"
+        lines += wrapped.wrap(text)
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
         lines.append(
@@ -86,6 +92,13 @@ def plan_lines(
         lines.append("Nothing fits; this comes nearest. More GPUs, a shorter --length, --offload")
         lines.append("params or a smaller --micro-batch may.")
     return lines
+
+
+def _tensor_column(plans: Sequence[Planned], shown: Sequence[Planned]) -> list[Column]:
+    """Ranks that split layers, where any do."""
+    sizes = [it.choice.tensor_parallel_size for it in shown]
+    split = any(it.choice.tensor_parallel_size > 1 for it in plans)
+    return [_numbers("TP", [str(it) for it in sizes])] if split else []
 
 
 def _numbers(heading: str, cells: Sequence[str]) -> Column:
@@ -111,8 +124,10 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
     room = cluster.gpu.memory_gb * 1e9
     memory["free"] = max(0, int(room - plan.memory.peak))
     choice = plan.choice
+    split = choice.tensor_parallel_size
     facts = (
-        f"{choice.strategy} over {choice.shard_size} ranks; recompute: {choice.recompute}; "
+        f"{choice.strategy} over {choice.shard_size} ranks; "
+        f"{f'layers split over {split} ranks; ' if split > 1 else ''}recompute: {choice.recompute}; "
         f"offload: {choice.offload}; micro-batch {_batch(plan)}; {choice.precision}"
     )
     step = plan.step

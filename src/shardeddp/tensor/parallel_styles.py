@@ -9,6 +9,7 @@ Outside of split layers, ranks have equal activations, or parts of one sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn, cast
@@ -32,6 +33,9 @@ class TensorAxis:
 
     rank: int
     size: int
+
+    rehearsal: Callable[[], AbstractContextManager[None]] | None = None
+    """Where nothing runs backward (plans): surrounds what backward would exchange, run by the forward."""
 
 
 def _same(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
@@ -87,7 +91,13 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """What one of the exchanges makes of a tensor; ``dim`` is that of parts."""
-    return _Exchange.apply(tensor, name, dim, axis)  # type: ignore[return-value]
+    made: torch.Tensor = _Exchange.apply(tensor, name, dim, axis)  # type: ignore[assignment]
+    if axis.rehearsal is not None and made.requires_grad:
+        with axis.rehearsal():
+            _Exchange.apply(
+                torch.empty_like(made, requires_grad=False), _EXCHANGES[name][1], dim, axis
+            )
+    return made
 
 
 class _FirstAlone(torch.autograd.Function):
