@@ -628,7 +628,9 @@ class Options:
             "plan_only": self.plan_only is not False,
         }
         splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
-        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, planned)
+        by_name = self.tensor_parallel_plan is not None  # what is split without is not planned
+        unnamed = {} if by_name else planned
+        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
         _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, planned)
         if self.experts is not None and self.expert_parallel_size == 1:
             raise ConfigurationError(
@@ -711,10 +713,10 @@ def _check_axis(
         )
     if found := [name for name, is_set in planned.items() if is_set]:
         raise ConfigurationError(
-            f"{option}={size} does not work together with {', '.join(found)}: plans are of whole "
-            f"layers and of ranks that have all experts, so their memory and times would be those of "
-            f"another run. Name a sharding_strategy (and a number for shard_size), leave plan_only "
-            f"out, and compare strategies by a few steps of each"
+            f"{option}={size} does not work together with {', '.join(found)}: plans are of layers "
+            f"that tensor_parallel_plan names, and of ranks that have all experts, so their memory and "
+            f"times would be those of another run. Name the layers, or name a sharding_strategy (and "
+            f"a number for shard_size), leave plan_only out, and compare strategies by a few steps"
         )
 
 

@@ -38,6 +38,9 @@ pytestmark = [
 PLANNED: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 6, "micro_batches": (2,)}
 
 
+SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
 class Reads(TinyGpt):
     """A step whose shapes depend on the data."""
 
@@ -522,9 +525,39 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         {"plan_only": True},
     ],
 )
-def test_tensor_parallel_runs_are_not_planned(option: dict[str, Any]) -> None:
+def test_tensor_parallel_runs_are_planned_where_a_plan_names_the_layers(
+    option: dict[str, Any],
+) -> None:
     with pytest.raises(ConfigurationError, match="does not work together"):
         ShardedDP(**option, tensor_parallel_size=2)
+    ShardedDP(**option, tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    with pytest.raises(ConfigurationError, match="does not work together"):
+        ShardedDP(**option, expert_parallel_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_plans_the_ranks_that_split_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = ShardedDP(plan_only="A100-80", tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
+    dry_trainer(strategy).fit(TinyGpt(), token_loader(16))
+    text = capsys.readouterr().out
+    assert "TP: neighbouring ranks that split each layer" in text
+    assert "As configured (full_shard over 1, micro-batch 4 x 1)" in text
+    assert strategy.planned is not None
+    assert strategy.planned.best.step.exchanges > 0
+
+
+def test_a_choice_is_of_the_ranks_with_different_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    split = replace(setting(), tensor_size=2, tensor_plan=SPLIT)
+    module = TinyGpt()
+    by_memory = choose_strategy(module, candidates(), split)
+    assert by_memory.sharding_strategy == "no_shard" and "no example_input" in by_memory.reason
+    sharding = candidates(shard_size="auto")["hybrid_shard"]
+    assert choose_shard_size(module, sharding, split, 4).shard_size == 2
+    module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    assert "by the plan" in choose_strategy(module, candidates(), split).reason
+    assert choose_shard_size(module, sharding, split, 4).shard_size in (2, 4)
 
 
 def test_fabric_says_what_to_write_instead() -> None:

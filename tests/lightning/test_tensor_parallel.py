@@ -707,8 +707,8 @@ def refuse(size: int, options: dict[str, Any]) -> str:
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
-        (2, {"sharding_strategy": "auto"}, "Name a sharding_strategy"),
-        (2, {"plan_only": True}, "plans are of whole layers"),
+        (2, {"sharding_strategy": "auto"}, "name a sharding_strategy"),
+        (2, {"plan_only": True}, "Name the layers"),
     ],
 )
 def test_options_that_were_not_tried_with_it_are_refused(

@@ -36,10 +36,13 @@ from shardeddp.plan.sharding_strategy import (
     ShardingStrategy,
     shard_sizes,
 )
+from shardeddp.plan.topology import Topology
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
-from shardeddp.planner.trace import PRECISIONS
+from shardeddp.planner.trace import PRECISIONS, split_as_planned
+from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap.tensor_plan import TensorPlan
 
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""
@@ -60,6 +63,18 @@ class RunSetting:
     ranks_per_node: int
     accumulates: int
     """Micro-batches of an optimizer step."""
+    tensor_size: int = 1
+    """Ranks that split layers."""
+    tensor_plan: TensorPlan | None = None
+
+    @property
+    def data_size(self) -> int:
+        """Ranks with different batches."""
+        return self.num_nodes * self.ranks_per_node // self.tensor_size
+
+    def topology(self, sharding: ShardingStrategy) -> Topology:
+        """The mesh that a strategy makes of the ranks."""
+        return sharding.topology(self.num_nodes, self.ranks_per_node, tensor_size=self.tensor_size)
 
     @classmethod
     def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
@@ -76,6 +91,8 @@ class RunSetting:
             num_nodes=ranks.num_nodes,
             ranks_per_node=ranks.per_node,
             accumulates=accumulates,
+            tensor_size=options.tensor_parallel_size,
+            tensor_plan=options.tensor_parallel_plan,
         )
 
 
@@ -138,16 +155,17 @@ def _plan_with(
     module: LightningModule, batch: Any, setting: RunSetting, gpu: str, **options: Any
 ) -> Plan:
     """A plan for the ranks, batch and units of a run; options: the rest of :func:`make_plan`'s."""
-    count = setting.num_nodes * setting.ranks_per_node
     with detached(module):
         return make_plan(
             module,
             gpu=gpu,
-            gpus=count,
+            gpus=setting.num_nodes * setting.ranks_per_node,
             per_node=setting.ranks_per_node,
             batch=lambda size: resized(batch, size),
             length=tokens_of(batch),
-            global_batch=samples_of(batch) * setting.accumulates * count,
+            global_batch=samples_of(batch) * setting.accumulates * setting.data_size,
+            tensor_parallel_sizes=(setting.tensor_size,),
+            tensor_parallel_plan=setting.tensor_plan if setting.tensor_size > 1 else None,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.policy,
             **options,
@@ -332,18 +350,19 @@ def choose_shard_size(
     """
     count = setting.num_nodes * setting.ranks_per_node
     near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
+    near_size = reach // setting.tensor_size
     usual = Chosen(
-        sharding_strategy="hybrid_shard", shard_size=reach, reason=f"the ranks of {near}"
+        sharding_strategy="hybrid_shard", shard_size=near_size, reason=f"the ranks of {near}"
     )
     gpu = gpu_at(setting.device)
     if gpu is None or module is None or module.example_input_array is None:
         return usual
     setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
     possible: list[tuple[str, ShardingStrategy]] = []
-    for size in shard_sizes(setting.num_nodes, reach):
+    for size in shard_sizes(setting.num_nodes, near_size):
         with suppress(ConfigurationError):  # ranks that gather for the backward do not divide it
             one = replace(sharding, shard_size=size)
-            one.topology(setting.num_nodes, reach)
+            setting.topology(one)
             possible.append(("hybrid_shard", one))
     try:
         plan = plan_as_set(module, module.example_input_array, possible, setting, gpu)
@@ -388,7 +407,7 @@ def choose_strategy(
     possible: dict[str, ShardingStrategy] = {}
     for name, sharding in candidates.items():
         with suppress(ConfigurationError):  # a size that does not divide the ranks
-            sharding.topology(setting.num_nodes, setting.ranks_per_node)
+            setting.topology(sharding)
             possible[name] = sharding
     candidates = possible or candidates
     names = ", ".join(candidates)
@@ -480,10 +499,12 @@ def by_states(
     Raises:
         ConfigurationError: The model has no units.
     """
-    units = build_units(module, setting.policy)
+    axis = TensorAxis("a plan", 0, setting.tensor_size)
+    split = split_as_planned(module, setting.tensor_plan, axis)
+    units = build_units(module, setting.policy, split)
     peaks: dict[str, int] = {}
     for name, sharding in candidates.items():
-        topology = sharding.topology(setting.num_nodes, setting.ranks_per_node)
+        topology = setting.topology(sharding)
         peaks[name] = plan_memory(
             [costs_of(unit, topology) for unit in units],
             sharding,

@@ -287,7 +287,7 @@ class StepMonitor(Callback):
         strategy: Any = trainer.strategy
         self._gpu = gpu_at(strategy.root_device)
         options = strategy.options
-        if self._bare is None or options.tensor_parallel_size > 1:
+        if self._bare is None:
             self._note = "the planner cannot plan this module"
             return
         try:
