@@ -236,6 +236,9 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
         ["plan", "--gpus", "8", "--dims", "layers=2"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--gpu", "H999"],
         ["plan", "--gpus", "9", "--dims", DIMS],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel", "3"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel", "8"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel-plan", "no such file"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--link-gbs", "nan"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--memory-tbs", "-1"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--bf16-tflops", "0"],
@@ -450,6 +453,21 @@ def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
     assert status == 1
     assert "more than 0.1 GiB." in out
     assert "leaves" not in out
+
+
+def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None:
+    path, given = tmp_path / "plan.json", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    given["blocks.*.gate"] = "colwise"
+    for content in (given, {"tensor_parallel_plan": given}):
+        path.write_text(json.dumps(content))
+        arguments = (*PLAN, "--tensor-parallel", "1", "2", "--tensor-parallel-plan", path)
+        status, out, _ = run(capsys, *arguments, "--json")
+        assert status == 0
+        assert {it["tensor_parallel_size"] for it in json.loads(out)} == {1, 2}
+    status, out, _ = run(capsys, *arguments)
+    assert (status, " TP " in out) == (0, True)
+    path.write_text("[1")
+    assert run(capsys, *arguments)[0] == 2
 
 
 def test_a_gpu_without_bfloat16_is_planned_in_float16(capsys: Output) -> None:

@@ -142,6 +142,16 @@ def test_the_plan_of_a_run_takes_as_long_as_the_run(
     )
 
 
+def test_what_split_layers_wait_for_is_in_the_computing_of_a_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gpus": 4, "tensor_parallel_sizes": (2,), "gpu": "A100-80"}
+    planned = plan(**options, strategies=("full_shard",)).best
+    device = replace(CPU, name="A100-80", ranks=4, per_node=4)
+    run = run_of(planned, tmp_path / "run", device, compute=1.3)
+    recorded, step = read(run), plan(run, **options, strategies=("full_shard",)).best.step
+    assert isinstance(recorded, Recorded) and step.exchanges == planned.step.exchanges > 0
+    assert step.total == pytest.approx(sum(recorded.parts.values()))
+
+
 @pytest.mark.parametrize("times", TIMES)
 def test_where_the_host_computes_a_run_s_network_is_that_of_the_probe(
     probe: Path, times: dict[str, float]
