@@ -119,8 +119,21 @@ class Translation:
         self.notes.append(Note(key=key, text=text, lost=True))
 
 
-Rule = Callable[[Translation, str, Any], None]
-"""Takes a key and its value into a translation."""
+@dataclass(frozen=True)
+class Rule:
+    """How a key and its value are taken into a translation; as a decorator, of a function."""
+
+    apply: Callable[[Translation, str, Any], None]
+    any_value: bool = False
+    """Whether it passes values on without a look at them, or looks for expressions itself."""
+
+    needed: bool | None = None
+    """Whether its key is needed whatever the value; None: where it changes or says something."""
+
+
+any_value = partial(Rule, any_value=True)
+
+_UNNEEDED = Rule(lambda made, key, value: None, any_value=True, needed=False)
 
 
 # -- values
@@ -205,26 +218,20 @@ def prefetch_of(value: Any) -> int | None:
 # -- rules that several strategies share
 
 
-_OF_ANY_VALUE: set[Rule] = set()
-"""Rules that pass values on without a look at them, or look for expressions themselves."""
+def _takes(
+    expected: str, *types: type
+) -> Callable[[Callable[[Translation, str, Any], None]], Rule]:
+    """Makes a rule for values of some types alone; None asks for nothing."""
 
-
-def _of_any_value(rule: Rule) -> Rule:
-    _OF_ANY_VALUE.add(rule)
-    return rule
-
-
-def _takes(expected: str, *types: type) -> Callable[[Rule], Rule]:
-    """Makes a rule one for values of some types alone; None asks for nothing."""
-
-    def checked(rule: Rule) -> Rule:
-        def only(made: Translation, key: str, value: Any) -> None:
+    def checked(apply: Callable[[Translation, str, Any], None]) -> Rule:
+        @any_value
+        def rule(made: Translation, key: str, value: Any) -> None:
             if type(value) in types:
-                rule(made, key, value)
+                apply(made, key, value)
             else:
                 _not_understood(made, key, value, expected)
 
-        return _of_any_value(only)
+        return rule
 
     return checked
 
@@ -257,13 +264,13 @@ def _pass_on(made: Translation, key: str, option: str, value: Any, remark: str =
         made.note(key, f"{value} is passed on as it is written{remark}")
 
 
-@_of_any_value
+@any_value
 def _same(made: Translation, key: str, value: Any) -> None:
     if value is not None:
         _pass_on(made, key, key, value)
 
 
-@_of_any_value
+@any_value
 def _timeout(made: Translation, key: str, value: Any) -> None:
     """Seconds; also a text that LightningCLI reads as a duration, or the call that makes one."""
     if isinstance(value, Call) and value.name == "timedelta" and not _runs(value):
@@ -272,17 +279,13 @@ def _timeout(made: Translation, key: str, value: Any) -> None:
         value = Expression(repr(value))
     elif type(value) is str and not re.fullmatch(r"(\d+ days?, )?\d+:\d+:\d+(\.\d+)?", value):
         value = float(value)
-    _same(made, key, value)
-
-
-@_of_any_value
-def _unneeded(made: Translation, key: str, value: Any) -> None:
-    made.unneeded.append(key)
+    _same.apply(made, key, value)
 
 
 def _always(text: str, *, when: Any) -> Rule:
     """A switch that is always in one position here."""
 
+    @Rule
     def rule(made: Translation, key: str, value: Any) -> None:
         if value is not None and value != when:
             made.note(key, text)
@@ -291,7 +294,7 @@ def _always(text: str, *, when: Any) -> Rule:
 
 
 def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
-    @_of_any_value
+    @any_value
     def rule(made: Translation, key: str, value: Any) -> None:
         if not any(value is harmless or value == harmless for harmless in unless):
             made.lose(key, text)
@@ -299,7 +302,7 @@ def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
     return rule
 
 
-@_of_any_value
+@any_value
 def _of_trainer(made: Translation, key: str, value: Any) -> None:
     if value is not None:
         made.lose(
@@ -307,6 +310,7 @@ def _of_trainer(made: Translation, key: str, value: Any) -> None:
         )
 
 
+@partial(Rule, needed=True)
 def _sharding(made: Translation, key: str, value: Any) -> None:
     number = value if isinstance(value, int) and not isinstance(value, bool) else None
     if isinstance(value, str) and value.isdigit():
@@ -324,7 +328,7 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
 _SIGNATURE = ": here a function takes (name, module), not (module, recurse, nonwrapped_numel)"
 
 
-@_of_any_value
+@any_value
 def _policy(made: Translation, key: str, value: Any) -> None:
     """A wrap policy: torch's objects, partials of its functions, classes, or None."""
     option = key.removesuffix("_policy") if key.startswith("activation") else "auto_wrap_policy"
@@ -374,7 +378,7 @@ def _policy(made: Translation, key: str, value: Any) -> None:
 _POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
 
 
-@_of_any_value
+@any_value
 def _offload(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Call):
         known = value.name in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy")
@@ -385,7 +389,7 @@ def _offload(made: Translation, key: str, value: Any) -> None:
         _pass_on(made, key, "cpu_offload", value)
 
 
-@_of_any_value
+@any_value
 def _mixed_precision(made: Translation, key: str, value: Any) -> None:
     if value is None:
         return
@@ -419,6 +423,7 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
     made.options["mixed_precision"] = Call(path="shardeddp.MixedPrecision", arguments=ours)
 
 
+@Rule
 def _device_mesh(made: Translation, key: str, value: Any) -> None:
     if value is None:
         return
@@ -446,6 +451,7 @@ def _device_mesh(made: Translation, key: str, value: Any) -> None:
                        f"parallelism are not there")  # fmt: skip
 
 
+@Rule
 def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
     if value is None:
         made.options[key] = 0
@@ -460,6 +466,7 @@ def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
         made.options[key] = depth
 
 
+@Rule
 def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
     if value is False:
         made.note(key, "one unit is gathered ahead here, which False does without saying so by "
@@ -468,15 +475,17 @@ def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
         made.options[key] = value
 
 
+@Rule
 def _reshard(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, str) and sharding_of(value):
-        _sharding(made, key, value)
+        _sharding.apply(made, key, value)
     elif value is False or type(value) is int:
         made.options[key] = value
     elif value is not True:
         _not_understood(made, key, value, "true, false or a number of ranks")
 
 
+@Rule
 def _unused_parameters(made: Translation, key: str, value: Any) -> None:
     if value:
         made.note(key, "not needed: a parameter without a gradient keeps none. Where ranks use "
@@ -495,7 +504,7 @@ _FP32_MASTER = (
 _SHARED: dict[str, Rule] = {
     **dict.fromkeys(("cluster_environment", "checkpoint_io", "process_group_backend"), _same),
     "timeout": _timeout,
-    **dict.fromkeys(("accelerator", "parallel_devices"), _unneeded),
+    **dict.fromkeys(("accelerator", "parallel_devices"), _UNNEEDED),
     "precision_plugin": _of_trainer,
 }
 
@@ -536,7 +545,7 @@ _FSDP: dict[str, Rule] = {
     "mesh": _device_mesh,
     "dp_mesh_dims": _lost("shard_size says how many ranks share one model"),
     "shard_placement_fn": _lost("flat buffers are cut evenly over ranks, whatever the dimension"),
-    "device_id": _unneeded,
+    "device_id": _UNNEEDED,
 }
 
 # -- ModelParallelStrategy
@@ -547,6 +556,7 @@ def _save_distributed(made: Translation, key: str, value: Any) -> None:
     made.options["state_dict_type"] = "full" if value is False else "sharded"
 
 
+@Rule
 def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
     if type(value) is int and value > 0:
         made.options |= {"tensor_parallel_size": value} if value > 1 else {}
@@ -559,7 +569,7 @@ def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
 
 _MODEL_PARALLEL: dict[str, Rule] = {
     **_SHARED,
-    "data_parallel_size": _unneeded,
+    "data_parallel_size": _UNNEEDED,
     "tensor_parallel_size": _tensor_parallel,
     "save_distributed_checkpoint": _save_distributed,
 }
@@ -567,10 +577,12 @@ _MODEL_PARALLEL: dict[str, Rule] = {
 # -- DeepSpeed, by arguments and by its JSON
 
 
-@_takes("0, 1, 2 or 3", int, str)
+@partial(Rule, any_value=True, needed=True)
 def _stage(made: Translation, key: str, value: Any) -> None:
-    stage = int(value) if isinstance(value, str) and value.isdigit() else value
-    if stage in range(4):
+    stage = int(value) if type(value) is str and value.isdigit() else value
+    if type(value) not in (int, str):
+        _not_understood(made, key, value, "0, 1, 2 or 3")
+    elif stage in range(4):
         made.options["sharding_strategy"] = _BY_STAGE[int(stage)]
     else:
         made.lose(key, f"{value!r} is not known: expected 0, 1, 2 or 3")
@@ -586,13 +598,13 @@ _NO_DISKS = "disks are not offloaded to: host memory is the last resort"
 
 
 def _offload_of(part: str) -> Rule:
-    @_of_any_value
+    @any_value
     def rule(made: Translation, key: str, value: Any) -> None:
         device = value
         if isinstance(value, Mapping):
             inner = dict(cast("Mapping[str, Any]", value))
             device = inner.pop("device", "none")
-            apply_rules(made, _OFFLOADING, inner, f"{key}.")
+            _apply_inside(made, _OFFLOADING, inner, f"{key}.")
         if device == "nvme":
             made.lose(key, _NO_DISKS)
         if device in (None, False, "none"):
@@ -645,7 +657,7 @@ _OFFLOADING: dict[str, Rule] = {
     **dict.fromkeys(
         "nvme_path pin_memory buffer_count buffer_size max_in_cpu pipeline_read pipeline_write "
         "pipeline fast_init".split(),
-        _unneeded,
+        _UNNEEDED,
     ),
     "ratio": _lost("what is offloaded is offloaded as a whole", unless=(None, 1)),
 }
@@ -682,10 +694,10 @@ _PRECISION: dict[str, Rule] = {
         "fp16_master_weights_and_grads bf16_master_weights_and_grads bf16_optimizer_states".split(),
         _lost("main weights and what the optimizer holds have the dtype of the parameters"),
     ),
-    **dict.fromkeys(("immediate_grad_update", "check_grad_overflow"), _unneeded),
+    **dict.fromkeys(("immediate_grad_update", "check_grad_overflow"), _UNNEEDED),
 }
 _ZERO: dict[str, Rule] = {
-    **dict.fromkeys(_TUNING, _unneeded),
+    **dict.fromkeys(_TUNING, _UNNEEDED),
     "stage": _stage,
     "offload_optimizer": _offload_of("optimizer"),
     "offload_param": _offload_of("params"),
@@ -705,12 +717,29 @@ _ZERO: dict[str, Rule] = {
 _AUTO = "'auto' is filled in by transformers; Lightning has to be told"
 
 
-@_of_any_value
+def _apply_inside(
+    made: Translation, rules: Mapping[str, Rule], given: Mapping[str, Any], prefix: str
+) -> None:
+    """Take the keys of a part of a configuration, in which any value may be 'auto'."""
+    apply_rules(made, {key: _or_auto(rule) for key, rule in rules.items()}, given, prefix)
+
+
+def _or_auto(rule: Rule) -> Rule:
+    def apply(made: Translation, key: str, value: Any) -> None:
+        if type(value) is str and value == "auto":
+            made.note(key, _AUTO)
+        else:
+            rule.apply(made, key, value)
+
+    return rule if rule.needed is False else dataclasses.replace(rule, apply=apply)
+
+
+@any_value
 def _zero_optimization(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, bool):
-        _zero(made, key, value)
+        _zero.apply(made, key, value)
     elif isinstance(value, Mapping):
-        apply_rules(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
+        _apply_inside(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
     else:
         _not_understood(made, key, value, "a mapping, true or false")
 
@@ -718,10 +747,10 @@ def _zero_optimization(made: Translation, key: str, value: Any) -> None:
 def _within(rules: Mapping[str, Rule]) -> Rule:
     """A rule that takes the keys of a mapping by rules of their own."""
 
-    @_of_any_value
+    @any_value
     def rule(made: Translation, key: str, value: Any) -> None:
         if isinstance(value, Mapping):
-            apply_rules(made, rules, cast("Mapping[str, Any]", value), f"{key}.")
+            _apply_inside(made, rules, cast("Mapping[str, Any]", value), f"{key}.")
         else:
             _not_understood(made, key, value, "a mapping")
 
@@ -736,14 +765,14 @@ def _mixed(precision: str) -> Rule:
 
     inside = _within({**_PRECISION, "enabled": enabled})
 
-    @_of_any_value
+    @any_value
     def rule(made: Translation, key: str, value: Any) -> None:
         it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"enabled": True}
         if it.get("enabled") == "auto":
             made.note(f"{key}.enabled", f"{_AUTO}: Trainer(precision={precision!r}), or nothing")
-            inside(made, key, {name: it[name] for name in it if name != "enabled"})
+            inside.apply(made, key, {name: it[name] for name in it if name != "enabled"})
         elif it.get("enabled") not in (None, False):
-            inside(made, key, value)
+            inside.apply(made, key, value)
 
     return rule
 
@@ -766,7 +795,7 @@ _IN_CODE = "written in code: configure_optimizers() returns it"
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 
 
-@_of_any_value
+@any_value
 def _optimizer(made: Translation, key: str, value: Any) -> None:
     """DeepSpeed's Adam is torch's AdamW, as long as nobody asks for the other one."""
     it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
@@ -797,14 +826,14 @@ _ACTIVATIONS: dict[str, Rule] = {
             "profile",
             "synchronize_checkpoint_boundary",
         ),
-        _unneeded,
+        _UNNEEDED,
     ),
     "cpu_checkpointing": _cpu_checkpointing,
     "partition_activations": _lost("kept inputs are not split over tensor-parallel ranks"),
 }
 
 
-@_of_any_value
+@any_value
 def _tool(made: Translation, key: str, value: Any) -> None:
     off = isinstance(value, Mapping) and cast("Any", value).get("enabled") in (None, False)
     if value is not None and value is not False and not off:
@@ -816,7 +845,7 @@ _CONFIG: dict[str, Rule] = {
         "steps_per_print dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
         "prescale_gradients gradient_predivide_factor memory_breakdown checkpoint "
         "sparse_gradients".split(),
-        _unneeded,
+        _UNNEEDED,
     ),
     **dict.fromkeys(
         "wall_clock_breakdown flops_profiler comms_logger tensorboard wandb csv_monitor".split(),
@@ -837,11 +866,11 @@ _CONFIG: dict[str, Rule] = {
 }
 
 
-@_of_any_value
+@any_value
 def _config(made: Translation, key: str, value: Any) -> None:
     if isinstance(value, Mapping):
         made.options["sharding_strategy"] = "no_shard"  # as without zero_optimization
-        apply_rules(made, _CONFIG, cast("Mapping[str, Any]", value), "config.")
+        _apply_inside(made, _CONFIG, cast("Mapping[str, Any]", value), "config.")
     elif value is not None:
         made.lose(key, f"{value!r} could not be read: give the JSON file itself to "
                        f"`shardeddp migrate`")  # fmt: skip
@@ -872,10 +901,10 @@ _DDP: dict[str, Rule] = {
     **_SHARED,
     "start_method": _same,
     "find_unused_parameters": _unused_parameters,
-    "static_graph": _unneeded,
-    "gradient_as_bucket_view": _unneeded,
-    "bucket_cap_mb": _unneeded,
-    "bucket_cap_mb_list": _unneeded,
+    "static_graph": _UNNEEDED,
+    "gradient_as_bucket_view": _UNNEEDED,
+    "bucket_cap_mb": _UNNEEDED,
+    "bucket_cap_mb_list": _UNNEEDED,
     "init_sync": _always("rank 0's values always reach all ranks", when=True),
     "broadcast_buffers": _lost(
         "buffers follow rank 0, as DDP's do by default", unless=(None, True)
@@ -885,7 +914,7 @@ _DDP: dict[str, Rule] = {
     "ddp_comm_wrapper": _HOOK,
     "mixed_precision": _mixed_precision,
     **dict.fromkeys(
-        ("batched_grad_copy", "check_reduction", "skip_all_reduce_unused_params"), _unneeded
+        ("batched_grad_copy", "check_reduction", "skip_all_reduce_unused_params"), _UNNEEDED
     ),
     **dict.fromkeys(
         ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "forward_sync_buffers"),
@@ -983,7 +1012,7 @@ _BESIDE_CONFIG = {
 def translate_config(config: Mapping[str, Any]) -> Translation:
     """Arguments of ShardedDP for a configuration of DeepSpeed, as its JSON file has it."""
     made = Translation()
-    _config(made, "config", config)
+    _config.apply(made, "config", config)
     _say_defaults(made, "DeepSpeedStrategy", {})
     return made
 
@@ -1024,20 +1053,18 @@ def apply_rules(
             near = _did_you_mean(_nearest(key, rules))
             made.lose(f"{prefix}{key}", f"no counterpart is known{near}")
             continue
-        if prefix and type(value) is str and value == "auto" and rule is not _unneeded:
-            made.note(f"{prefix}{key}", _AUTO)
-            continue
-        before, extent = len(made.notes), _extent(made)
+        before = len(made.notes)
         former = dict(made.options), dict(made.trainer), [*made.unneeded]
-        if rule not in _OF_ANY_VALUE and _runs(value):
+        if _runs(value) and not rule.any_value:
             made.lose(key, f"only the running program knows {value!r}")
         else:
             try:
-                rule(made, key, value)
+                rule.apply(made, key, value)
             except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
                 made.options, made.trainer, made.unneeded = former
                 made.lose(key, f"{value!r} is not understood: {error}")
-        if _extent(made) == extent and rule not in (_sharding, _stage):
+        said = len(made.notes) > before
+        if not (said or rule.needed) and former == (made.options, made.trainer, made.unneeded):
             made.unneeded.append(key)
         made.notes[before:] = [
             dataclasses.replace(note, key=f"{prefix}{note.key}")
@@ -1045,11 +1072,6 @@ def apply_rules(
             else note
             for note in made.notes[before:]
         ]
-
-
-def _extent(made: Translation) -> tuple[int, ...]:
-    lists = (made.notes, made.unneeded, made.trainer)
-    return *map(len, lists), *map(id, made.options.values())
 
 
 def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) -> None:
@@ -1063,7 +1085,7 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
                                      "where tensor_parallel_size is 1: auto_wrap_policy says "
                                      "which modules are units")  # fmt: skip
         if "tensor_parallel_size" not in given:
-            _tensor_parallel(made, "tensor_parallel_size", "auto")
+            _tensor_parallel.apply(made, "tensor_parallel_size", "auto")
         if "save_distributed_checkpoint" not in given:
             made.options["state_dict_type"] = "sharded"
     if strategy == "FSDPStrategy":
@@ -1108,8 +1130,8 @@ def options_of(option: str, value: Any) -> Any:
     if not type(value).__module__.startswith("torch.distributed."):
         return value
     made = Translation()
-    rule: Rule = {"cpu_offload": _offload, "mixed_precision": _mixed_precision}[option]
-    rule(made, option, described(value))
+    rule = {"cpu_offload": _offload, "mixed_precision": _mixed_precision}[option]
+    rule.apply(made, option, described(value))
     if lost := [note.text for note in made.notes if note.lost]:
         raise ConfigurationError(f"{option}={value!r}: {'; '.join(lost)}")
     found = made.options.get(option)
