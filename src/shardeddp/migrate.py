@@ -12,6 +12,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +33,10 @@ from shardeddp.translate import (
     Expression,
     Translation,
     apply_rules,
+    in_order,
     is_of_deepspeed,
     not_known,
+    python_code,
     translate,
     translate_config,
 )
@@ -196,7 +199,7 @@ def _of_ours(arguments: Mapping[str, Any]) -> Translation:
     """ShardedDP with words of others among its arguments, those of FSDP, or misspelt ones."""
     made = Translation()
     known = [*_names_of(Options), *_OF_LIGHTNING]
-    for key in sorted(arguments, key=("device_mesh", "mesh").__contains__):
+    for key in in_order(arguments):
         value = arguments[key]
         ours = isinstance(value, Call) and value.path.startswith("shardeddp.")
         ours = ours or (key == "sharding_strategy" and value == "auto")
@@ -554,16 +557,22 @@ def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrate
     names = {
         it.name for it in made.options.values() if isinstance(it, Call) and "shardeddp." in it.path
     }
-    line = f"strategy={_as_python(Call(path='ShardedDP', arguments=made.options))}"
+    options = dict(made.options)
+    chosen = options.pop("sharding_strategy", None)
+    first = () if chosen in (None, "full_shard") else (chosen,)
+    line = f"strategy={_code(Call(path='ShardedDP', positional=first, arguments=options))}"
     if not fabric:
         names.add("ShardedDP")
     lines = [f"from shardeddp import {', '.join(sorted(names))}"] if names else []
     lines += ["from shardeddp.fabric import ShardedDP"] if fabric else []
-    trainer = "".join(f", {key}={_as_python(it)}" for key, it in made.trainer.items())
+    trainer = "".join(f", {key}={_code(it)}" for key, it in made.trainer.items())
     return Migrated(
         place=place, was=was, text="\n".join([*lines, line + trainer]), translation=made
     )
 
+
+_code = partial(python_code, quote=partial(json.dumps, ensure_ascii=False))
+"""Values as Python code, with the double quotes of formatted files."""
 
 _Binding = tuple[ast.AST, ast.AST]
 """What holds the place where a name is bound, and the module, function or class of that place."""
@@ -759,33 +768,6 @@ def _bound_by(node: ast.AST) -> list[str | None]:
 
 
 # -- text
-
-
-def _as_python(value: Any) -> str:
-    if isinstance(value, Call) and value.written:
-        return value.written
-    if isinstance(value, Call):
-        given = dict(value.arguments)
-        first = given.pop("sharding_strategy", None) if value.name == "ShardedDP" else None
-        shown = [] if first in (None, "full_shard") else [_as_python(first)]
-        shown += [_as_python(it) for it in value.positional]
-        shown += [f"{key}={_as_python(it)}" for key, it in given.items()]
-        return f"{value.name}({', '.join(shown)})"
-    if isinstance(value, Expression):
-        return str(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_as_python, cast('Sequence[Any]', value)))}]"
-    if isinstance(value, tuple):
-        inner = ", ".join(map(_as_python, cast("Sequence[Any]", value)))
-        return f"({inner},)" if value else "()"
-    if isinstance(value, dict):
-        mapping = cast("dict[str, Any]", value)
-        return (
-            "{" + ", ".join(f"{_as_python(k)}: {_as_python(v)}" for k, v in mapping.items()) + "}"
-        )
-    return repr(value)
 
 
 def _as_yaml(made: Translation) -> str:

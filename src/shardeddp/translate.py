@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from types import FunctionType
+from types import EllipsisType, FunctionType, NoneType
 from typing import Any, cast
 
 from shardeddp.errors import ConfigurationError
@@ -163,6 +163,52 @@ def described(value: Any) -> Any:
             },
         )
     return value
+
+
+class OpaqueValueError(Exception):
+    """A value of a running program that no code is known for."""
+
+
+def python_code(value: Any, quote: Callable[[str], str] = repr) -> str:
+    """A value as Python code that makes it, of names that its file is taken to import.
+
+    Args:
+        value: Of a file or of a running program.
+        quote: Writes texts.
+
+    Raises:
+        OpaqueValueError: Nothing that can be written makes it.
+    """
+    write = partial(python_code, quote=quote)
+    if isinstance(value, Expression) or (isinstance(value, Call) and value.written):
+        return str(value)
+    if isinstance(value, Call):
+        pairs = (f"{key}={write(it)}" for key, it in value.arguments.items())
+        return f"{value.name}({', '.join([*map(write, value.positional), *pairs])})"
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, timedelta):
+        return repr(value.total_seconds())
+    if isinstance(known := described(value), Call):
+        return write(known)
+    if type(value).__module__.startswith("shardeddp.wrap."):  # policies
+        return write(Call(path=type(value).__name__, arguments=vars(value)))
+    if isinstance(value, (type, FunctionType)) and value.__name__.isidentifier():
+        return value.__name__
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value).items()
+        return f"{{{', '.join(f'{write(key)}: {write(it)}' for key, it in entries)}}}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inner = ", ".join(map(write, cast("Iterable[Any]", value)))
+        if isinstance(value, tuple):
+            return f"({inner},)" if inner else "()"
+        return f"{{{inner}}}" if isinstance(value, (set, frozenset)) and inner else f"[{inner}]"
+    plain = isinstance(value, (int, float, complex, bytes, NoneType, EllipsisType))
+    if plain or type(value).__name__ == "dtype":
+        return repr(value)
+    raise OpaqueValueError
 
 
 def _word(value: Any) -> str:
@@ -811,8 +857,8 @@ def _optimizer(made: Translation, key: str, value: Any) -> None:
         own = {} if params.get("torch_adam") else {"weight_decay": 0.0}
         own = {**{name: params[name] for name in _ADAM if name in params}, **own, **params}
         own = {name: own[name] for name in own if name in _ADAM and own[name] != "auto"}
-        given = f", {_shown_options(own)}" if own else ""
-        line = f", here torch.optim.AdamW(self.parameters(){given})"
+        call = Call(path="AdamW", positional=(Expression("self.parameters()"),), arguments=own)
+        line = f", here torch.optim.{python_code(call)}"
         if others := [str(it) for it in params if it not in (*_ADAM, "torch_adam", "adam_w_mode")]:
             line += f"; {', '.join(others)} would be lost"
     made.lose(key, f"{_IN_CODE}{line}")
@@ -1036,6 +1082,11 @@ _LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
 """Keys that are looked at when the sharding strategy is known."""
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of arguments in the order in which they are taken."""
+    return sorted(names, key=_LAST.__contains__)
+
+
 def apply_rules(
     made: Translation, rules: Mapping[str, Rule], arguments: Mapping[str, Any], prefix: str = ""
 ) -> None:
@@ -1047,7 +1098,7 @@ def apply_rules(
         arguments: Values by key, as a file has them.
         prefix: Of keys in lines about them.
     """
-    for key in sorted(arguments, key=_LAST.__contains__):
+    for key in in_order(arguments):
         rule, value = rules.get(key), arguments[key]
         if rule is None:
             near = _did_you_mean(_nearest(key, rules))
@@ -1158,7 +1209,7 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
         else:
             foreign[name] = owner
     made = Translation(options=own)
-    for name in sorted(foreign, key=_LAST.__contains__):
+    for name in in_order(foreign):
         owner, before, options = foreign[name], len(made.notes), dict(made.options)
         apply_rules(made, RULES[owner], {name: described(given[name])})
         changed = {key: it for key, it in made.options.items() if options.get(key) is not it}
@@ -1203,10 +1254,6 @@ def _nearest(name: object, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(str(name), list(known), n=1)
 
 
-class _CannotBeWrittenError(Exception):
-    """A value of a running program that no text makes."""
-
-
 def _line(options: Mapping[str, Any], around: str = "{}") -> str:
     """Arguments as they are written, and the names of those whose values cannot be."""
     shown = {key: _or_own(it) for key, it in options.items()}
@@ -1220,37 +1267,6 @@ _OWN = "..."
 
 def _or_own(value: Any) -> str:
     try:
-        return _shown(value)
-    except _CannotBeWrittenError:
+        return python_code(value)
+    except OpaqueValueError:
         return _OWN
-
-
-def _shown_options(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_shown(it)}" for key, it in options.items())
-
-
-def _shown(value: Any) -> str:
-    """A value as Python code that makes it, of names that its file is taken to import."""
-    if isinstance(value, Call):
-        given = [*map(_shown, value.positional), _shown_options(value.arguments)]
-        return f"{value.name}({', '.join(filter(None, given))})"
-    if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, timedelta):
-        return repr(value.total_seconds())
-    if isinstance(known := described(value), Call) and known is not value:
-        return _shown(known)
-    if type(value).__module__.startswith("shardeddp.wrap."):  # policies
-        return _shown(Call(path=type(value).__name__, arguments=vars(value)))
-    if isinstance(value, (type, FunctionType)) and value.__name__.isidentifier():
-        return value.__name__
-    if isinstance(value, dict):
-        pairs = cast("dict[Any, Any]", value).items()
-        return f"{{{', '.join(f'{_shown(key)}: {_shown(it)}' for key, it in pairs)}}}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        inner = ", ".join(map(_shown, cast("Iterable[Any]", value)))
-        return f"{{{inner}}}" if isinstance(value, (set, frozenset)) and inner else f"[{inner}]"
-    plain = isinstance(value, (str, int, float, bool, type(None)))
-    if plain or type(value).__name__ == "dtype":
-        return repr(value)
-    raise _CannotBeWrittenError
