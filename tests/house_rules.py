@@ -17,7 +17,7 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "garbage", "torch_private", "translate"),
+    ("errors", "garbage", "torch_private", "translation"),
     ("plan",),
     ("comm",),
     ("tensor",),

@@ -38,7 +38,8 @@ from torch.distributed.fsdp.wrap import (
 
 from shardeddp import ConfigurationError, CPUOffload, MixedPrecision, ShardedDP, SizePolicy
 from shardeddp.plan.sharding_strategy import Reshard, ShardSize
-from shardeddp.translate import RULES, described, translate
+from shardeddp.translation.calls import described
+from shardeddp.translation.strategies import RULES, translate
 from shardeddp.wrap import resolve_policy
 
 

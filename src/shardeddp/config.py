@@ -20,7 +20,7 @@ from shardeddp.plan.sharding_strategy import (
     candidates,
     choose_sharding,
 )
-from shardeddp.translate import options_of, prefetch_of, sharding_of
+from shardeddp.translation.torch_strategies import options_of, prefetch_of, sharding_of
 from shardeddp.wrap import NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan

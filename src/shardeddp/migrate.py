@@ -26,20 +26,10 @@ from shardeddp.config import (
     Options,
 )
 from shardeddp.errors import ConfigurationError
-from shardeddp.translate import (
-    NAMES,
-    RULES,
-    Call,
-    Expression,
-    Translation,
-    apply_rules,
-    in_order,
-    is_of_deepspeed,
-    not_known,
-    python_code,
-    translate,
-    translate_config,
-)
+from shardeddp.translation.calls import Call, Expression, python_code
+from shardeddp.translation.deepspeed import is_of_deepspeed
+from shardeddp.translation.rules import Translation, apply_rules, in_order, not_known
+from shardeddp.translation.strategies import NAMES, RULES, translate, translate_config
 from shardeddp.wrap import SizePolicy
 
 # -- what a file has, and what takes its place

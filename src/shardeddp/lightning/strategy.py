@@ -88,7 +88,7 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
-from shardeddp.translate import explain_unknown
+from shardeddp.translation.unknown import explain_unknown
 from shardeddp.wrap import PolicyLike, require_parameters
 from shardeddp.wrap.tensor_plan import TensorPlan
 
