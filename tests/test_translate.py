@@ -38,7 +38,7 @@ from torch.distributed.fsdp.wrap import (
 
 from shardeddp import ConfigurationError, CPUOffload, MixedPrecision, ShardedDP, SizePolicy
 from shardeddp.plan.sharding_strategy import Reshard, ShardSize
-from shardeddp.translation.calls import described
+from shardeddp.translation.calls import Call, Expression, described, python_code
 from shardeddp.translation.strategies import RULES, translate
 from shardeddp.wrap import resolve_policy
 
@@ -248,3 +248,17 @@ def test_what_is_lost_is_said() -> None:
 
 def test_objects_are_described_by_their_calls() -> None:
     assert repr(described(FSDPOffload(offload_params=True))) == "CPUOffload(offload_params=True)"
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (("a", nn.Linear), "('a', Linear,)"),
+        ({"a": [1, None]}, "{'a': [1, None]}"),
+        (Call(path="m.f", positional=(Expression("x.y"),), arguments={"k": 1.5}), "f(x.y, k=1.5)"),
+        (Call(path="f", written="m.f(*a)"), "m.f(*a)"),
+    ],
+)
+def test_values_are_written_as_the_code_that_makes_them(value: Any, code: str) -> None:
+    assert python_code(value) == code
+    assert python_code(value, quote='"{}"'.format) == code.replace("'", '"')

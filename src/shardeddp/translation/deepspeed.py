@@ -4,10 +4,13 @@ from __future__ import annotations
 
 # ruff: noqa: SIM905  # tables of words are read as text
 import dataclasses
+import json
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
+from shardeddp.errors import ConfigurationError
 from shardeddp.translation.calls import Call, Expression, python_code
 from shardeddp.translation.rules import (
     UNNEEDED,
@@ -365,3 +368,25 @@ def drop_unread(made: Translation, given: dict[str, Any]) -> None:
     for key in [it for it in given if it in DEEPSPEED and it not in (says, *_BESIDE_CONFIG)]:
         made.note(key, f"not looked at there: {says} says it all")
         del given[key]
+
+
+def with_config(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Arguments of DeepSpeedStrategy with the configuration that they name read from its file.
+
+    Args:
+        arguments: By name.
+        folder: From which the file's path is relative.
+
+    Raises:
+        ConfigurationError: The file cannot be parsed.
+    """
+    config = arguments.get("config")
+    if not isinstance(config, str) or isinstance(config, Expression):
+        return dict(arguments)
+    file = folder / config
+    if not file.is_file():
+        return dict(arguments)
+    try:
+        return {**arguments, "config": json.loads(file.read_text(encoding="utf-8-sig"))}
+    except ValueError as error:
+        raise ConfigurationError(f"{file} cannot be parsed: {error}") from error

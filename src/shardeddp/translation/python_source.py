@@ -1,0 +1,204 @@
+"""Python source: values of its expressions and the strategies that it makes, without running it."""
+
+from __future__ import annotations
+
+# ruff: noqa: SIM905  # tables of words are read as text
+import ast
+from collections import Counter
+from typing import Any, cast
+
+from shardeddp.translation.calls import Call, Expression
+from shardeddp.translation.strategies import RULES
+
+_READ = (
+    "partial ModuleWrapPolicy CustomPolicy MixedPrecision MixedPrecisionPolicy CPUOffload "
+    "CPUOffloadPolicy OffloadPolicy init_device_mesh timedelta"
+).split()
+"""Calls that rules look into; others are passed on as they are written."""
+
+_HARMLESS = {*RULES, *_READ, "Trainer", "Fabric", "ShardedDP"} - {"partial"}
+"""Calls that do not change what they are given."""
+
+_ENUMERATIONS = ("ShardingStrategy", "BackwardPrefetch")
+
+_DTYPES = "bfloat16 float16 half float32 float float64 double".split()
+
+_SCOPES = (
+    ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp,
+    ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+
+_Binding = tuple[ast.AST, ast.AST]
+"""What holds the place where a name is bound, and the module, function or class of that place."""
+
+
+class SourceReader:
+    """Values of expressions, as far as a file says them.
+
+    A name is read where it is bound once in the whole file, by a plain assignment of the module or
+    of the same function. A value that can be changed in place has to be used by the calls alone
+    that this file is read for.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        # By the name here: the module that it is or comes from, and its name there.
+        self._imported: dict[str, tuple[str, str]] = {}
+        self._bound: dict[str | None, list[_Binding]] = {}
+        self._scopes: dict[ast.AST, ast.AST] = {}
+        self._loads: Counter[str] = Counter()
+        self._following: set[str] = set()
+        waiting: list[tuple[ast.AST, ast.AST, ast.AST]] = [(tree, tree, tree)]
+        while waiting:
+            node, parent, scope = waiting.pop()
+            self._scopes[node] = scope
+            for name in _bound_by(node):
+                self._bound.setdefault(name, []).append((parent, scope))
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                for alias in node.names:
+                    self._imported[alias.asname or alias.name] = module or alias.name, alias.name
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self._loads[node.id] += 1
+            inner = node if isinstance(node, _SCOPES) else scope
+            waiting += [(child, node, inner) for child in ast.iter_child_nodes(node)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and (
+                self.name_of(node.func) in _HARMLESS or self.strategy_of(node)
+            ):
+                given = [*node.args, *(it.value for it in node.keywords)]
+                self._loads.subtract(it.id for it in given if isinstance(it, ast.Name))
+
+    def _value_of(self, name: ast.Name) -> ast.expr | None:
+        """The expression that a name stands for wherever it is bound; None where that may vary."""
+        bindings = self._bound.get(name.id, [])
+        if len(bindings) != 1 or name.id in self._following:
+            return None
+        (assigned, scope) = bindings[0]
+        seen = isinstance(scope, ast.Module) or scope is self._scopes.get(name)
+        if not seen or isinstance(scope, ast.ClassDef):
+            return None
+        match assigned:
+            case ast.Assign(targets=[_], value=value) | ast.AnnAssign(value=value):
+                return value
+            case _:
+                return None
+
+    def _followed(self, name: ast.Name) -> Any:
+        value = self._value_of(name)
+        if value is None:
+            return Expression(name.id)
+        self._following.add(name.id)
+        found = self.read(value)
+        self._following.discard(name.id)
+        changes = isinstance(found, (list, dict, tuple, Call)) and self._loads[name.id] > 0
+        return Expression(name.id) if changes or isinstance(found, Expression) else found
+
+    def strategy_of(self, call: ast.Call) -> tuple[str, list[ast.expr]] | None:
+        """The strategy that a call makes, or makes a partial of, and arguments by place."""
+        name = self.name_of(call.func)
+        if name in RULES:
+            return name, call.args
+        if name == "partial" and call.args and (name := self.name_of(call.args[0])) in RULES:
+            return name, call.args[1:]
+        return None
+
+    def is_strategy(self, value: ast.expr) -> bool:
+        """Whether an expression makes a strategy that is reported where it is made."""
+        if isinstance(value, ast.Name):
+            value = self._value_of(value) or value
+        return isinstance(value, ast.Call) and self.name_of(value.func) in (*RULES, "ShardedDP")
+
+    def name_of(self, function: ast.expr) -> str:
+        """The name under which a function was defined, if it is called by a name."""
+        if isinstance(function, ast.Attribute):
+            return function.attr
+        if not isinstance(function, ast.Name):
+            return ""
+        value = self._value_of(function)
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            self._following.add(function.id)
+            name = self.name_of(value)
+            self._following.discard(function.id)
+            return name
+        return self._imported.get(function.id, ("", function.id))[1].rpartition(".")[2]
+
+    def is_fabric(self, node: ast.AST) -> bool:
+        """Whether a call makes a Fabric, or what is named comes from Fabric's modules."""
+        function = node.func if isinstance(node, ast.Call) else node
+        if isinstance(function, ast.expr) and self.name_of(function) == "Fabric":
+            return True
+        root = function
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        named = ast.unparse(function)
+        module = self._imported.get(root.id, ("",))[0] if isinstance(root, ast.Name) else ""
+        return any(
+            "fabric" in it.split(".")[:2] or "lightning_fabric" in it for it in (module, named)
+        )
+
+    def arguments(self, call: ast.Call) -> tuple[dict[str, Any], list[str]]:
+        """Arguments with names, and what is unpacked and cannot be read."""
+        given: dict[str, Any] = {}
+        unread: list[str] = []
+        for each in call.keywords:
+            value = self.read(each.value)
+            if each.arg is not None:
+                given[each.arg] = value
+            elif isinstance(value, dict) and all(
+                isinstance(key, str) for key in cast("dict[Any, Any]", value)
+            ):
+                given |= cast("dict[str, Any]", value)
+            else:
+                unread.append(f"**{ast.unparse(each.value)}")
+        return given, unread
+
+    def read(self, node: ast.expr) -> Any:
+        """A value: a plain one, a :class:`Call`, or the expression itself."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.Name():
+                return self._followed(node)
+            case ast.Attribute(value=owner, attr=word) if self.name_of(owner) in _ENUMERATIONS:
+                return word
+            case ast.Attribute(value=ast.Name(id="torch"), attr=word) if word in _DTYPES:
+                return f"torch.{word}"
+            case ast.Set(elts=items) | ast.List(elts=items) | ast.Tuple(elts=items) if not any(
+                isinstance(it, ast.Starred) for it in items
+            ):
+                kind = tuple if isinstance(node, ast.Tuple) else list
+                return kind(map(self.read, items))
+            case ast.Dict(keys=keys, values=values) if all(
+                isinstance(key, ast.Constant) for key in keys
+            ):
+                names = [key.value for key in keys if isinstance(key, ast.Constant)]
+                return dict(zip(names, map(self.read, values), strict=True))
+            case ast.Call(func=ast.Name(id="dict"), args=[]):
+                given, unread = self.arguments(node)
+                return Expression(ast.unparse(node)) if unread else given
+            case ast.Call(func=function) if self.name_of(function) in _READ:
+                given, unread = self.arguments(node)
+                if unread or any(isinstance(it, ast.Starred) for it in node.args):
+                    return Expression(ast.unparse(node))
+                return Call(
+                    path=self.name_of(function),
+                    positional=tuple(map(self.read, node.args)),
+                    arguments=given,
+                    written=ast.unparse(node),
+                )
+            case _:
+                return Expression(ast.unparse(node))
+
+
+def _bound_by(node: ast.AST) -> list[str | None]:
+    """Names that a node gives a value, or takes it from."""
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, ast.alias):
+        return [node.asname or node.name.partition(".")[0]]
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return [*node.names]
+    found = dict(ast.iter_fields(node))
+    return [found.get("name"), found.get("rest"), node.arg if isinstance(node, ast.arg) else None]
