@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from shardeddp import ShardedDP, StepMonitor
 from support.compiling import fresh_compiler
@@ -25,7 +27,7 @@ from support.tasks import (
     image_loader,
     token_loader,
 )
-from support.trainers import make_trainer
+from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -235,6 +237,112 @@ def test_blocks_of_a_deferred_model_are_compiled(called: str, fullgraph: bool) -
             module = CalledEarly(backend, called, fullgraph)
         trainer.fit(module, token_loader(16))
     assert backend.frame_count == 1
+
+
+class Recomputing(nn.Module):
+    """Its recomputation repeats a dropout, for which compiled code keeps random states."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(0.5), nn.Linear(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_blocks_of_a_deferred_model_recompute_with_dropout() -> None:
+    backend = CompileCounterWithBackend(TRACED)
+
+    class Dropping(TinyGpt):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Recomputing(8) for _ in range(3))
+            blocks_in_place(self, backend)  # type: ignore[arg-type]
+
+    losses: list[list[float]] = []
+    with fresh_compiler():
+        for empty in (False, True):
+            trainer = make_trainer(
+                ShardedDP(auto_wrap_policy={Recomputing}), max_steps=2, max_epochs=-1
+            )
+            torch.manual_seed(0)
+            with trainer.init_module(empty_init=empty):
+                module = Dropping()
+            trainer.fit(module, token_loader(16))
+            losses.append(module.losses)
+    assert losses[1] == losses[0]
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("computed", ["by autocast", "by options"])
+@on_ranks(2)
+def test_another_batch_size_is_compiled_where_gradients_have_another_dtype(computed: str) -> None:
+    # Gradients of the step before are still there: in float32, of parameters gathered in bfloat16.
+    backend = CompileCounterWithBackend(TRACED)
+    autocast = computed == "by autocast"
+    strategy = ShardedDP(auto_wrap_policy={Block}, mixed_precision=None if autocast else "bf16")
+    options = {"precision": "bf16-mixed"} if autocast else {}
+    module = blocks_in_place(TinyGpt(), backend)  # type: ignore[arg-type]
+    with fresh_compiler():
+        make_trainer(
+            strategy, max_steps=3, max_epochs=-1, use_distributed_sampler=False, **options
+        ).fit(module, token_loader(11))
+    assert backend.frame_count == (2 if autocast else 4)  # one cast of inputs for each
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_compiled_optimizer_step_equals_an_eager_one() -> None:
+    backends = [CompileCounterWithBackend(TRACED) for _ in range(2)]
+
+    class Compiled(TinyGpt):
+        def configure_optimizers(self) -> Any:
+            optimizers, schedulers = super().configure_optimizers()
+            step: Any = torch.compile(optimizers[0].step, backend=backends[1])
+            optimizers[0].step = step
+            return optimizers, schedulers
+
+    weights: list[dict[str, torch.Tensor]] = []
+    with fresh_compiler():
+        for kind in (TinyGpt, Compiled):
+            torch.manual_seed(0)
+            module = blocks_in_place(kind(), backends[0])  # type: ignore[arg-type]
+            trainer_for().fit(module, token_loader(16))
+            weights.append(full_weights(module))
+    assert_same_weights(weights[1], weights[0])
+    assert backends[1].frame_count > 0
+
+
+@on_ranks(2)
+def test_compiled_code_takes_a_weight_that_was_kept_from_a_forward() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Keeping(TinyGpt):
+        double: Callable[[torch.Tensor], torch.Tensor]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].register_forward_hook(lambda *_: kept.append(self.blocks[0].up.weight))
+
+        def loss(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().loss(batch) + self.double(kept[-1]).sum()
+
+    def double(weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+    losses: list[list[float]] = []
+    with fresh_compiler():
+        warnings.filterwarnings("ignore", "parameter .* is used outside the forward")
+        compiled: Any = torch.compile(double, backend=TRACED)
+        for function in (double, compiled):
+            torch.manual_seed(0)
+            module = Keeping()
+            module.double = function
+            trainer_for().fit(module, token_loader(16))
+            losses.append(module.losses)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
 
 
 class CallsAFunction(TinyGpt):

@@ -576,6 +576,9 @@ class MetaGuard(TorchDispatchMode):
     not there. Nothing is left on the meta device that was found; this finds what was not.
     """
 
+    supports_higher_order_operators = True
+    """Else torch refuses operators of functions: random states of a compiled recomputation, cond, flex_attention."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compile as without this mode: for others torch skips code, and whatever calls it later, for good."""
@@ -595,8 +598,9 @@ class MetaGuard(TorchDispatchMode):
             others = [it for it in tensors if not it.is_meta and it.dim()]
         if on_meta and others:
             found = on_meta[0]
+            name = func.name().rpartition("::")[2].partition(".")[0]
             raise RuntimeError(
-                f"{func.overloadpacket.__name__} has a tensor on the meta device, which has no "
+                f"{name} has a tensor on the meta device, which has no "
                 f"values: {found.dtype} of shape {tuple(found.shape)}. The model was built there, "
                 f"and this was made after it, or where it was not seen: in a setup hook, by native "
                 f"code, by another Trainer, or on a device that was noted then. Make it of what the "

@@ -33,6 +33,7 @@ from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
 from shardeddp.optim.swap import (
     OnStep,
     SwappedStep,
+    outside_of_compiled_steps,
     settle_gradients,
     stepped_parameters,
     take_sharded,
@@ -53,6 +54,7 @@ class GlobalStep:
         self.on_step = on_step
         optimizer.register_step_post_hook(self._after_step)
 
+    @outside_of_compiled_steps
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.on_step(stepped_parameters(optimizer))
 
@@ -76,11 +78,13 @@ def follow_optimizers(on_step: OnStep) -> None:
         _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
 
 
+@outside_of_compiled_steps
 def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if len(args) < 2 and kwargs.get("closure") is None:  # else the backward may be still to come
         settle_gradients(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
+@outside_of_compiled_steps
 def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _attached and (stepped := stepped_parameters(optimizer)):
         on_step(stepped)

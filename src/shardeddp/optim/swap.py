@@ -17,11 +17,18 @@ from torch import optim
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes, meshes_of, unreduced_of
 from shardeddp.tensor.unsharded import UnshardedBase, outside_of
+from shardeddp.torch_private import never_traced
 
 State = dict[str, Any]
 Gradients = list[torch.Tensor | None]
 OnStep = Callable[[list[ShardTensor]], None]
 """Called after each step with the sharded parameters that had a gradient."""
+
+outside_of_compiled_steps = never_traced(
+    "ShardedDP prepares or completes a step of this optimizer here, outside of the graph. Compile "
+    "optimizer.step without fullgraph=True"
+)
+"""Hooks of steps, which ``torch.compile(optimizer.step)`` would trace."""
 
 
 class OutsideStates(MutableMapping[torch.Tensor, State]):
@@ -117,6 +124,7 @@ class SwappedStep(ABC):
     def _outside(self, optimizer: optim.Optimizer) -> OutsideStates:
         """An empty mapping of states."""
 
+    @outside_of_compiled_steps
     def _before_step(
         self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -132,6 +140,7 @@ class SwappedStep(ABC):
         self._enter()
         return None if closure is None else ((optimizer, lambda: loss), kwargs)
 
+    @outside_of_compiled_steps
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _is_inner_step(optimizer):
             return
@@ -222,6 +231,7 @@ def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
         mesh.settle(stepping=True)
 
 
+@outside_of_compiled_steps
 def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
     """Give an optimizer the sharded parameters for those it was given inside of a step.
 

@@ -263,7 +263,11 @@ class UnshardedBase(nn.Parameter):
 
         Autograd's own, of this rank and this unit, is the engine's.
         """
-        return sharded_of(self).grad
+        gradient = sharded_of(self).grad
+        # torch.compile takes no parameter whose gradient has another dtype, and needs none. It asks
+        # in Python, and then is_dynamo_compiling() is false; what it traces may want the gradient.
+        asks = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        return None if asks and gradient is not None and gradient.dtype != self.dtype else gradient
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -364,6 +368,13 @@ class ReleasedParameter(UnshardedBase):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardTensor.set_`; torch asks no ``__torch_function__`` about it."""
         return sharded_of(self).set_(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Never called. With it torch.compile breaks a graph here, and takes no tensor of it."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
