@@ -577,7 +577,7 @@ class MetaGuard(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    """Else torch refuses operators of functions: random states of a compiled recomputation, cond, flex_attention."""
+    """Else torch refuses operators of functions: random states of a compiled recomputation, cond."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -227,12 +227,11 @@ class Recording:
         former, self.builds = self.builds, builds
         modes = () if self._is_active else (_Functions(self), _Operations(self))
         self._is_active = True
-        # Under these modes torch.compile would mark code to be skipped, for good.
-        stance = torch.compiler.set_stance("force_eager") if modes else nullcontext()
         for mode in modes:
             mode.__enter__()
         try:
-            with stance:
+            # Under these modes torch.compile would mark code to be skipped, for good.
+            with torch.compiler.set_stance("force_eager") if modes else nullcontext():
                 yield
         finally:
             self.builds = former

@@ -62,26 +62,11 @@ def collectives_of_step(
     retained = sharding.reshard is Reshard.NEVER
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
-    def add(
-        kind: str,
-        phase: Phase,
-        unit: int,
-        nbytes: int,
-        ranks: int,
-        stride: int = near,
-        times: int = 1,
-    ) -> None:
+    def add(kind: Kind, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
         if ranks > 1 and nbytes:
+            more = {"stride": near, **more}
             found.append(
-                Collective(
-                    kind=kind,  # type: ignore[arg-type]
-                    phase=phase,
-                    unit=unit,
-                    nbytes=nbytes,
-                    ranks=ranks,
-                    stride=stride,
-                    times=times,
-                )
+                Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)
             )
 
     phase: Phase

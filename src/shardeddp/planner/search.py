@@ -296,6 +296,7 @@ class Planner:
                 exchanges = exchanges_of_step(
                     work.exchanges, topology, count, recomputes=recompute != "none"
                 )
+                issued = [*collectives[count], *combined(exchanges)]
                 for offload in self.offloads:
                     if offload != "none" and tensor_size > 1:
                         continue  # as the engine refuses it
@@ -326,7 +327,6 @@ class Planner:
                         at_loss(units, sharding, accumulates=count > 1),
                         moments[count > 1],
                     )
-                    issued = [*collectives[count], *combined(exchanges)]
                     yield self._timed(choice, memory, work, issued, trained)
 
     def _timed(
