@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -445,6 +446,39 @@ def test_options_change_nothing_about_it(
     run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
     for found, *_ in world(4).run(run):
         assert distance(found, expected) < 1e-5
+
+
+class Watching(Planned):
+    """Counts the inputs of layers that are still there when a step is over."""
+
+    alive = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Any] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, args, out: self.inputs.append(ref(args[0])))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        assert len(self.inputs) == 2 * len(self.blocks)
+        self.alive = sum(it() is not None for it in self.inputs)
+        self.inputs.clear()
+
+
+def count_alive() -> int:
+    strategy = ShardedDP(
+        auto_wrap_policy={Block},
+        tensor_parallel_size=2,
+        tensor_parallel_plan=PLAN,
+        activation_checkpointing={Block},
+    )
+    module = Watching()
+    make_trainer(strategy, max_steps=2, use_distributed_sampler=False).fit(module)
+    return module.alive
+
+
+def test_no_recomputed_activation_outlives_its_backward(world: Worlds) -> None:
+    assert world(2).run(count_alive) == [0, 0]
 
 
 def train_orthogonal() -> dict[str, torch.Tensor]:

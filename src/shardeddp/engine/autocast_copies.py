@@ -211,6 +211,11 @@ class AutocastCopies:
         self.note_gather()
         self.uses, self.active = 0, True
 
+    def deactivate(self, module: nn.Module) -> None:
+        """The gathered parameters are about to be released."""
+        self.active = False
+        self._compiled = module  # a shadow holds memory of other parameters as well
+
     def shadow(self, module: nn.Module) -> nn.Module:
         """The module as it is now, with the gathered parameters."""
         return self._compiled if torch.compiler.is_compiling() else self._shadow(module)

@@ -267,8 +267,8 @@ class Unit:
         for slot in self._slots:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.parameters[slot.index]
-        for _, copies in self._copies.values():
-            copies.active = False
+        for owner, copies in self._copies.values():
+            copies.deactivate(owner)
         for group in self.groups:
             group.release(before_backward)
 

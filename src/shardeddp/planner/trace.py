@@ -587,7 +587,9 @@ def _main(spec: ParameterSpec, precision: str) -> nn.Parameter:
 def _compute_dtype(spec: ParameterSpec, precision: str) -> torch.dtype | None:
     if precision == "bf16":
         return torch.bfloat16 if spec.dtype.is_floating_point else None
-    cast = precision == "bf16-mixed" and all(
-        is_cast_by_autocast(owner, name) for owner, name in spec.owners
+    cast = (
+        precision == "bf16-mixed"
+        and not spec.is_wrapped  # autocast casts what is made of it
+        and all(is_cast_by_autocast(owner, name) for owner, name in spec.owners)
     )
     return torch.bfloat16 if cast else None

@@ -296,11 +296,17 @@ class Siblings:
         if self.given is not tensor or self.taken is None or self.has_history is not recorded:
             self.given, self.has_history = tensor, recorded
             self.taken = _exchange("sum_gradient", axis, tensor)
+            if self.taken.requires_grad and not torch.compiler.is_compiling():
+                # A recomputation takes it once more, where no hook of the module around sees its end.
+                self.taken.register_hook(self._end_backward)
         return self.taken
 
     def clear(self) -> None:
         """Let the activation go."""
         self.given = self.taken = None
+
+    def _end_backward(self, gradient: torch.Tensor) -> None:
+        self.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
         """Siblings of the copied layers, without an activation: one with history is no copy's."""
