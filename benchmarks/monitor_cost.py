@@ -39,10 +39,10 @@ class Timed(StepMonitor):
         mesh: Any = trainer.strategy.mesh
         now = time.perf_counter()
         if trainer.global_step > 2 * BLOCK:
-            self.steps[mesh.clock is not None].append(now - self._begin)
+            self.steps[mesh.run.clock is not None].append(now - self._begin)
         super().on_train_batch_end(trainer, *args, **kwargs)
         self.hooks.append(time.perf_counter() - now)
-        self._clock = self._clock or mesh.clock
+        self._clock = self._clock or mesh.run.clock
         mesh.measure(self._clock if trainer.global_step // BLOCK % 2 else None)
         self._begin = time.perf_counter()
 

@@ -65,7 +65,7 @@ def test_sharding_strategies_of_others_are_known(
 
 @pytest.mark.parametrize("value", [*BackwardPrefetch, "BACKWARD_PRE"])
 def test_the_backward_prefetch_of_fsdp_is_one_unit(value: Any) -> None:
-    assert ShardedDP(backward_prefetch=value).options.prefetch.backward == 1
+    assert ShardedDP(backward_prefetch=value).options.backward_prefetch == 1
 
 
 @pytest.mark.parametrize(

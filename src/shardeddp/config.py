@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
@@ -21,7 +21,8 @@ from shardeddp.plan.sharding_strategy import (
     choose_sharding,
 )
 from shardeddp.translation.torch_strategies import options_of, prefetch_of, sharding_of
-from shardeddp.wrap import NamePolicy, Policy, PolicyLike, resolve_policy
+from shardeddp.translation.unknown import explain_unknown
+from shardeddp.wrap import AutoPolicy, NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 from shardeddp.wrap.tree import imported, nearest
@@ -489,22 +490,6 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefetch:
-    """How many units ahead of the one at work are gathered."""
-
-    forward: int = 1
-    backward: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            depth = getattr(self, name)
-            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-                raise ConfigurationError(
-                    f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Options:
     """Every option of a strategy, checked here; ``ShardedDP`` has the same and says what they mean.
 
@@ -519,8 +504,8 @@ class Options:
     """Lower case, and our name where it was given by that of another library."""
     shard_size: ShardSizeOption = field(default=None, compare=False)
     """Ranks that share one model under ``hybrid_shard``."""
-    auto_wrap_policy: PolicyLike = field(default="auto", compare=False)
-    """As it was given; ``policy`` is what it means."""
+    auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
+    """Policy that chooses the modules that are units."""
     mixed_precision: MixedPrecision | None = None
     """Dtypes that parameters and gradients travel in; None: as the Trainer's precision says."""
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -539,11 +524,11 @@ class Options:
     """Which layers they split; None: those that ``configure_model`` has split."""
     expert_parallel_size: int = 1
     """Neighbouring ranks that have different experts."""
-    experts: PolicyLike = field(default=None, compare=False)
-    """As it was given; ``experts_policy`` is what it means."""
-    forward_prefetch: int = field(default=1, compare=False)
-    """As it was given; ``prefetch`` is what it means."""
-    backward_prefetch: int = field(default=1, compare=False)
+    experts: Policy | None = None
+    """Policy that chooses the modules that have experts; None: those of Mixtral-like models."""
+    forward_prefetch: int = 1
+    """Units gathered ahead of the one at work in forward."""
+    backward_prefetch: int = 1
     """The same of backward."""
     reduce_every_backward: bool | None = field(default=None, compare=False)
     """Whether gradients are reduced in every micro-batch, and not once per step."""
@@ -571,12 +556,6 @@ class Options:
     """Under ``auto`` the first candidate, until one is chosen."""
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
     """Those that ``auto`` chooses from, by name; else the one that is set."""
-    policy: Policy = field(init=False)
-    """Which modules are units."""
-    experts_policy: Policy | None = field(init=False)
-    """Which modules have experts; None: those of Mixtral-like models of transformers."""
-    prefetch: Prefetch = field(init=False)
-    """How many units ahead of the one at work are gathered."""
     offload: CPUOffload = field(init=False)
     """What lives in host memory."""
     described_plan: str = field(init=False, repr=False)
@@ -601,7 +580,6 @@ class Options:
         strategy = known.get("sharding_strategy", self.sharding_strategy)
         reshard = self.reshard_after_forward
         reshard = known.get("reshard_after_forward") if reshard is None else reshard
-        backward = prefetch_of(self.backward_prefetch)
         offload = resolve_offload(self.cpu_offload)
         choices: dict[str, Any] = {
             "shard_size": self.shard_size,
@@ -649,17 +627,32 @@ class Options:
             "plan_only": _resolve_plan_only(self.plan_only),
             "sharding": sharding,
             "candidates": shardings,
-            "policy": resolve_policy(self.auto_wrap_policy),
-            "experts_policy": _resolve_experts(self.experts),
-            "prefetch": Prefetch(
-                forward=1 if self.forward_prefetch is True else self.forward_prefetch,
-                backward=self.backward_prefetch if backward is None else backward,
-            ),
+            "auto_wrap_policy": resolve_policy(self.auto_wrap_policy),
+            "experts": _resolve_experts(self.experts),
+            "forward_prefetch": _resolve_prefetch("forward_prefetch", self.forward_prefetch),
+            "backward_prefetch": _resolve_prefetch("backward_prefetch", self.backward_prefetch),
             "offload": offload,
             "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
         }
         for option, value in resolved.items():
             object.__setattr__(self, option, value)
+
+
+def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:
+    """The options of a strategy.
+
+    Args:
+        given: Values by name; what is left out has its default.
+        beside: Names of further arguments that the strategy takes, which are no options.
+
+    Raises:
+        TypeError: A name is unknown, or an argument of another strategy; with the line to write.
+        ConfigurationError: See :class:`Options`.
+    """
+    names = [it.name for it in fields(Options) if it.init]
+    if unknown := [name for name in given if name not in (*names, *beside)]:
+        raise TypeError(explain_unknown(unknown, given, (*names, *beside)))
+    return Options(**{name: given[name] for name in names if name in given})
 
 
 def _check_backend(name: str | None) -> None:
@@ -684,6 +677,17 @@ def _resolve_plan_only(value: object) -> bool | str:
             f"plan_only={value!r}: expected True, False, or the name of a GPU such as 'A100-80'"
         )
     return value
+
+
+def _resolve_prefetch(option: str, value: Any) -> int:
+    """The number of units gathered ahead, also of torch's ``BackwardPrefetch``."""
+    depth = prefetch_of(value) if option == "backward_prefetch" else None
+    depth = value if depth is None else depth
+    if depth is True and option == "forward_prefetch":  # torch's FSDP has a flag
+        return 1
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise ConfigurationError(f"{option}={depth!r}: expected 0 (none) or a number of units")
+    return depth
 
 
 def _check_size(option: str, size: object) -> None:

@@ -19,7 +19,7 @@ from shardeddp.checkpoint.full import new_checkpoint_file, save_full
 from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
-from shardeddp.config import StartMethod, check_choice
+from shardeddp.config import StartMethod, check_choice, parse_options
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -31,9 +31,9 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.checkpointing import Checkpoints
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import ShardedPrecision
+from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, Ranks
 from shardeddp.lightning.restore import Restore
-from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.plan.sharding_strategy import AUTO
@@ -87,9 +87,16 @@ class ShardedDP(DDPStrategy):
     ) -> None:
         lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         lightning["precision"] = options.pop("precision", None)
-        own = TrainerStrategy(
-            sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
-        ).options
+        check_lightning()
+        own = parse_options(
+            {
+                "sharding_strategy": sharding_strategy,
+                "state_dict_type": "sharded",
+                "start_method": start_method,
+                **options,
+            },
+            (*_OF_LIGHTNING, "precision"),
+        )
         chosen = AUTO in (own.sharding_strategy, own.shard_size) or own.plan_only
         for option, given, why in (
             (

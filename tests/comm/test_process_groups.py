@@ -16,8 +16,8 @@ from lightning.pytorch import LightningModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardeddp import ShardedDP
-from shardeddp.comm import Mesh, mesh
-from shardeddp.comm.mesh import Groups
+from shardeddp.comm import Mesh
+from shardeddp.comm.group_pool import GroupPool
 from shardeddp.plan.topology import Topology
 from shardeddp.torch_private import new_group_of_its_ranks, process_groups
 from support.tasks import Block, EvaluatedGpt, token_loader
@@ -31,7 +31,7 @@ TIMEOUT = timedelta(seconds=20)
 
 def make() -> list[dist.ProcessGroup]:
     """Of a new mesh: one of all ranks, and one of this rank's half."""
-    groups = Groups(dist.get_rank(), TIMEOUT)
+    groups = GroupPool(dist.get_rank(), TIMEOUT)
     size = dist.get_world_size()
     halves = [range(size // 2), range(size // 2, size)]
     made = [groups.get("all", [range(size)], TIMEOUT), groups.get("half", halves, TIMEOUT, "gloo")]
@@ -83,7 +83,7 @@ def test_groups_that_some_ranks_have_not_given_back_are_made_anew_on_all(rank: i
 
 @on_ranks(2)
 def test_groups_of_another_purpose_timeout_or_backend_are_others() -> None:
-    groups = Groups(dist.get_rank(), TIMEOUT)
+    groups = GroupPool(dist.get_rank(), TIMEOUT)
     everyone = [range(2)]
     made = [
         groups.get("one", everyone, TIMEOUT),
@@ -160,7 +160,9 @@ def groups_of_a_fake_world(
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     with (
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as public,
-        mock.patch.object(mesh, "new_group_of_its_ranks", wraps=new_group_of_its_ranks) as own,
+        mock.patch.object(
+            group_pool, "new_group_of_its_ranks", wraps=new_group_of_its_ranks
+        ) as own,
     ):
         topology = Topology(world_size=size, shard_size=shard_size, split_replicas=split_replicas)
         Mesh(topology, torch.device("cpu"), TIMEOUT)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shardeddp.comm.agreement import HostReduction, begun
 from shardeddp.engine import order
 from shardeddp.engine.order import ForwardRecord
-from shardeddp.engine.unit import UnitProgress
+from shardeddp.engine.progress import UnitProgress
 from shardeddp.errors import DesyncError
 from shardeddp.tensor.shard_tensor import ShardTensor
 from training import WIDTH, Sharding, Trial, another_order, batch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardeddp.engine.unit import UnitProgress
+from shardeddp.engine.progress import UnitProgress
 from shardeddp.torch_private import top_hooks
 from training import (
     RUNTIMES,

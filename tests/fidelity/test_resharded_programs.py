@@ -32,7 +32,7 @@ class Walks(Callback):
         self.count, self.step = 0, -1
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.global_step != self.step and not trainer.strategy.mesh.incomplete:
+        if trainer.global_step != self.step and not trainer.strategy.mesh.run.incomplete:
             trainer.strategy.reshard(NAMES[self.count % len(NAMES)])
             self.count, self.step = self.count + 1, trainer.global_step
 

@@ -50,8 +50,8 @@ def test_options_follow_the_class_on_the_command_line() -> None:
         f"{STRATEGY}.auto_wrap_policy=null",
     )
     assert strategy.options.sharding.shard_size == 2
-    assert strategy.options.prefetch.forward == 3
-    assert isinstance(strategy.options.policy, SingleUnitPolicy)
+    assert strategy.options.forward_prefetch == 3
+    assert isinstance(strategy.options.auto_wrap_policy, SingleUnitPolicy)
 
 
 def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         strategy.options.sharding.shard_size,
         strategy.options.sharding.reduce_every_backward,
     ) == (1, False)
-    assert (strategy.options.prefetch.forward, strategy.options.prefetch.backward) == (0, 2)
+    assert (strategy.options.forward_prefetch, strategy.options.backward_prefetch) == (0, 2)
     assert strategy.options.timeout == timedelta(minutes=2)
 
 
@@ -122,7 +122,7 @@ def test_the_timeout_is_a_number_of_seconds_or_a_duration(
     ],
 )
 def test_a_policy_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: Any) -> None:
-    policy = strategy_of(write(tmp_path, {"auto_wrap_policy": value})).options.policy
+    policy = strategy_of(write(tmp_path, {"auto_wrap_policy": value})).options.auto_wrap_policy
     assert type(policy) is type(expected)
     assert policy.select(TinyGpt()) == expected.select(TinyGpt())
 

@@ -216,7 +216,7 @@ def described(strategy: ShardedDP) -> dict[str, str]:
     }
     recomputed = strategy.options.activation_checkpointing
     return {name: text for name, text in shown.items() if " object at " not in text} | {
-        "units": str(strategy.options.policy.select(TinyGpt())),
+        "units": str(strategy.options.auto_wrap_policy.select(TinyGpt())),
         "recomputed": "" if recomputed is None else str(recomputed.modules.select(TinyGpt())),
         "environment": type(strategy.cluster_environment).__name__,
     }

@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
     ),
     "another model": (("the ranks do not shard the same model",) * 2, 10.0),
     "another strategy": (("the ranks do not run the same",) * 2, 10.0),
-    "another prefetch": (("Prefetch(forward=2, backward=1)",) * 2, 10.0),
+    "another prefetch": (("forward_prefetch=2",) * 2, 10.0),
     "other code under the same version": (
         ("where the installed code of shardeddp differs",) * 2,
         10.0,

@@ -51,7 +51,7 @@ class Walk(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         name = self.names[min(trainer.global_step, len(self.names) - 1)]
-        if not trainer.strategy.mesh.incomplete:
+        if not trainer.strategy.mesh.run.incomplete:
             trainer.strategy.reshard(name, 2 if name == "hybrid_shard" else None)
         self.seen.append(str(trainer.strategy.runtime.sharding))
 

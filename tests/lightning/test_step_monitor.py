@@ -119,7 +119,7 @@ def fit(
     )
     loader = loader or token_loader(4 * 20 * dist.get_world_size())
     trainer.fit(task or Takes(), loader, val)
-    assert trainer.strategy.mesh.clock is None, "nothing is measured any more"
+    assert trainer.strategy.mesh.run.clock is None, "nothing is measured any more"
     assert monitor.report is not None
     return monitor.report
 

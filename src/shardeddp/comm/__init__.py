@@ -10,7 +10,7 @@ from shardeddp.comm.agreement import (
     run_on_all_ranks,
 )
 from shardeddp.comm.collectives import CollectiveHandle, Collectives, Traffic
-from shardeddp.comm.mesh import Mesh, barrier, broadcast_object, reduce_tensor
+from shardeddp.comm.mesh import Mesh
 from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.streams import CommStream, StreamHandle
 
@@ -26,11 +26,8 @@ __all__ = [
     "agree_on_highest_alike",
     "agree_on_layout",
     "all_gather_bytes",
-    "barrier",
-    "broadcast_object",
     "during",
     "gather_results",
     "gather_to_first",
-    "reduce_tensor",
     "run_on_all_ranks",
 ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
+
+from shardeddp.comm.agreement import all_gather_bytes
+from shardeddp.comm.host_group import HostGroup
 
 _CHUNK = 1 << 18
 """Words of 8 bytes that are weighed at a time: 2 MiB beside the tensor."""
@@ -104,6 +109,63 @@ class WriteDigest:
         for fqn, total in values:
             found[fqn] = zlib.crc32(str(total.item()).encode(), found.get(fqn, 0))
         return found
+
+    def tell_of_differences(self, written: dict[str, int], ranks: HostGroup) -> None:
+        """Name what differs between ranks, a collective: written values, optimizers, or their options.
+
+        Args:
+            written: Checksums of this rank's writes, as :meth:`take` returned them.
+            ranks: The group that compares.
+
+        Raises:
+            RuntimeError: Ranks have written different values. The rest is a warning of rank 0.
+        """
+        mine = json.dumps([written, self.end_options(), ", ".join(self.optimizers)]).encode()
+        said = [json.loads(text) for text in all_gather_bytes(mine, ranks)]
+        names = _differing([each for each, _, _ in said])
+        if names:
+            raise RuntimeError(
+                f"parameter {', '.join(names)}: ranks have written different values to it since "
+                f"the last backward (this is rank {ranks.rank}), and each has kept its part "
+                f"of its own: a sharded parameter has one value for all ranks. Write what all of "
+                f"them get alike: average it first (all_reduce), draw it with torch.randn_like() "
+                f"of the parameter, or keep it in a buffer, of which each rank has its own. An "
+                f"embedding's max_norm writes to the rows that its rank has looked up: limit all "
+                f"rows after the optimizer's step instead"
+            )
+        options, optimizers = [each for _, each, _ in said], [each for _, _, each in said]
+        if ranks.rank != 0:
+            return
+        if len(set(optimizers)) > 1:
+            steps = ", ".join(
+                f"rank {rank} {it or 'none'}" for rank, it in enumerate(optimizers[:8])
+            )
+            warnings.warn(
+                f"ranks step with different optimizers: {steps}. Each steps on its part of the "
+                f"parameters, so parts are trained differently: make the same in "
+                f"configure_optimizers() on all ranks",
+                stacklevel=2,
+            )
+            return
+        for name in _differing(options):
+            values = ", ".join(
+                f"{each.get(name, 'none')} on rank {rank}" for rank, each in enumerate(options[:8])
+            )
+            warnings.warn(
+                f"the ranks' optimizers step with different options: {name} is {values}. Each rank "
+                f"steps on its part of the parameters, so parts are trained differently. "
+                f"Schedulers that follow a metric need the same on all ranks: self.log(..., "
+                f"sync_dist=True)",
+                stacklevel=2,
+            )
+
+
+def _differing(said: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names of which ranks do not all say the same."""
+    names = {name for each in said for name in each}
+    return sorted(
+        name for name in names if any(each.get(name) != said[0].get(name) for each in said)
+    )
 
 
 def _named(option: str, optimizer: str, group: int) -> str:

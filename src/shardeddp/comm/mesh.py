@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import pickle
 import sys
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Protocol, TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardeddp.comm.agreement import (
     ABOUT_COLLECTIVES,
     ABOUT_PARAMETERS,
-    begin,
     begun,
-    broadcast_bytes,
     come_first,
     describe_mismatches,
     leave_to_parent,
@@ -35,11 +31,9 @@ from shardeddp.comm.backends import GlooCollectives, NativeCollectives
 from shardeddp.comm.collectives import (
     Collectives,
     InheritedCollectives,
-    ReduceKind,
     SoloCollectives,
     Traffic,
 )
-from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import (
     STREAMS,
     BegunOperations,
@@ -48,181 +42,42 @@ from shardeddp.comm.desync import (
     Watched,
     counted_by_torch,
 )
-from shardeddp.comm.host_group import Channel, HostGroup, grid_of
+from shardeddp.comm.group_pool import GroupPool
+from shardeddp.comm.host_group import HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.propagation import drain_threads_at_exit
-from shardeddp.comm.step_clock import StepClock, during
+from shardeddp.comm.run_state import RunState
+from shardeddp.comm.step_clock import StepClock
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
-from shardeddp.comm.transfers import count_begun
 from shardeddp.plan.topology import Topology
-from shardeddp.torch_private import current_backward, new_group_of_its_ranks
-
-# -- Groups: process groups of torch, reused by later runs
-#
-# Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
-# one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
-# ended, and the next mesh that asks for the same ones is given those. What a model of an earlier
-# run is asked for still travels in them: all ranks ask in one order, and wait. A run that was refused
-# gives back what no transfer has broken in; the next mesh uses it if all ranks have begun the same
-# operations in each.
-
-_Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
-
-_Returned = dict[_Key, tuple[dist.ProcessGroup, int]]
-_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.WeakKeyDictionary()
-"""By the default process group, the groups of runs that have ended on this rank.
-
-With each, how many transfers its run had issued on streams.
-"""
-
-_Channels = dict[int, Channel]
-_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
-"""By an axis of host groups, their channels by number, in all meshes."""
 
 
-class Groups:
-    """The process groups of one mesh; making them is a collective of all ranks.
+def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, list[list[int]]]:
+    """What a mesh has groups of its own for, and the ranks of each, over all ranks of the run.
 
     Args:
-        rank: This rank.
-        timeout: How long to wait for ranks that have not come to it yet.
+        topology: Which ranks share a model.
+        regather_size: As of :class:`Mesh`.
     """
-
-    def __init__(self, rank: int, timeout: timedelta) -> None:
-        self._rank = rank
-        self._client = StoreClient("groups", rank, patient=True)
-        self._own: dict[_Key, dist.ProcessGroup] = {}
-        self._lent = set[str]()
-        self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
-        if (
-            dist.get_world_size() > 1
-            and dist.get_backend() != "fake"
-            and not self._all_have_the_same(timeout)
-        ):
-            self._returned.clear()
-
-    def get(
-        self,
-        purpose: str,
-        ranks: Sequence[Sequence[int]],
-        timeout: timedelta,
-        backend: str | None = None,
-    ) -> dist.ProcessGroup:
-        """The group that this rank is in.
-
-        Args:
-            purpose: What it is for; groups of one purpose may not be in use twice at a time.
-            ranks: Of all groups of the kind; each rank is in one.
-            timeout: After how long a collective in it gives up.
-            backend: None: that of the default process group.
-        """
-        key = (purpose, tuple(tuple(each) for each in ranks), timeout, backend)
-        if key not in self._own:
-            returned = self._returned.pop(key, None)
-            self._own[key] = self._make(key) if returned is None else returned[0]
-        return self._own[key]
-
-    def lend(
-        self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta
-    ) -> dist.ProcessGroup:
-        """A group, as of :meth:`get`, in which what is communicated is the user's."""
-        group = self.get(purpose, ranks, timeout)
-        self._lent.add(group.group_name)
-        return group
-
-    def host(
-        self,
-        purpose: str,
-        ranks: Sequence[Sequence[int]],
-        timeout: timedelta,
-        *,
-        channel: int = 0,
-        patience: timedelta | None = None,
-    ) -> HostGroup:
-        """The ranks of a group of the kind that this rank is in, connected on the host.
-
-        Args:
-            purpose: See :meth:`get`.
-            ranks: See :meth:`get`; all groups have one size.
-            timeout: After how long what connects them gives up.
-            channel: Number of its :class:`Channel`.
-            patience: See :class:`HostGroup`.
-        """
-        own = next(each for each in ranks if self._rank in each)
-        rows, columns = grid_of(len(own))
-        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
-        # peers.
-        backend = "fake" if dist.get_backend() == "fake" else "gloo"
-        axes: list[dist.ProcessGroup] = []
-        if columns > 1:
-            of_rows = [
-                each[row * columns : (row + 1) * columns] for each in ranks for row in range(rows)
-            ]
-            axes.append(self.get(purpose, of_rows, timeout, backend))
-        if rows > 1:
-            of_columns = [each[column::columns] for each in ranks for column in range(columns)]
-            axes.append(self.get(f"{purpose}, columns", of_columns, timeout, backend))
-        channels = _CHANNELS.get(axes[0]) if axes else None
-        channels = {} if channels is None else channels
-        _CHANNELS.update(dict.fromkeys(axes, channels))
-        return HostGroup(
-            axes,
-            own,
-            name=f"{self._client.number}/{purpose}/{channel}/{own[0]}",
-            timeout=max(timeout, patience or timeout),
-            channel=channels.setdefault(channel, Channel(channel)),
-            patience=patience,
-            mirrors=backend == "fake",
-        )
-
-    def give_back(self, issued: int) -> None:
-        """Let later meshes of this process use the groups, too.
-
-        Nothing has failed in them, and nothing is under way that is not on all ranks.
-
-        Args:
-            issued: Number of transfers that the run has issued on its streams.
-        """
-        self._returned.update({key: (group, issued) for key, group in self._own.items()})
-
-    def names(self) -> set[str]:
-        """What torch calls those in which nobody else communicates."""
-        groups = self._own.values()
-        return {it.group_name for it in groups if it.group_name not in self._lent}
-
-    def _make(self, key: _Key) -> dist.ProcessGroup:
-        purpose, ranks, timeout, backend = key
-        own = list(next(each for each in ranks if self._rank in each))
-        if len(ranks) == 1:
-            made = dist.new_group(own, timeout=timeout, backend=backend)
-            return cast(dist.ProcessGroup, made)
-        # One call for all groups of the kind: each rank makes its own, and where communicators are
-        # split off the default group's, the calls of all ranks are one split of it. What a process
-        # has cached of a DeviceMesh finds the groups of an equal one by their names.
-        name = f"shardeddp/{self._client.number}/{purpose}/{own[0]}"
-        return new_group_of_its_ranks(own, name, timeout, backend)
-
-    def _all_have_the_same(self, timeout: timedelta) -> bool:
-        """Whether the same groups have been returned on all ranks; after a failure they may not."""
-        client = self._client
-        begun = [
-            f"{key} {issued} {_begun_in(group)}" for key, (group, issued) in self._returned.items()
-        ]
-        mine = str(zlib.crc32(repr(sorted(begun)).encode()))
-        if client.claim("returned", mine) != mine:
-            client.count("others")
-        if client.count("arrived") == dist.get_world_size():
-            client.write("verdict", "differ" if client.count("others", 0) else "same")
-        return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+    shard, replicate = topology.shard_groups(), topology.replicate_groups()
+    tensor = topology.tensor_groups()
+    axes = {"gather": shard, "reduce": shard, "replicate": replicate, "activations": tensor}
+    if regather_size is not None:
+        axes["regather"] = topology.subgroups(regather_size)
+    if topology.split_replicas:
+        axes |= {"owners": topology.owner_groups(), "collect": replicate}
+    shared = {"data": topology.data_groups(), "tensor": tensor}
+    if topology.tensor_size > 1:
+        shared["holders"] = topology.holder_groups()
+    # One group of all ranks is that of the world.
+    return axes | {purpose: groups for purpose, groups in shared.items() if len(groups) > 1}
 
 
-def _begun_in(group: dist.ProcessGroup) -> str:
-    # A rank of a tree sends more messages than another, all of one operation.
-    channels = _CHANNELS.get(group)
-    if channels is None:
-        return str(count_begun(group))
-    return str({number: channel.begun for number, channel in sorted(channels.items())})
+def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
+    """The same of a mesh of experts; the rest is that of the mesh that it is made of."""
+    others = {"data", "owners", "collect"}
+    return {name: groups for name, groups in axes_of(topology).items() if name not in others}
 
 
 def count_connections(
@@ -265,44 +120,8 @@ _OF_GLOO = 3
 """Descriptors of a group that lead to no other rank; measured."""
 
 
-# -- Mesh: the communicators of one rank
-
-
-def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, list[list[int]]]:
-    """What a mesh has groups of its own for, and the ranks of each, over all ranks of the run.
-
-    Args:
-        topology: Which ranks share a model.
-        regather_size: As of :class:`Mesh`.
-    """
-    shard, replicate = topology.shard_groups(), topology.replicate_groups()
-    tensor = topology.tensor_groups()
-    axes = {"gather": shard, "reduce": shard, "replicate": replicate, "activations": tensor}
-    if regather_size is not None:
-        axes["regather"] = topology.subgroups(regather_size)
-    if topology.split_replicas:
-        axes |= {"owners": topology.owner_groups(), "collect": replicate}
-    shared = {"data": topology.data_groups(), "tensor": tensor}
-    if topology.tensor_size > 1:
-        shared["holders"] = topology.holder_groups()
-    # One group of all ranks is that of the world.
-    return axes | {purpose: groups for purpose, groups in shared.items() if len(groups) > 1}
-
-
-def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
-    """The same of a mesh of experts; the rest is that of the mesh that it is made of."""
-    others = {"data", "owners", "collect"}
-    return {name: groups for name, groups in axes_of(topology).items() if name not in others}
-
-
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
-
-
-class _Unsettled(Protocol):
-    """What has asked other ranks something, and gone on without their answer."""
-
-    def settle(self, *, stepping: bool = False, reading: bool = False) -> None: ...
 
 
 class Mesh:
@@ -341,34 +160,35 @@ class Mesh:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         self._timeout = timeout
-        self._groups = Groups(self.rank, timeout)
+        self._groups = GroupPool(self.rank, timeout)
         axes = axes_of(topology, regather_size)
-        make = partial(self._collectives, axes)
+        make, alone = (
+            partial(self._collectives, axes),
+            SoloCollectives([self.rank], 0, self.traffic),
+        )
+        self.world = self._among(dist.group.WORLD, range(topology.world_size))
+        """Among all ranks: what users ask for, whatever their ranks hold."""
         self.gather = make("gather")
         """Among the ranks that share a model: all-gathers."""
-        self.regather = make("regather") if "regather" in axes else self.gather
+        self.regather = make("regather", self.gather)
         """Among some of them: all-gathers for the backward of what the forward's have left."""
         self.reduce = make("reduce")
         """Among the same ranks: reduce-scatters."""
         self.replicate = make("replicate")
         """Among the ranks that hold equal shards: all-reduces."""
-        self.owners = make("owners") if "owners" in axes else self.gather
+        self.owners = make("owners", self.gather)
         """Among the ranks that together own the model: what is asked of parameters outside units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
-        self.collect = (
-            make("collect") if "collect" in axes else SoloCollectives([self.rank], 0, self.traffic)
-        )
+        self.collect = make("collect", alone)
         """Among the ranks that split a shard: all-gathers of its slices."""
-        self.world = self._among(dist.group.WORLD, range(topology.world_size))
-        """Among all ranks: what users ask for, whatever their ranks hold."""
-        self.data = make("data") if "data" in axes else self.world
+        self.data = make("data", self.world)
         """Among the ranks that train one model on different batches: its buffers, and what is sent
         of its parameters outside the steady state.
         """
-        self.tensor = make("tensor") if "tensor" in axes else self.world
+        self.tensor = make("tensor", self.world)
         """Among the ranks that split layers: what is asked of whole parameters; the exchange of
         activations is the model's own.
         """
@@ -376,9 +196,7 @@ class Mesh:
         """What ranks that split layers exchange of activations and their gradients."""
         self.activations = make("activations", traffic=self.activation_traffic)
         """Among the same ranks, for layers that are split as ``tensor_parallel_plan`` says."""
-        holder_groups = topology.holder_groups()
-        others = self.owners if topology.tensor_size == 1 else self.world
-        self.holders = make("holders") if "holders" in axes else others
+        self.holders = make("holders", self.owners if topology.tensor_size == 1 else self.world)
         """Among the ranks that together hold all boxes of all parameters."""
         everyone = [range(topology.world_size)]
         self.control = self._groups.host("control", everyone, timeout)
@@ -389,16 +207,8 @@ class Mesh:
             "control", everyone, timeout, channel=1, patience=saving_timeout
         )
         """The same for the saving of checkpoints, which may go on behind the back of training."""
-        self.written = WriteDigest()
-        """User writes to sharded parameters; compared when ranks agree at a backward's end."""
-        # Not owned: gradients lead to the mesh, and from there they must not lead to the model,
-        # since Python's collector does not see that a parameter leads to its gradient.
-        self.unsettled: weakref.WeakValueDictionary[int, _Unsettled] = weakref.WeakValueDictionary()
-        """By identity, in order, what has gone on with what it expects of other ranks; see
-        :meth:`settle`.
-        """
-        self.incomplete: set[int] = set()
-        """Identities of reducers whose last backward has left gradients for a later one to complete."""
+        self.run = RunState()
+        """What is open between the ranks of the run."""
         self.desync = DesyncCheck.of_group()
         """Ends waits that cannot be over."""
         self.liveness_probe = self.desync.liveness_probe
@@ -422,22 +232,14 @@ class Mesh:
         """Of all ranks, before what their users communicate."""
         self.compares = debug
         """Whether everything is compared that users communicate, and not only what would hang."""
-        self.fingerprints = self._fingerprints("owners", holder_groups, timeout)
+        self.fingerprints = self._fingerprints("owners", topology.holder_groups(), timeout)
         """Of the ranks that hold all of the model together."""
         self.data_fingerprints = (
             self.fingerprints
-            if len(holder_groups) == 1
+            if len(topology.holder_groups()) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
         """Of the ranks of ``data``."""
-        self.clock: StepClock | None = None
-        """Measures steps; None: nobody does."""
-        self.in_step = False
-        """Whether a step of the user's module runs."""
-
-        self.untied: dict[str, str] = {}
-        """Parameters that were assigned the memory of another one, by name, since the last step began."""
-
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         self._whole: Mesh | None = None
@@ -475,9 +277,9 @@ class Mesh:
         made.gather = made.regather = made.owners = make("gather")
         made.reduce = make("reduce")
         made.replicate = make("replicate")
-        made.tensor = make("tensor") if "tensor" in axes else self.world
+        made.tensor = make("tensor", self.world)
         made.activations = make("activations", traffic=self.activation_traffic)
-        made.holders = make("holders") if "holders" in axes else self.world
+        made.holders = make("holders", self.world)
         made.fingerprints = made._fingerprints(
             "owners of experts", made.topology.holder_groups(), self._timeout
         )
@@ -526,24 +328,6 @@ class Mesh:
         """How many operations torch has begun, by group, in those that are not the mesh's."""
         return counted_by_torch(self._groups.names())
 
-    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
-        """Look at answers of other ranks that nobody has waited for yet.
-
-        Ranks come here before anything else that they do together, so that corrections, for which
-        they may have to communicate, are in one order on all of them. Elsewhere than on the thread
-        that trains nothing happens.
-
-        Args:
-            stepping: All ranks come here, before a step: what has not been asked yet is asked.
-            reading: Somebody looks at gradients, on this rank at least.
-        """
-        if not self.unsettled:
-            return
-        trains = self.fingerprints.thread in (None, threading.get_ident())
-        if trains or current_backward() != -1:
-            for each in list(self.unsettled.values()):
-                each.settle(stepping=stepping, reading=reading)
-
     def drain(self) -> None:
         """Block the host until gradients that compute has waited for are in host memory."""
         self.copy_out_stream.drain()
@@ -571,7 +355,7 @@ class Mesh:
 
     def measure(self, clock: StepClock | None) -> None:
         """Let a clock measure what compute waits for; None ends it."""
-        self.clock = clock
+        self.run.clock = clock
         checks = self.users.group, self.fingerprints.group, self.data_fingerprints.group
         for group in (self.control, *checks):
             if group is not None:
@@ -590,7 +374,7 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.fingerprints.thread = self.data_fingerprints.thread = thread
+        self.run.thread = self.fingerprints.thread = self.data_fingerprints.thread = thread
         if self.experts is not None:
             self.experts._let_read(thread)
 
@@ -662,11 +446,22 @@ class Mesh:
         self,
         axes: Mapping[str, Sequence[Sequence[int]]],
         purpose: str,
+        otherwise: Collectives | None = None,
         *,
         of: str = "",
         traffic: Traffic | None = None,
     ) -> Collectives:
-        """Those of one axis of the mesh, which divides the ranks into groups of one size."""
+        """Collectives of one axis of the mesh, which divides the ranks into groups of one size.
+
+        Args:
+            axes: Ranks of all groups, by purpose.
+            purpose: Name of the axis.
+            otherwise: Result where the mesh has no group for it.
+            of: Ending of the group's name.
+            traffic: Count of bytes; None: that of parameters and gradients.
+        """
+        if otherwise is not None and purpose not in axes:
+            return otherwise
         groups = axes[purpose]
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1
@@ -689,7 +484,7 @@ class Mesh:
 
 def _settle(mesh: weakref.ref[Mesh]) -> None:
     if (found := mesh()) is not None:
-        found.settle()
+        found.run.settle()
 
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -742,66 +537,3 @@ def _describe(
             )
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
-
-
-# -- Barrier, broadcast and reduction for users
-
-T = TypeVar("T")
-
-_REDUCE_KINDS: dict[str, ReduceKind] = {
-    "mean": "mean",
-    "avg": "mean",
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-}
-
-
-def barrier(mesh: Mesh, operation: str = "barrier()") -> None:
-    """Wait until every rank has come here; on the host, so no device is drained.
-
-    Args:
-        mesh: The ranks.
-        operation: What this is, for ranks that have come to something else; those that have come to
-            it meet.
-    """
-    mesh.users.call(operation)
-
-
-def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
-    """Give every rank the source rank's object.
-
-    It is pickled: the ranks of one job trust each other.
-    """
-    if mesh.topology.world_size == 1:
-        return value
-    mesh.users.call(f"broadcast(src={source})")
-    own = pickle.dumps(value) if mesh.rank == source else b""
-    sent = broadcast_bytes(own, source, mesh.control)
-    # On torch's fake process group nothing is sent.
-    return pickle.loads(sent) if sent and mesh.rank != source else value
-
-
-def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
-    """Reduce a tensor over all ranks with different batches into a new one.
-
-    An average of integers is a float, as Lightning has it.
-
-    Args:
-        mesh: The ranks.
-        tensor: Any shape, on the host or on this rank's device.
-        reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that
-            name.
-    """
-    name = str(reduce_op).removeprefix("RedOpType.").removeprefix("ReduceOp.").lower()
-    if name not in _REDUCE_KINDS:
-        raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_REDUCE_KINDS)}")
-    if dist.group.WORLD is not None:
-        begin(dist.group.WORLD, "reduction for users")
-    kind = _REDUCE_KINDS[name]
-    integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
-    reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
-    # Ranks that split layers have the same values.
-    with during(mesh.clock, "ranks"):
-        mesh.data.all_reduce_(reduced, kind).wait()
-    return reduced.to(tensor.device)

@@ -41,7 +41,7 @@ class BufferSync:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
-            with during(self.mesh.clock, "ranks"):
+            with during(self.mesh.run.clock, "ranks"):
                 self.mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
             if self.mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.engine.gradients import GroupGradients
-from shardeddp.engine.unit import UnitProgress
+from shardeddp.engine.progress import UnitProgress
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     OptimizedModule,

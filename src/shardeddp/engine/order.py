@@ -12,8 +12,9 @@ import torch
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import ABOUT_UNITS, HostReduction
+from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reduced, Reducer
-from shardeddp.engine.unit import UnitProgress, UnitState
+from shardeddp.engine.unit import UnitState
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 # -- ExecutionOrder: the order of units in a pass, recorded once

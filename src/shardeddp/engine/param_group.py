@@ -207,7 +207,7 @@ class FlatGroup:
         self._gathered_versions = []
         self._kept_part = None
 
-    def renew_views(self) -> None:
+    def refill_views(self) -> None:
         """Gather into the memory that modules or views have of the parameters; a collective.
 
         Nothing happens if there is none, or if it shows the main shard as it is.
@@ -399,7 +399,7 @@ class FlatGroup:
                 f"write the parameters themselves",
                 stacklevel=2,
             )
-        self._mesh.written.note_state(fqn, written)
+        self._mesh.run.written.note_state(fqn, written)
         found = written[self._own_elements(index)]
         # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
         local.copy_(torch.where(found != known.to(dtype), found.to(known.dtype), known))

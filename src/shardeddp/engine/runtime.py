@@ -1,6 +1,8 @@
 """Runtime: when units are unsharded and resharded, in which order, and how far ahead.
 
-Hooks on modules and gradients (``hooks.py``) tell it what happens. It is the only caller of units.
+Hooks on modules and gradients (``hooks.py``) call it. It gathers and releases units itself, through
+:class:`OrderAgreement` where ranks may use different ones, and leaves their gradients to
+:class:`Reducer`.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from shardeddp.engine.hooks import (
     weakly,
 )
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
+from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
-from shardeddp.engine.unit import Unit, UnitProgress, UnitState
+from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
@@ -97,7 +100,7 @@ class Runtime:
         self.mesh = mesh
         self.options = options
         self.sharding = sharding = options.sharding
-        self._prefetch = options.prefetch
+        self._prefetch = options.forward_prefetch, options.backward_prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
         self.agreement = OrderAgreement(
             self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
@@ -183,7 +186,7 @@ class Runtime:
                 f"{action} inside of a step or of summon_full_params: call it between two optimizer "
                 f"steps, from on_train_batch_start for instance"
             )
-        if self.mesh.incomplete:
+        if self.mesh.run.incomplete:
             raise RuntimeError(
                 f"{action} between micro-batches: gradients that a later one is to complete would "
                 f"be lost. Call it where an optimizer has stepped, before the next batch"
@@ -256,10 +259,10 @@ class Runtime:
                 yield outputs
             return
         self._step_name = name
-        if self.mesh.untied:
+        if self.mesh.run.untied:
             self._warn_of_untied()
         self._enter(self._root)
-        self.mesh.in_step = True
+        self.mesh.run.in_step = True
         try:
             with guard:
                 yield outputs
@@ -269,13 +272,13 @@ class Runtime:
                 self.reset()
             raise
         finally:
-            self.mesh.in_step = False
+            self.mesh.run.in_step = False
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
 
     def _warn_of_untied(self) -> None:
-        pairs = [f"{name} that of {other}" for name, other in self.mesh.untied.items()]
-        self.mesh.untied.clear()
+        pairs = [f"{name} that of {other}" for name, other in self.mesh.run.untied.items()]
+        self.mesh.run.untied.clear()
         if self.mesh.rank == 0:
             warnings.warn(
                 f"parameters were assigned the memory of others by `.data = ...`: {first_three(pairs)}. "
@@ -429,7 +432,7 @@ class Runtime:
         """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)
-        depth = self._prefetch.backward if is_backward(kind) else self._prefetch.forward
+        depth = self._prefetch[is_backward(kind)]
         for index in self.agreement.upcoming(kind, depth):
             unit = self.progresses[index].unit
             if unit.state is UnitState.SHARDED:
@@ -478,11 +481,11 @@ class Runtime:
                 progress.unit.reshard()
 
     def _begin_pass(self) -> None:
-        self.mesh.settle()
-        if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
+        self.mesh.run.settle()
+        if self.sharding.reshard is Reshard.NEVER and self.mesh.run.written.pending:
             # Only changed parameters are gathered anew: all ranks must have changed them.
             self.mesh.data_fingerprints.call(
-                f"the first step since {', '.join(self.mesh.written.pending)} was written to"
+                f"the first step since {', '.join(self.mesh.run.written.pending)} was written to"
             )
         self._enter_phase("the root's forward")
         self._saved.clear()
@@ -593,7 +596,7 @@ class Runtime:
                 return
             self._give_up_backward()
         self._running = running_backward()
-        self.mesh.settle()
+        self.mesh.run.settle()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)

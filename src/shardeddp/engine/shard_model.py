@@ -80,7 +80,11 @@ def shard_model(
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
     sharding, offload = options.sharding, options.offload
-    order_of_gathers = [f"{options.prefetch}", f"uneven_units={options.uneven_units}"]
+    order_of_gathers = [
+        f"forward_prefetch={options.forward_prefetch}",
+        f"backward_prefetch={options.backward_prefetch}",
+        f"uneven_units={options.uneven_units}",
+    ]
     agree_on_layout([*order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 

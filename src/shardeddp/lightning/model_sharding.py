@@ -316,7 +316,7 @@ class ModelSharding:
             return []
         experts = run_on_all_ranks(
             "finding experts",
-            lambda: find_experts(module, self.options.experts_policy, size),
+            lambda: find_experts(module, self.options.experts, size),
             mesh.control,
         )
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
@@ -334,7 +334,7 @@ class ModelSharding:
     ) -> list[UnitSpec]:
         """The units of a module, root first; boundary casts and recomputation are set up."""
         split: dict[nn.Parameter, Distribution] = {}
-        policy = self.options.policy
+        policy = self.options.auto_wrap_policy
         if experts:
             policy = ChosenUnits(policy, module, experts)
             split |= keep_own(module, experts, expert_axis(self._group.expert_mesh))

@@ -82,11 +82,11 @@ class RunSetting:
         recomputes, offload = options.activation_checkpointing, options.offload
         selective = recomputes is not None and recomputes.save_ops
         return cls(
-            policy=options.policy,
+            policy=options.auto_wrap_policy,
             precision=planned_precision(precision, options.mixed_precision),
             recompute="selective" if selective else "none" if recomputes is None else "full",
             offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
-            prefetch=options.prefetch.backward,
+            prefetch=options.backward_prefetch,
             device=ranks.device,
             num_nodes=ranks.num_nodes,
             ranks_per_node=ranks.per_node,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from shardeddp.comm import Mesh, barrier
+from shardeddp.comm import Mesh
 from shardeddp.comm.collectives import CollectiveHandle, Collectives
 from shardeddp.comm.streams import CommStream
 from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
@@ -316,12 +316,12 @@ class _Ranks:
     ) -> list[float]:
         """Seconds of actions in turn; ``together``: ranks have to come to each, as often as others."""
         times = [list[float]() for _ in actions]
-        barrier(self._mesh, "probe")
+        self._mesh.users.call("probe")
         began = time.perf_counter()
         for repeat in range(REPEATS + 1):
             for action, found in zip(actions, times, strict=True):
                 if together:
-                    barrier(self._mesh, "probe")
+                    self._mesh.users.call("probe")
                 self._synchronize()
                 begin = time.perf_counter()
                 action()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import warnings
 from collections.abc import Callable, Generator
@@ -20,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardeddp.checkpoint.full import whole
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import DataFile
-from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_on_all_ranks
+from shardeddp.comm import Mesh, during, run_on_all_ranks
+from shardeddp.comm.agreement import begin, broadcast_bytes
+from shardeddp.comm.collectives import ReduceKind
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
@@ -283,7 +286,7 @@ class ProcessGroup:
             self.options, self.current = own, former
             raise
         former.end_run()
-        self.mesh.measure(former.clock)
+        self.mesh.measure(former.run.clock)
         self.mesh.traffic.go_on_from(former.traffic)
 
     def _reserve_connections(self, ranks: Ranks) -> str:
@@ -346,11 +349,19 @@ class ProcessGroup:
             # theirs.
             of_lightning = lightning_calls()
             named = f"{name or ''}" if self.options.debug or of_lightning else ""
-            barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
+            # On the host, so no device is drained. The operation tells ranks that have come to
+            # another one apart; those that have come to this one meet.
+            self.current.users.call(f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``, on all ranks."""
-        return obj if self.current is None else broadcast_object(self.current, obj, src)
+        """The object of rank ``src``, on all ranks; pickled, for the ranks of one job trust each other."""
+        mesh = self.current
+        if mesh is None or mesh.topology.world_size == 1:
+            return obj
+        mesh.users.call(f"broadcast(src={src})")
+        sent = broadcast_bytes(pickle.dumps(obj) if mesh.rank == src else b"", src, mesh.control)
+        # On torch's fake process group nothing is sent.
+        return pickle.loads(sent) if sent and mesh.rank != src else obj
 
     def reduce(self, tensor: Any, group: Any, kind: Any) -> Any:
         """The sum or mean of a tensor over all ranks; anything else as it is."""
@@ -363,13 +374,13 @@ class ProcessGroup:
         kind = "sum" if kind is None else kind
         self._compare(f"reduce({_describe(tensor)}, {kind})")
         with self.explaining():
-            return reduce_tensor(self.current, whole(tensor), kind)
+            return _reduce(self.current, whole(tensor), kind)
 
     def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
         """The tensors of all ranks, stacked."""
         self._compare(f"all_gather({_describe(tensor)})")
         if self.current is not None:
-            self.current.settle()
+            self.current.run.settle()
         with self.explaining():
             # A parameter whose gradient is asked for is gathered by the function that asks.
             given = tensor if sync_grads else whole(tensor)
@@ -426,6 +437,40 @@ class ProcessGroup:
         except RuntimeError as error:
             self.explain_transfer(error)
             raise
+
+
+_REDUCE_KINDS: dict[str, ReduceKind] = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+}
+
+
+def _reduce(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
+    """Reduce a tensor over all ranks with different batches into a new one.
+
+    An average of integers is a float, as Lightning has it.
+
+    Args:
+        mesh: The ranks.
+        tensor: Any shape, on the host or on this rank's device.
+        reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that
+            name.
+    """
+    name = str(reduce_op).removeprefix("RedOpType.").removeprefix("ReduceOp.").lower()
+    if name not in _REDUCE_KINDS:
+        raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_REDUCE_KINDS)}")
+    if torch.distributed.group.WORLD is not None:
+        begin(torch.distributed.group.WORLD, "reduction for users")
+    kind = _REDUCE_KINDS[name]
+    integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
+    reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
+    # Ranks that split layers have the same values.
+    with during(mesh.run.clock, "ranks"):
+        mesh.data.all_reduce_(reduced, kind).wait()
+    return reduced.to(tensor.device)
 
 
 @contextmanager

@@ -50,5 +50,5 @@ class ReshardSchedule(Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, ShardedDP):
             raise ConfigurationError("ReshardSchedule needs Trainer(strategy=ShardedDP(...))")
-        if due and not strategy.mesh.incomplete:
+        if due and not strategy.mesh.run.incomplete:
             strategy.reshard(due[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -33,6 +33,7 @@ from shardeddp.config import (
     StartMethod,
     StateDictType,
     UnevenBatches,
+    parse_options,
 )
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
@@ -88,7 +89,6 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
-from shardeddp.translation.unknown import explain_unknown
 from shardeddp.wrap import PolicyLike, require_parameters
 from shardeddp.wrap.tensor_plan import TensorPlan
 
@@ -96,8 +96,26 @@ from shardeddp.wrap.tensor_plan import TensorPlan
 _DEFAULTS = CheckpointOptions()
 
 
-def _differs(value: Any, default: Any) -> bool:
-    return value is not default and (type(value) is not type(default) or value != default)
+_OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+)
+"""Arguments that Lightning's strategies have."""
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``ShardedDP`` that differ from their defaults, and those that it does not have."""
+    known = signature(ShardedDP).parameters
+
+    def differs(value: Any, default: Any) -> bool:
+        return value is not default and (type(value) is not type(default) or value != default)
+
+    own = {name: it.default for name, it in known.items() if name != "others"}
+    changed = {name: arguments[name] for name, it in own.items() if differs(arguments[name], it)}
+    return {**changed, **arguments["others"]}
 
 
 class ShardedDP(ParallelStrategy):
@@ -231,21 +249,11 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **others: Any,
     ) -> None:
-        arguments = locals()
-        if others:
-            known = {**signature(ShardedDP).parameters}
-            given = {
-                name: value
-                for name, value in arguments.items()
-                if name in known and name != "others" and _differs(value, known[name].default)
-            }
-            raise TypeError(explain_unknown(others, {**given, **others}, known.keys() - {"others"}))
+        given = _given(locals())
         check_lightning()
+        self.options = options = parse_options(given, _OF_LIGHTNING)
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
-        )
-        self.options = options = Options(
-            **{it.name: arguments[it.name] for it in fields(Options) if it.init}
         )
         self.chosen: Chosen | None = None
         """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
@@ -419,7 +427,7 @@ class ShardedDP(ParallelStrategy):
         return plan_memory(
             [progress.unit.costs() for progress in self.runtime.progresses],
             self.options.sharding,
-            prefetch=self.options.prefetch.backward,
+            prefetch=self.options.backward_prefetch,
             staged=self.root_device.type == "cpu",
             accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
             offload_optimizer=self._offloads_optimizer,
@@ -680,7 +688,7 @@ class ShardedDP(ParallelStrategy):
         if options == self.options:
             return
         self.wait_for_checkpoint()
-        self.mesh.settle()
+        self.mesh.run.settle()
         self._group.renew(options, self._ranks)
         self._use(options)
         module = trainer.lightning_module
@@ -734,7 +742,7 @@ class ShardedDP(ParallelStrategy):
 
     def _during(self, part: str) -> _Part:
         mesh = self._group.current
-        return _Part(during(None if mesh is None else mesh.clock, part), self._describe_memory)
+        return _Part(during(None if mesh is None else mesh.run.clock, part), self._describe_memory)
 
     @override
     def batch_to_device(

@@ -150,7 +150,7 @@ class SwappedStep(ABC):
         stepped, self._stepped = self._stepped, []
         _keep_gradients(optimizer, stepped)
         if stepped and stepped[0].spec.mesh.owners.size > 1:
-            stepped[0].spec.mesh.written.note_options(
+            stepped[0].spec.mesh.run.written.note_options(
                 type(optimizer).__name__, optimizer.param_groups
             )
         self.on_step(stepped)
@@ -228,7 +228,7 @@ class SwappedStep(ABC):
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """All ranks are about to step: let gradients be what they agree on."""
     for mesh in meshes_of(parameters):
-        mesh.settle(stepping=True)
+        mesh.run.settle(stepping=True)
 
 
 @outside_of_compiled_steps

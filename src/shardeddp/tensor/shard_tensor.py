@@ -218,7 +218,7 @@ class _KeepsWrites(Protocol):
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
-    def renew_views(self) -> None: ...
+    def refill_views(self) -> None: ...
     def is_held(self, index: int) -> bool: ...
 
 
@@ -389,7 +389,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         It takes the values, and stays where it is. Where the other one is not assigned something in
         turn (two parameters that change places), the next step says so.
         """
-        untied, own = self._spec.mesh.whole.untied, self._spec.fqn
+        untied, own = self._spec.mesh.run.untied, self._spec.fqn
         for name in [it for it, its_other in untied.items() if own in (it, its_other)]:
             del untied[name]
         other = _parameter_with_memory_of(data)
@@ -413,7 +413,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def _warn_of_held_parts(self) -> None:
         # Inside of a step graphs hold parts as well, of which many are dropped without a backward.
-        home = None if self._spec.mesh.whole.in_step else self.home
+        home = None if self._spec.mesh.run.in_step else self.home
         if home is not None and "held" not in self._spec.warned and home.is_held(self._place):
             self._spec.warned.append("held")
             warnings.warn(
@@ -451,11 +451,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches the part of it so far."""
-        if self._unit_gradients is not None and self._spec.mesh.unsettled:
-            self._spec.mesh.settle(reading=True)
+        if self._unit_gradients is not None and self._spec.mesh.run.unsettled:
+            self._spec.mesh.run.settle(reading=True)
         gradient = stored_gradient(self)
         if self._unit_gradients is None or (
-            gradient is not None and not self._spec.mesh.incomplete
+            gradient is not None and not self._spec.mesh.run.incomplete
         ):
             return gradient
         unit_gradients, index = self._unit_gradients
@@ -467,8 +467,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if self._unit_gradients is not None and self._spec.mesh.unsettled:
-            self._spec.mesh.settle(reading=True)
+        if self._unit_gradients is not None and self._spec.mesh.run.unsettled:
+            self._spec.mesh.run.settle(reading=True)
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
         elif gradient is not None and self._unit_gradients is not None:
@@ -817,7 +817,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """
         mesh = self._spec.mesh
         if mesh.owners.size > 1 and self.is_of_a_unit:
-            mesh.written.note(self._spec.fqn, operation, values)
+            mesh.run.written.note(self._spec.fqn, operation, values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.whole("pickling")
@@ -913,7 +913,7 @@ def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
 def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
     """One whose gradient, left by a backward without synchronisation, no step can use."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
-    for each in [it for it in sharded if it._spec.mesh.incomplete]:
+    for each in [it for it in sharded if it._spec.mesh.run.incomplete]:
         place = each._unit_gradients
         if place is not None and place[0].is_unreduced(place[1]):
             return each
@@ -971,7 +971,7 @@ def end_writes(*targets: torch.Tensor) -> None:
         if target.home is not None:
             homes[target.home] = None
     for home in homes:
-        home.renew_views()
+        home.refill_views()
 
 
 def mark_written(local: torch.Tensor) -> None:

@@ -143,7 +143,7 @@ def apply_rules(
     for key in in_order(arguments):
         rule, value = rules.get(key), arguments[key]
         if rule is None:
-            near = did_you_mean(nearest(key, rules))
+            near = did_you_mean(closest(key, rules))
             made.lose(f"{prefix}{key}", f"no counterpart is known{near}")
             continue
         before = len(made.notes)
@@ -169,7 +169,7 @@ def apply_rules(
 
 def not_known(name: str, known: Iterable[str]) -> str:
     """Text about a name that is none of the known ones, with the nearest of them."""
-    return f"not known{did_you_mean(nearest(name, known))}"
+    return f"not known{did_you_mean(closest(name, known))}"
 
 
 def did_you_mean(names: Iterable[str]) -> str:
@@ -177,6 +177,6 @@ def did_you_mean(names: Iterable[str]) -> str:
     return "".join(f"; did you mean {name}?" for name in names)
 
 
-def nearest(name: object, known: Iterable[str]) -> list[str]:
+def closest(name: object, known: Iterable[str]) -> list[str]:
     """The known name that is most like another one, if any is."""
     return difflib.get_close_matches(str(name), list(known), n=1)

@@ -17,10 +17,10 @@ from shardeddp.translation.rules import (
     Translation,
     always,
     any_value,
+    closest,
     did_you_mean,
     is_flag,
     lost,
-    nearest,
     not_understood,
 )
 
@@ -155,7 +155,7 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
         value = _BY_NUMBER[number - 1]
     found = sharding_of(value)
     if found is None:
-        near = did_you_mean(nearest(str(value).upper(), _BY_NUMBER))
+        near = did_you_mean(closest(str(value).upper(), _BY_NUMBER))
         made.lose(key, f"{value!r} is not known: expected one of {', '.join(_BY_NUMBER)}{near}")
     else:
         made.options |= found

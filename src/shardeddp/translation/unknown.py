@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardeddp.translation.calls import OpaqueValueError, described, python_code
-from shardeddp.translation.rules import Translation, apply_rules, did_you_mean, in_order, nearest
+from shardeddp.translation.rules import Translation, apply_rules, closest, did_you_mean, in_order
 from shardeddp.translation.strategies import RULES, settle
 
 
@@ -22,8 +22,8 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
                 f"{name}: it belongs to the Trainer: Trainer({name}={_or_own(given[name])})"
             )
         elif owner is None:
-            near = nearest(name, known)
-            theirs = [] if near else [f"{it} (of {_owner(it)})" for it in nearest(name, _THEIRS)]
+            near = closest(name, known)
+            theirs = [] if near else [f"{it} (of {_owner(it)})" for it in closest(name, _THEIRS)]
             lines.append(f"{name}: not known{did_you_mean([*near, *theirs])}")
             own |= {it: given[name] for it in near if it not in given}
         else:

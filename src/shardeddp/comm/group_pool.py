@@ -1,0 +1,181 @@
+"""Group pool: process groups of torch, which later runs of a process use again.
+
+Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
+one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
+ended, and the next mesh that asks for the same ones is given those. Requests to a model of an
+earlier run still travel in them: all ranks ask in one order, and wait. A run that was refused
+gives back the groups in which no transfer has broken; the next mesh uses them if all ranks have
+begun the same operations in each.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+
+from shardeddp.comm.host_group import Channel, HostGroup, grid_of
+from shardeddp.comm.store import StoreClient
+from shardeddp.comm.transfers import count_begun
+from shardeddp.torch_private import new_group_of_its_ranks
+
+_Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
+
+_Returned = dict[_Key, tuple[dist.ProcessGroup, int]]
+_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.WeakKeyDictionary()
+"""By the default process group, the groups of runs that have ended on this rank.
+
+With each, how many transfers its run had issued on streams.
+"""
+
+_Channels = dict[int, Channel]
+_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
+"""By an axis of host groups, their channels by number, in all meshes."""
+
+
+class GroupPool:
+    """The process groups of one mesh; making them is a collective of all ranks.
+
+    Args:
+        rank: This rank.
+        timeout: How long to wait for ranks that have not come to it yet.
+    """
+
+    def __init__(self, rank: int, timeout: timedelta) -> None:
+        self._rank = rank
+        self._client = StoreClient("groups", rank, patient=True)
+        self._own: dict[_Key, dist.ProcessGroup] = {}
+        self._lent = set[str]()
+        self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+        if (
+            dist.get_world_size() > 1
+            and dist.get_backend() != "fake"
+            and not self._all_have_the_same(timeout)
+        ):
+            self._returned.clear()
+
+    def get(
+        self,
+        purpose: str,
+        ranks: Sequence[Sequence[int]],
+        timeout: timedelta,
+        backend: str | None = None,
+    ) -> dist.ProcessGroup:
+        """The group that this rank is in.
+
+        Args:
+            purpose: What it is for; groups of one purpose may not be in use twice at a time.
+            ranks: Of all groups of the kind; each rank is in one.
+            timeout: After how long a collective in it gives up.
+            backend: None: that of the default process group.
+        """
+        key = (purpose, tuple(tuple(each) for each in ranks), timeout, backend)
+        if key not in self._own:
+            returned = self._returned.pop(key, None)
+            self._own[key] = self._make(key) if returned is None else returned[0]
+        return self._own[key]
+
+    def lend(
+        self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A group, as of :meth:`get`, in which what is communicated is the user's."""
+        group = self.get(purpose, ranks, timeout)
+        self._lent.add(group.group_name)
+        return group
+
+    def host(
+        self,
+        purpose: str,
+        ranks: Sequence[Sequence[int]],
+        timeout: timedelta,
+        *,
+        channel: int = 0,
+        patience: timedelta | None = None,
+    ) -> HostGroup:
+        """The ranks of a group of the kind that this rank is in, connected on the host.
+
+        Args:
+            purpose: See :meth:`get`.
+            ranks: See :meth:`get`; all groups have one size.
+            timeout: After how long what connects them gives up.
+            channel: Number of its :class:`Channel`.
+            patience: See :class:`HostGroup`.
+        """
+        own = next(each for each in ranks if self._rank in each)
+        rows, columns = grid_of(len(own))
+        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
+        # peers.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        axes: list[dist.ProcessGroup] = []
+        if columns > 1:
+            of_rows = [
+                each[row * columns : (row + 1) * columns] for each in ranks for row in range(rows)
+            ]
+            axes.append(self.get(purpose, of_rows, timeout, backend))
+        if rows > 1:
+            of_columns = [each[column::columns] for each in ranks for column in range(columns)]
+            axes.append(self.get(f"{purpose}, columns", of_columns, timeout, backend))
+        channels = _CHANNELS.get(axes[0]) if axes else None
+        channels = {} if channels is None else channels
+        _CHANNELS.update(dict.fromkeys(axes, channels))
+        return HostGroup(
+            axes,
+            own,
+            name=f"{self._client.number}/{purpose}/{channel}/{own[0]}",
+            timeout=max(timeout, patience or timeout),
+            channel=channels.setdefault(channel, Channel(channel)),
+            patience=patience,
+            mirrors=backend == "fake",
+        )
+
+    def give_back(self, issued: int) -> None:
+        """Let later meshes of this process use the groups, too.
+
+        Nothing has failed in them, and nothing is under way that is not on all ranks.
+
+        Args:
+            issued: Number of transfers that the run has issued on its streams.
+        """
+        self._returned.update({key: (group, issued) for key, group in self._own.items()})
+
+    def names(self) -> set[str]:
+        """What torch calls those in which nobody else communicates."""
+        groups = self._own.values()
+        return {it.group_name for it in groups if it.group_name not in self._lent}
+
+    def _make(self, key: _Key) -> dist.ProcessGroup:
+        purpose, ranks, timeout, backend = key
+        own = list(next(each for each in ranks if self._rank in each))
+        if len(ranks) == 1:
+            made = dist.new_group(own, timeout=timeout, backend=backend)
+            return cast(dist.ProcessGroup, made)
+        # One call for all groups of the kind: each rank makes its own, and where communicators are
+        # split off the default group's, the calls of all ranks are one split of it. What a process
+        # has cached of a DeviceMesh finds the groups of an equal one by their names.
+        name = f"shardeddp/{self._client.number}/{purpose}/{own[0]}"
+        return new_group_of_its_ranks(own, name, timeout, backend)
+
+    def _all_have_the_same(self, timeout: timedelta) -> bool:
+        """Whether the same groups have been returned on all ranks; after a failure they may not."""
+        client = self._client
+        begun = [
+            f"{key} {issued} {_begun_in(group)}" for key, (group, issued) in self._returned.items()
+        ]
+        mine = str(zlib.crc32(repr(sorted(begun)).encode()))
+        if client.claim("returned", mine) != mine:
+            client.count("others")
+        if client.count("arrived") == dist.get_world_size():
+            client.write("verdict", "differ" if client.count("others", 0) else "same")
+        return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+
+
+def _begun_in(group: dist.ProcessGroup) -> str:
+    # A rank of a tree sends more messages than another, all of one operation.
+    channels = _CHANNELS.get(group)
+    if channels is None:
+        return str(count_begun(group))
+    return str({number: channel.begun for number, channel in sorted(channels.items())})

@@ -1,0 +1,63 @@
+"""Run state: what is open between the ranks of a run, read wherever parameters or gradients are."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+from shardeddp.comm.consistency import WriteDigest
+from shardeddp.comm.step_clock import StepClock
+from shardeddp.torch_private import current_backward
+
+
+class _Unsettled(Protocol):
+    """Agreement of ranks that has been started, and whose result nobody has read."""
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None: ...
+
+
+class RunState:
+    """State of one run on one rank; parameters of experts and all others share it."""
+
+    def __init__(self) -> None:
+        self.written = WriteDigest()
+        """User writes to sharded parameters; compared when ranks agree at a backward's end."""
+
+        # Not owned: gradients lead to the mesh, and from there they must not lead to the model,
+        # since Python's collector does not see that a parameter leads to its gradient.
+        self.unsettled: weakref.WeakValueDictionary[int, _Unsettled] = weakref.WeakValueDictionary()
+        """Agreements whose result is still to be read, by identity, in order."""
+
+        self.incomplete: set[int] = set()
+        """Identities of reducers whose last backward has left gradients for a later one to complete."""
+
+        self.untied: dict[str, str] = {}
+        """Parameters that were assigned the memory of another one, by name, since the last step began."""
+
+        self.in_step = False
+        """Whether a step of the user's module runs."""
+
+        self.clock: StepClock | None = None
+        """Measures steps; None: no measurement."""
+
+        self.thread: int | None = None
+        """Thread that trains; None: no run of a Trainer is under way."""
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Read the results of agreements that nobody has waited for yet.
+
+        Ranks come here before anything else that they do together, so that corrections, for which
+        they may have to communicate, are in one order on all of them. On other threads than the one
+        that trains nothing happens.
+
+        Args:
+            stepping: Whether all ranks come here before a step: agreements not started yet are.
+            reading: Whether somebody looks at gradients, on this rank at least.
+        """
+        if not self.unsettled:
+            return
+        trains = self.thread in (None, threading.get_ident())
+        if trains or current_backward() != -1:
+            for each in list(self.unsettled.values()):
+                each.settle(stepping=stepping, reading=reading)

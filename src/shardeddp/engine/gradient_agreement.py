@@ -1,0 +1,321 @@
+"""Gradient agreement: which parameters get a gradient, on all ranks alike, at the end of a backward.
+
+Ranks may use different parameters, so they take the maximum of their findings over all ranks. It is
+expected to be that of the last backward of the same kind. Each rank installs gradients by that
+expectation at once, starts the reduction of its findings without waiting for it, and reads the
+result when somebody looks at gradients, and at the latest before the optimizer steps, another pass
+begins, or ranks agree on anything else. Where the result differs, all ranks make the same
+corrections. A micro-batch that does not synchronise starts no such reduction: the next one that
+does includes its findings.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import or_
+
+import torch
+
+from shardeddp.comm import Mesh
+from shardeddp.comm.agreement import ask_for_highest_alike
+from shardeddp.engine.gradients import GroupGradients
+from shardeddp.engine.progress import GradientLevel, UnitProgress
+from shardeddp.engine.reduction_queue import ReductionQueue
+from shardeddp.tensor.backward import store_gradients, stored_gradients
+from shardeddp.tensor.shard_tensor import any_completion_hooks
+
+Kind = tuple[str, bool]
+"""Backwards that are expected to be alike: their number in the step, and whether they synchronise."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """State of gradients after a backward, of one rank or the maximum over all ranks."""
+
+    watched: bool
+    """Whether somebody looks at gradients between micro-batches."""
+
+    left: tuple[bool, ...]
+    """By unit, whether it has gradients that are still to be reduced."""
+
+    entered: tuple[bool, ...]
+    """By unit, whether the backward has entered it."""
+
+    viewed: tuple[bool, ...]
+    """By unit, whether anything outside of the engine refers to memory of its parameters."""
+
+    gradients: tuple[int, ...]
+    """By parameter, twice its gradient's level, plus 1 if only an earlier micro-batch has used it.
+
+    The earlier one is a micro-batch whose findings no other rank knows.
+    """
+
+    @property
+    def levels(self) -> list[int]:
+        """By parameter, its :class:`GradientLevel`."""
+        return [each // 2 for each in self.gradients]
+
+    @property
+    def used(self) -> list[bool]:
+        """By parameter, whether it gets a gradient."""
+        return [bool(each) for each in self.gradients]
+
+    def encode(self) -> list[int]:
+        """As integers, whose maximum over the ranks is that of the findings."""
+        return [*map(int, (self.watched, *self.left, *self.entered, *self.viewed)), *self.gradients]
+
+    @staticmethod
+    def decode(values: Sequence[int], units: int) -> Findings:
+        """Undo :meth:`encode` for a model of a number of units."""
+        left, entered, viewed = (
+            tuple(map(bool, values[1 + at * units : 1 + (at + 1) * units])) for at in range(3)
+        )
+        return Findings(bool(values[0]), left, entered, viewed, tuple(values[1 + 3 * units :]))
+
+
+@dataclass
+class _Open:
+    """The last backward, before its result is read."""
+
+    kind: Kind
+    expected: Findings | None
+    """Result of the last backward of its kind; None: there was none."""
+
+    result: Callable[[], tuple[list[int], bool]] | None
+    """Waits for the maximum, and whether all ranks have written the same; None: not started."""
+
+    written: dict[str, int]
+    """Checksums of values that users have written, as compared with the result."""
+
+    is_applied: bool = False
+    """Whether gradients are installed by the expectation."""
+
+
+class GradientAgreement:
+    """Installs the gradients of all units at the end of a backward.
+
+    Args:
+        progresses: All units, the root first.
+        mesh: All ranks.
+        queue: Reduces gradients that have arrived after their unit was reduced.
+        to_host: Whether gradients are copied to host memory.
+    """
+
+    def __init__(
+        self,
+        progresses: Sequence[UnitProgress],
+        mesh: Mesh,
+        queue: ReductionQueue,
+        *,
+        to_host: bool,
+    ) -> None:
+        self._progresses = progresses
+        self._mesh = mesh
+        self._queue = queue
+        self._to_host = to_host
+        self._across_replicas = True
+        self._sharded = [
+            sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
+        ]
+        self._expected: dict[Kind, Findings] = {}
+        self._open: _Open | None = None
+        # Since the last result: indices of parameters that this rank has used, and gradients of
+        # parameters that had none before.
+        self._earlier: set[int] = set()
+        self._installed: dict[int, torch.Tensor] = {}
+        self._is_watched = False
+
+    def forget_expectations(self) -> None:
+        """Expect nothing: ranks train other parameters from here on."""
+        self._expected.clear()
+
+    def agree(self, kind: Kind) -> None:
+        """Agree on a backward whose gradients have arrived, or are on their way."""
+        self._close()
+        for progress in self._progresses:
+            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
+        _, self._across_replicas = kind
+        expected, opened = self._expected.get(kind), _Open(kind, None, None, {})
+        if expected is None:
+            opened.result = self._start(opened, ahead=False)
+            self._take_result(opened)
+            return
+        opened.expected = expected
+        if self._across_replicas:
+            opened.result = self._start(opened, ahead=True)
+        else:
+            levels = self._findings().levels
+            self._earlier.update(index for index, level in enumerate(levels) if level)
+        self._reduce(expected.left)
+        added_to = [each for gradients in self._gradients() for each in gradients.added_to()]
+        # Sums and hooks cannot be taken back: they wait for the result.
+        if opened.result is not None and (any(added_to) or self._has_hooks()):
+            self._take_result(opened)
+            return
+        before = stored_gradients(self._sharded)
+        self._apply(expected, also=added_to)
+        opened.is_applied = True
+        for index, gradient in enumerate(stored_gradients(self._sharded)):
+            if gradient is not None and before[index] is None:
+                self._installed[index] = gradient
+        if opened.result is None:
+            self._run_hooks(expected)
+            self._keep_sums(True)
+        self._open = opened
+        self._mesh.run.unsettled[id(self)] = self
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Let gradients be those that ranks agree on, where they were installed by expectation.
+
+        Args:
+            stepping: Whether all ranks come here before a step: they agree now if no reduction has
+                been started.
+            reading: Whether somebody looks at a gradient, on this rank at least.
+        """
+        opened = self._open
+        if opened is None:
+            return
+        if opened.result is None:
+            self._is_watched |= reading
+            if not stepping:
+                return
+            opened.result = self._start(opened, ahead=False)
+        self._take_result(opened, within_backward=False)
+
+    def _start(self, opened: _Open, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
+        """Start the maximum over all ranks, and the comparison of what they have written."""
+        opened.written, options = (
+            self._mesh.run.written.take(),
+            self._mesh.run.written.take_changed_options(),
+        )
+        said = json.dumps([opened.written, options], sort_keys=True).encode()
+        checksum = zlib.crc32(said) if opened.written or options else 0
+        found = self._findings().encode()
+        return ask_for_highest_alike(
+            found,
+            checksum.to_bytes(4, "big"),
+            self._mesh.control,
+            f"agreement on {len(found)} flags",
+            ahead=ahead,
+        )
+
+    def _take_result(self, opened: _Open, *, within_backward: bool = True) -> None:
+        """Let gradients be those of all ranks' findings; a collective where any has some left."""
+        assert opened.result is not None
+        self._close()
+        highest, same = opened.result()
+        found, expected = Findings.decode(highest, len(self._progresses)), opened.expected
+        if not same:
+            self._mesh.run.written.tell_of_differences(opened.written, self._mesh.control)
+        if self._mesh.control.size > 1:
+            self._expected[opened.kind] = found
+        if found.watched:  # micro-batches that do not synchronise agree at once, too
+            self._expected = {kind: each for kind, each in self._expected.items() if kind[1]}
+        self._take_back(found.used)
+        if not opened.is_applied or found != expected:
+            left = found.left
+            if expected is not None:
+                left = [now and not then for now, then in zip(left, expected.left, strict=True)]
+            self._reduce(left)
+            self._apply(found)
+        self._earlier, self._installed = set(), {}
+        self._keep_sums(False)
+        if within_backward:
+            self._run_hooks(found)
+
+    def _take_back(self, used: Sequence[bool]) -> None:
+        """Remove gradients of parameters that no rank has used."""
+        gradients = stored_gradients(self._sharded)
+        in_vain = [
+            self._sharded[index]
+            for index, installed in self._installed.items()
+            if not used[index] and gradients[index] is installed
+        ]
+        store_gradients(in_vain, [None] * len(in_vain))
+        self._installed = {}
+
+    def _close(self) -> None:
+        self._open = None
+        self._mesh.run.unsettled.pop(id(self), None)
+
+    def _findings(self) -> Findings:
+        """Those of this rank."""
+        # Sums of earlier micro-batches in the shard group wait for the replicas, used this time or
+        # not.
+        left = [
+            any(
+                group.gradients.waiting() or (self._across_replicas and group.gradients.partial)
+                for group in progress.unit.groups
+            )
+            for progress in self._progresses
+        ]
+        sums = chain.from_iterable(gradients.sums() for gradients in self._gradients())
+        levels = chain.from_iterable(progress.gradients() for progress in self._progresses)
+        return Findings(
+            self._is_watched or self._has_hooks(),
+            tuple(left),
+            tuple(progress.entered for progress in self._progresses),
+            tuple(progress.unit.is_viewed for progress in self._progresses),
+            tuple(
+                2 * level + (there and index in self._earlier)
+                for index, (level, there) in enumerate(zip(levels, sums, strict=True))
+            ),
+        )
+
+    def _gradients(self) -> Iterator[GroupGradients]:
+        return gradients_of(self._progresses)
+
+    def _has_hooks(self) -> bool:
+        return any_completion_hooks(self._sharded)
+
+    def _keep_sums(self, keep: bool) -> None:
+        for gradients in self._gradients():
+            gradients.keep_sums(keep)
+
+    def _reduce(self, left: Sequence[bool]) -> None:
+        for progress, is_left in zip(self._progresses, left, strict=True):
+            if is_left:
+                self._queue.issue(progress, self._across_replicas)
+
+    def _apply(self, found: Findings, also: Sequence[bool] = ()) -> None:
+        """Give parameters the gradients of a backward; units learn from it.
+
+        Args:
+            found: The maximum over all ranks, or its expectation.
+            also: By parameter, True if it gets its gradient in any case.
+        """
+        self._queue.finish()
+        if self._to_host:
+            self._mesh.drain()  # readers of gradients on the host do not wait for streams
+        installed = [*map(or_, found.used, also)] if also else found.used
+        has_any = [level > GradientLevel.NONE for level in found.levels]
+        # Partial sums wait for the replicas: nobody is to see them.
+        keeps_partial = not self._across_replicas and self._mesh.has_replicas
+        end = 0
+        for progress, entered, viewed in zip(
+            self._progresses, found.entered, found.viewed, strict=True
+        ):
+            begin, end = end, end + len(progress.unit.sharded_parameters())
+            progress.unit.note_views(viewed)
+            if not keeps_partial:
+                progress.unit.install_gradients(installed[begin:end])
+            progress.learn(entered, has_any[begin:end])
+
+    def _run_hooks(self, found: Findings) -> None:
+        levels = iter(found.levels)
+        for progress in self._progresses:
+            each = [next(levels) for _ in progress.unit.sharded_parameters()]
+            progress.unit.run_gradient_hooks(
+                [index for index, level in enumerate(each) if level == GradientLevel.NOW]
+            )
+
+
+def gradients_of(progresses: Sequence[UnitProgress]) -> Iterator[GroupGradients]:
+    """Gradients of all groups, in the order of their parameters."""
+    for progress in progresses:
+        for group in progress.unit.groups:
+            yield group.gradients

@@ -1,0 +1,80 @@
+"""Reduction queue: reductions of gradients under way, and how much memory they may hold."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from shardeddp.comm import Mesh, during
+from shardeddp.engine.gradients import Reduction
+from shardeddp.engine.progress import UnitProgress
+from shardeddp.plan.memory import WAITING_UNITS
+
+
+class ReductionQueue:
+    """Issues the reductions of units and finishes them in the order in which they were issued.
+
+    Args:
+        mesh: Communicators and streams of the reductions.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        # With the label of their unit; issued -> finished before the next unit packs
+        self._in_flight: deque[tuple[str, Reduction]] = deque()
+        # Left to their streams, the earliest first, and the bytes that they hold.
+        self._queued: deque[tuple[str, Reduction]] = deque()
+        self._queued_nbytes = self._most_nbytes = 0
+
+    @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
+    def issue(self, progress: UnitProgress, across_replicas: bool) -> None:
+        """Reduce the gradients of one unit.
+
+        One unit's gradients are in each collective at a time: that bounds memory, and one unit's
+        backward hides it.
+
+        Args:
+            progress: The unit.
+            across_replicas: False if a later micro-batch shares them with the replicas.
+        """
+        for _ in range(len(self._in_flight)):
+            unit, reduction = self._in_flight[0]
+            with during(self._mesh.run.clock, "reduction", unit):
+                is_done = reduction.advance()
+            self._in_flight.popleft()
+            if reduction.is_queued and not is_done:
+                self._leave_to_stream(unit, reduction)
+            elif not is_done:
+                self._in_flight.append((unit, reduction))
+        progress.issued = True
+        issued = progress.unit.reduce_gradients(across_replicas)
+        self._in_flight.extend((progress.unit.label, reduction) for reduction in issued)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Complete all reductions."""
+        while self._queued:
+            self._finish_first()
+        for unit, reduction in self._in_flight:
+            with during(self._mesh.run.clock, "reduction", unit):
+                reduction.finish()
+        self._in_flight.clear()
+
+    def _leave_to_stream(self, unit: str, reduction: Reduction) -> None:
+        """Leave a reduction to its streams; finish the first ones where they hold too much memory.
+
+        Without a bound they hold a copy of all gradients. A network with several of the largest
+        units queued is busy all the same.
+        """
+        self._queued.append((unit, reduction))
+        self._queued_nbytes += reduction.waiting_nbytes
+        self._most_nbytes = max(self._most_nbytes, reduction.waiting_nbytes)
+        while self._queued_nbytes > WAITING_UNITS * self._most_nbytes:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        unit, reduction = self._queued.popleft()
+        self._queued_nbytes -= reduction.waiting_nbytes
+        with during(self._mesh.run.clock, "reduction", unit):
+            reduction.finish()
