@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardeddp import ShardedDP
-from shardeddp.comm import Mesh
+from shardeddp.comm import Mesh, group_pool
 from shardeddp.comm.group_pool import GroupPool
 from shardeddp.plan.topology import Topology
 from shardeddp.torch_private import new_group_of_its_ranks, process_groups
