@@ -198,6 +198,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
+_skip_code: Any = _private("torch._dynamo.eval_frame:skip_code", "code")
 
 
 def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -222,6 +223,21 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     """
     skipped: Any = _skip_frames(function)
     return skipped
+
+
+def compiled_only_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function be a part of graphs that it is called in, and no graph of its own elsewhere.
+
+    For hooks of modules: torch runs those of a compiled module before or after its graph.
+    """
+    eager = torch.compiler.disable(function)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if torch.compiler.is_compiling() else eager)(*args, **kwargs)
+
+    _skip_code(run.__code__)  # of the call by torch; what is traced looks into it
+    return run
 
 
 # -- Autograd
