@@ -120,6 +120,13 @@ torch_dispatch_modes: Callable[[], Sequence[Any]] = _private(
 """The modes that hear of operations, the innermost last."""
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode that hears of operations, those with functions among their arguments included."""
+
+    supports_higher_order_operators = True
+    """Else torch refuses them: cond, flex_attention, the random states of a compiled recomputation."""
+
+
 def leave_mode(mode: Any) -> None:
     """End a mode, which may not be the last that was entered; those entered later go on."""
     kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
@@ -230,14 +237,15 @@ def compiled_only_inside(function: Callable[P, R]) -> Callable[P, R]:
 
     For hooks of modules: torch runs those of a compiled module before or after its graph.
     """
-    eager = torch.compiler.disable(function)
+    eager: Any = torch.compiler.disable(function)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         return (function if torch.compiler.is_compiling() else eager)(*args, **kwargs)
 
-    _skip_code(run.__code__)  # of the call by torch; what is traced looks into it
-    return run
+    made: Any = run
+    _skip_code(made.__code__)  # of the call by torch; what is traced looks into it
+    return made
 
 
 # -- Autograd
@@ -295,6 +303,11 @@ will_execute = PatchPoint("torch._C:_will_engine_execute_node")
 
 described_gradient = PatchPoint("torch._subclasses.meta_utils:safe_grad", "t")
 """The ``grad`` of a tensor that a compiler describes for itself."""
+
+flex_attention_device = PatchPoint(
+    "torch.nn.attention.flex_attention:_validate_device", "query key value"
+)
+"""Refuses devices: the CPU with gradients."""
 
 # -- Stack of saved-tensor hooks
 
