@@ -21,6 +21,7 @@ from support.tasks import (
     Block,
     ConvBlock,
     EvaluatedGpt,
+    NormalizedDescent,
     Recorded,
     TinyConvNet,
     TinyGpt,
@@ -299,27 +300,43 @@ def test_another_batch_size_is_compiled_where_gradients_have_another_dtype(compu
     assert backend.frame_count == 2, "casts of a block's inputs and outputs are no graphs"
 
 
+class OwnStep(torch.optim.AdamW):
+    """A class that nobody knows, whose step calls another."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnStep, NormalizedDescent])
 @on_ranks(2)
-def test_a_compiled_optimizer_step_equals_an_eager_one() -> None:
-    backends = [CompileCounterWithBackend(TRACED) for _ in range(2)]
-
-    class Compiled(TinyGpt):
-        def configure_optimizers(self) -> Any:
-            optimizers, schedulers = super().configure_optimizers()
-            step: Any = torch.compile(optimizers[0].step, backend=backends[1])
-            optimizers[0].step = step
-            return optimizers, schedulers
-
+def test_a_compiled_optimizer_step_equals_an_eager_one(kind: Any) -> None:
+    backend = CompileCounterWithBackend(TRACED)
     weights: list[dict[str, torch.Tensor]] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return kind(parameters, {"lr": 1e-2} if kind is NormalizedDescent else 1e-2)
+
+    class Stepped(TinyGpt):
+        def configure_optimizers(self) -> Any:
+            (optimizer,), schedulers = super().configure_optimizers()
+            if kind is not torch.optim.AdamW:
+                optimizer, schedulers = make(self.parameters()), []
+            if weights:
+                step: Any = torch.compile(optimizer.step, backend=backend)
+                optimizer.step = step
+            return [optimizer], schedulers
+
+    warnings.filterwarnings("ignore", "nothing is known about the optimizer")
     with fresh_compiler():
-        for kind in (TinyGpt, Compiled):
+        for _ in range(2):
             torch.manual_seed(0)
-            module = blocks_in_place(kind(), backends[0])  # type: ignore[arg-type]
+            module = blocks_in_place(Stepped(), TRACED)
             trainer_for().fit(module, token_loader(16))
             weights.append(full_weights(module))
     assert_same_weights(weights[1], weights[0])
-    assert backends[1].frame_count > 0
+    if kind is torch.optim.AdamW:  # others step on sharded parameters, which end graphs
+        assert backend.frame_count > 0
 
 
 @on_ranks(2)
