@@ -329,6 +329,9 @@ all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_
 _front: Any = _private("torch._C:DispatchKey.BackendSelect")
 """The dispatch key behind those of subclasses and before those of devices, of all calls."""
 
+_PYTHON_DISPATCHER: Any = _private("torch._C:DispatchKey.PythonDispatcher")
+"""The dispatch key of a dispatcher that compilers enable: it would look for the same kernel again."""
+
 
 def put_in_front(
     library: torch.library.Library,
@@ -345,9 +348,10 @@ def put_in_front(
     """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        behind = partial(func.redispatch, keys.remove(_front).remove(_PYTHON_DISPATCHER))
         if getattr(_past, "front", False):
-            return func.redispatch(keys.remove(_front), *args, **kwargs)
-        return kernel(func, partial(func.redispatch, keys.remove(_front)), args, kwargs)
+            return behind(*args, **kwargs)
+        return kernel(func, behind, args, kwargs)
 
     library.impl(func, run, "BackendSelect", with_keyset=True)
 
