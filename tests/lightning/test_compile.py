@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -175,6 +176,35 @@ def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
     assert predicted is not None
     assert tested["test"] == pytest.approx(validated["val"], rel=1e-6)
     assert len(module.losses) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["whole module", "blocks in place"])
+def test_runs_around_a_training_with_dynamic_shapes_equal_those_of_ddp(
+    world: Worlds, way: str
+) -> None:
+    expected, found = (world(2).run(validated_trained_and_tested, it, way) for it in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def validated_trained_and_tested(is_reference: bool, way: str) -> list[float]:
+    torch.manual_seed(0)
+    module = EvaluatedGpt()
+    with fresh_compiler():
+        compiled: Any = module
+        if way == "whole module":
+            compiled = torch.compile(module, backend=TRACED, dynamic=True)
+        else:
+            for block in module.blocks:
+                block.compile(backend=TRACED, dynamic=True)
+        strategy = DDPStrategy() if is_reference else ShardedDP(auto_wrap_policy={Block})
+        trainer = make_trainer(strategy, max_steps=2, max_epochs=-1)
+        (validated,) = trainer.validate(compiled, token_loader(8), verbose=False)
+        trainer.fit(compiled, token_loader(16))
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(compiled, token_loader(16))
+        (tested,) = trainer.test(compiled, token_loader(12, 3), verbose=False)
+    return [validated["val"], *module.losses, tested["test"]]
 
 
 @pytest.mark.slow
