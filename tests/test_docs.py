@@ -26,6 +26,7 @@ FOREIGN = {
     "The total norm of order 2.0 ... is non-finite",
     "Unknown type name 'nn.Module'",
     "You selected an invalid strategy name: ... for lightning.pytorch.Trainer",
+    "expected scalar type BFloat16 but found Float",
 }
 """Messages of Lightning, jsonargparse and torch."""
 

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,11 +22,15 @@ from shardeddp.checkpoint.safetensors import Entry, write_safetensors
 from shardeddp.fabric import ShardedDP
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
+from support.compiling import fresh_compiler
 from support.fabric_runs import (
     GPT,
+    Block,
     GPTModule,
+    batches,
     finetune,
     launched,
+    next_token_loss,
     pretrain,
     together,
     train_with_the_trainer,
@@ -178,6 +183,33 @@ def mixed(name: str) -> list[float]:
 def test_mixed_precision_is_that_of_ddp(world: Worlds) -> None:
     expected = world(2).run(mixed, "ddp")
     assert world(2).run(mixed, "full_shard")[0] == pytest.approx(expected[0], rel=2e-2)
+
+
+# -- a compiled module
+
+
+@pytest.mark.parametrize("name", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_a_compiled_module_trains_as_an_eager_one(name: str) -> None:
+    losses: dict[bool, list[float]] = {}
+    counters.clear()
+    with fresh_compiler() as backend, launched(ShardedDP(name, auto_wrap_policy={Block})) as fabric:
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            built: Any = torch.compile(GPT(), backend=backend) if is_compiled else GPT()
+            model = fabric.setup_module(built)
+            optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+            losses[is_compiled] = []
+            for (tokens,) in list(fabric.setup_dataloaders(batches()))[:4]:
+                loss = next_token_loss(model(tokens), tokens)
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[is_compiled].append(loss.item())
+        graphs = counters["stats"]["unique_graphs"]
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-4, atol=0)
+    # Fabric hands a copy of the backend on.
+    assert graphs == 1, "of the blocks, and nothing of the engine"
 
 
 # -- checkpoints

@@ -38,6 +38,7 @@ from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import never_traced, runs_eagerly
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
@@ -49,17 +50,37 @@ class ShardedForward(nn.Module):
     def __init__(self, module: nn.Module, runtime: Runtime, fill_rest: Callable[[], None]) -> None:
         super().__init__()
         self.module, self.runtime = module, runtime
-        self._fill_rest, self._has_run = fill_rest, False
+        self.fill_rest, self.has_run = fill_rest, False
 
+    @runs_eagerly  # the module that it calls is compiled where Fabric's was
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if not self._has_run:
-            self._fill_rest()  # whatever else was built is not going to be set up
-            self._has_run = True
-        kind = "training_step" if torch.is_grad_enabled() else "validation_step"
-        with self.runtime.step(kind) as outputs:
+        with _Step(self) as outputs:
             outputs.append(self.module(*args, **kwargs))
         return outputs[0]
+
+
+_outside_of_graphs = never_traced("a step of ShardedDP begins or ends here")
+
+
+class _Step:
+    """A step of the engine, outside of the code that a compiled module is made of."""
+
+    def __init__(self, sharded: ShardedForward) -> None:
+        self._sharded = sharded
+
+    @_outside_of_graphs
+    def __enter__(self) -> list[Any]:
+        if not self._sharded.has_run:
+            self._sharded.fill_rest()  # whatever else was built is not going to be set up
+            self._sharded.has_run = True
+        kind = "training_step" if torch.is_grad_enabled() else "validation_step"
+        self._step = self._sharded.runtime.step(kind)
+        return self._step.__enter__()
+
+    @_outside_of_graphs
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._step.__exit__(*error)
 
 
 class ShardedDP(DDPStrategy):

@@ -120,6 +120,13 @@ torch_dispatch_modes: Callable[[], Sequence[Any]] = _private(
 """The modes that hear of operations, the innermost last."""
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode that hears of operations, those with functions among their arguments included."""
+
+    supports_higher_order_operators = True
+    """Else torch refuses them: cond, flex_attention, the random states of a compiled recomputation."""
+
+
 def leave_mode(mode: Any) -> None:
     """End a mode, which may not be the last that was entered; those entered later go on."""
     kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
@@ -198,6 +205,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
+_skip_code: Any = _private("torch._dynamo.eval_frame:skip_code", "code")
 
 
 def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -222,6 +230,22 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     """
     skipped: Any = _skip_frames(function)
     return skipped
+
+
+def compiled_only_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function be a part of graphs that it is called in, and no graph of its own elsewhere.
+
+    For hooks of modules: torch runs those of a compiled module before or after its graph.
+    """
+    eager: Any = torch.compiler.disable(function)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if torch.compiler.is_compiling() else eager)(*args, **kwargs)
+
+    made: Any = run
+    _skip_code(made.__code__)  # of the call by torch; what is traced looks into it
+    return made
 
 
 # -- Autograd
@@ -280,6 +304,11 @@ will_execute = PatchPoint("torch._C:_will_engine_execute_node")
 described_gradient = PatchPoint("torch._subclasses.meta_utils:safe_grad", "t")
 """The ``grad`` of a tensor that a compiler describes for itself."""
 
+flex_attention_device = PatchPoint(
+    "torch.nn.attention.flex_attention:_validate_device", "query key value"
+)
+"""Refuses devices: the CPU with gradients."""
+
 # -- Stack of saved-tensor hooks
 
 are_hooks_enabled: Callable[[], bool] = _private(
@@ -300,6 +329,9 @@ all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_
 _front: Any = _private("torch._C:DispatchKey.BackendSelect")
 """The dispatch key behind those of subclasses and before those of devices, of all calls."""
 
+_PYTHON_DISPATCHER: Any = _private("torch._C:DispatchKey.PythonDispatcher")
+"""The dispatch key of a dispatcher that compilers enable: it would look for the same kernel again."""
+
 
 def put_in_front(
     library: torch.library.Library,
@@ -316,9 +348,10 @@ def put_in_front(
     """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        behind = partial(func.redispatch, keys.remove(_front).remove(_PYTHON_DISPATCHER))
         if getattr(_past, "front", False):
-            return func.redispatch(keys.remove(_front), *args, **kwargs)
-        return kernel(func, partial(func.redispatch, keys.remove(_front)), args, kwargs)
+            return behind(*args, **kwargs)
+        return kernel(func, behind, args, kwargs)
 
     library.impl(func, run, "BackendSelect", with_keyset=True)
 

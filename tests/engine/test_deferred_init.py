@@ -258,6 +258,27 @@ def test_a_module_beside_waits_until_it_is_sharded_itself() -> None:
     assert torch.equal(model.teacher[0].weight, expected[0])
 
 
+class Branches(nn.Module):
+    """Its constructor computes with an operator of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        drawn = torch.rand(4)
+        chosen: Any = torch.cond(drawn[0] > 2, torch.ones_like, torch.sin, (drawn,))
+        self.scale = nn.Parameter(chosen)
+
+
+@on_ranks(2)
+def test_a_constructor_may_call_cond() -> None:
+    torch.manual_seed(5)
+    expected = values(Branches())
+    torch.manual_seed(5)
+    model, recording = recorded(Branches)
+    Sharding().apply(model, recording=recording)
+    check_equal(values(model), expected)
+
+
 class Notes(nn.Module):
     """What its constructor has noted of where it was built."""
 

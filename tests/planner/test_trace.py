@@ -1,10 +1,16 @@
 """What a step computes and keeps is counted as GPUs do it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import scan, while_loop
+from torch.nn.attention.flex_attention import flex_attention
 
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.wrap import resolve_policy
 
 WIDTH, LENGTH = 16, 8
@@ -42,3 +48,65 @@ def test_an_rms_norm_keeps_its_input_and_one_number_of_each_vector(
     # What the first norm returns is the layer's input; the layer keeps it.
     assert linear.saved_nbytes == vectors * WIDTH * itemsize
     assert root.saved_nbytes == 2 * vectors * (WIDTH * itemsize + 4)
+
+
+class Calling(nn.Module):
+    """A layer, and what it is called by."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(WIDTH, WIDTH, bias=False), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.layer, x)
+
+
+def in_a_branch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    other: Any = lambda x: layer(layer(x))  # noqa: E731
+    return torch.cond(x.sum() > 0, layer, other, (x,))
+
+
+def in_a_loop(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    index = torch.zeros((), dtype=torch.int64)
+    _, found = while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, layer(x)), (index, x))
+    return found
+
+
+def for_each_place(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def combine(carried: torch.Tensor, place: torch.Tensor) -> Any:
+        made = layer(carried + place)
+        return made, made.clone()
+
+    return scan(combine, torch.zeros_like(x[:, 0]), x, dim=1)[1]
+
+
+@pytest.mark.parametrize("call", [in_a_branch, in_a_loop, for_each_place])
+def test_matmuls_in_operators_of_functions_count(call: Callable[..., torch.Tensor]) -> None:
+    plain, found = (of_calls(it) for it in (lambda layer, x: layer(x), call))
+    assert found.matmul_flops == plain.matmul_flops == 2 * 2 * LENGTH * WIDTH**2
+    assert found.saved_nbytes >= plain.saved_nbytes
+
+
+def test_flex_attention_counts_as_the_attention_that_it_is() -> None:
+    def flexible(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        heads = layer(x)[:, None]
+        return torch.compile(flex_attention)(heads, heads, heads)[:, 0]  # type: ignore[index, return-value]
+
+    def fused(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        heads = layer(x)[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+
+    found, expected = of_calls(flexible), of_calls(fused)
+    assert found.attention_flops == expected.attention_flops > 0
+    assert found.saved_nbytes == expected.saved_nbytes
+
+
+def of_calls(call: Callable[..., torch.Tensor]) -> Work:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, LENGTH, WIDTH))
+
+    policy = resolve_policy({Calling})
+    counts = profile(
+        Calling(call), step, policy=policy, micro_batch=2, tokens=LENGTH, precision="32-true"
+    )
+    return counts.work[0]

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardeddp.tensor.collectives import extend_collectives
 from shards import SIZES, Case, check_same, compare, make_mesh, make_pairs
 from world import Worlds, on_ranks
 
@@ -317,3 +321,14 @@ def test_reshaping_in_place_is_refused_with_a_way_out() -> None:
             change()
     assert p.shape == (3, 5)
     check_same(p, pairs["matrix"].plain, "after all")
+
+
+@on_ranks(2)
+def test_collectives_run_under_the_dispatcher_of_compilers() -> None:
+    extend_collectives()
+    tensor = torch.ones(3)
+    with enable_python_dispatcher():
+        dist.all_reduce(tensor)
+        with FakeTensorMode():
+            dist.all_reduce(torch.ones(3))
+    assert tensor.tolist() == [2.0] * 3

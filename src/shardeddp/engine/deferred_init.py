@@ -37,7 +37,7 @@ from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import swap_bodies
 from shardeddp.tensor.views import GatheredView
 from shardeddp.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     make_subclass,
     pytree,
     without_torch_function,
@@ -360,7 +360,7 @@ def _refill(
         _as_bytes(kept[storage]).copy_(_as_bytes(values))
 
 
-class Writes(TorchDispatchMode):
+class Writes(DispatchMode):
     """Notes which tensors are written to while it is active."""
 
     def __init__(self) -> None:
@@ -569,15 +569,12 @@ def _holders(tensors: Sequence[torch.Tensor]) -> list[nn.Module]:
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
-class MetaGuard(TorchDispatchMode):
+class MetaGuard(DispatchMode):
     """Refuses operations of tensors with values and tensors on the meta device.
 
     Torch computes many of them (products, lookups by index) without an error, from memory that is
     not there. Nothing is left on the meta device that was found; this finds what was not.
     """
-
-    supports_higher_order_operators = True
-    """Else torch refuses operators of functions: random states of a compiled recomputation, cond."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

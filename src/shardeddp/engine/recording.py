@@ -31,8 +31,9 @@ from typing_extensions import override
 
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
 from shardeddp.torch_private import (
+    DispatchMode,
+    HigherOrderOperator,
     OpOverload,
-    TorchDispatchMode,
     leave_mode,
     neg_view,
     parse_to,
@@ -336,6 +337,12 @@ class Recording:
         if self._is_paused:
             return function(*args, **kwargs)
         involved = _meta_tensors((args, kwargs))
+        if isinstance(function, HigherOrderOperator):
+            if not involved:
+                return function(*args, **kwargs)
+            # What it calls may read truth values, and is in no record: it runs at once.
+            args, kwargs = self.values((args, kwargs))
+            return pytree.tree_map(self.moved, function(*args, **kwargs))
         name = function.overloadpacket.__name__
         draws_now = not _is_made_on_meta(kwargs) if not involved else _is_made_off_meta(kwargs)
         if draws_now and is_random(function):
@@ -639,7 +646,7 @@ class Recording:
                     place.over(memory[place.storage]).copy_(found)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Hears of every operation."""
 
     def __init__(self, recording: Recording) -> None:

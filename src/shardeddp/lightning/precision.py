@@ -35,6 +35,7 @@ from shardeddp.lightning.api import (
     Steppable,
 )
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.torch_private import compiled_only_inside
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
 
@@ -396,10 +397,12 @@ def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(partial(_cast_after, dtype))
 
 
+@compiled_only_inside
 def _cast_before(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _cast(args, dtype), _cast(kwargs, dtype)
 
 
+@compiled_only_inside
 def _cast_after(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     return _cast(output, dtype)
 

@@ -52,7 +52,17 @@ class GlobalStep:
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self.on_step = on_step
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    @outside_of_compiled_steps
+    def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Let a compiled step call its closure, a forward and a backward, outside of the graph."""
+        if (closure := kwargs.get("closure")) is not None:
+            return args, {**kwargs, "closure": outside_of_compiled_steps(closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], outside_of_compiled_steps(args[1]), *args[2:]), kwargs
+        return None
 
     @outside_of_compiled_steps
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

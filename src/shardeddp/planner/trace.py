@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,13 @@ from shardeddp.planner.collectives import Exchange
 from shardeddp.report import human_bytes
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
-from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from shardeddp.torch_private import (
+    DispatchMode,
+    FakeTensorMode,
+    HigherOrderOperator,
+    flex_attention_device,
+    pytree,
+)
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
@@ -184,7 +191,7 @@ class _Recorder:
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         results = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
         operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
-        if not results:
+        if not results or isinstance(func, HigherOrderOperator):
             return
         if func.namespace == "shardeddp":
             self.exchange(func.name(), operands[0], results[0])
@@ -224,7 +231,7 @@ class _Recorder:
             self.unsaved.append(found)
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(DispatchMode):
     def __init__(self, recorder: _Recorder, truth: bool) -> None:
         super().__init__()
         self._recorder, self._truth = recorder, truth
@@ -244,10 +251,11 @@ class _Recording(TorchDispatchMode):
         return out
 
 
-class _FusedNorms(TorchFunctionMode):
-    """RMS norms are one kernel, as on GPUs, where vectors and weights have one dtype.
+class _Functions(TorchFunctionMode):
+    """RMS norms are one kernel, as on GPUs; operators of functions are what they call.
 
-    On the host they are seven, and keep copies in float32.
+    On the host norms of vectors and weights of one dtype are seven kernels, and keep copies in
+    float32.
     """
 
     @override
@@ -258,7 +266,57 @@ class _FusedNorms(TorchFunctionMode):
             x, weight = given["input"], given.get("weight")
             if weight is None or weight.dtype == x.dtype:
                 return _RmsNorm.apply(x, weight, len(given["normalized_shape"]))
+        if isinstance(func, HigherOrderOperator) and func.name() in _WHAT_IT_CALLS:
+            with self:
+                return _WHAT_IT_CALLS[func.name()](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _cond(predicate: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:
+    return first(*operands)
+
+
+def _while_loop(condition: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]) -> Any:
+    return body(*carried, *others)
+
+
+def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]) -> Any:
+    count, made = len(carried), list[Any]()
+    for step in zip(*xs, strict=True):
+        out = combine(*carried, *step, *others)
+        carried, made = out[:count], [*made, out[count:]]
+    return [*carried, *map(torch.stack, zip(*made, strict=True))]
+
+
+def _flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    shape = query.shape[:-1]
+    rest = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True), *rest
+
+
+def _allow(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    pass
+
+
+@contextmanager
+def _flex_attention_on_host() -> Generator[None]:
+    """Without torch's refusal of its backward there, which is not run here."""
+    check = flex_attention_device.current
+    flex_attention_device.replace(_allow)
+    try:
+        yield
+    finally:
+        flex_attention_device.replace(check)
+
+
+_WHAT_IT_CALLS: dict[str, Callable[..., Any]] = {
+    "cond": _cond,  # the first branch
+    "flex_attention": _flex_attention,  # of all keys
+    "scan": _scan,
+    "while_loop": _while_loop,  # once
+}
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -457,7 +515,8 @@ def profile(
                 mixed,
                 hooks,
                 recording,
-                _FusedNorms(),
+                _Functions(),
+                _flex_attention_on_host(),
             ):
                 for index, spec, parameter in wrapped:
                     recorder.bind(index, spec, parameter)
@@ -550,7 +609,10 @@ def _quiet() -> Generator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            # It is compiled later.
+            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+            yield
     finally:
         logger.disabled = was_disabled
 

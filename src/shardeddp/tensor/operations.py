@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardeddp.torch_private import TensorBase, pytree
+from shardeddp.torch_private import HigherOrderOperator, TensorBase, pytree
 
 # `Module.to` asks for _has_compatible_shallow_copy_type, `autograd.grad` for grad.
 _NAMES = (
@@ -116,6 +116,8 @@ def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _written_places(func: Any) -> list[tuple[int, str]]:
+    if isinstance(func, HigherOrderOperator):
+        return []  # no schema of its own; torch refuses functions that write to what they are given
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     if name == "batch_p2p_ops":
         return [(place, it.name) for place, it in enumerate(arguments) if it.name == "tensors"]
