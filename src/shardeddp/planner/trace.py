@@ -22,6 +22,7 @@ from typing_extensions import override
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.collectives import Exchange
+from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
@@ -139,6 +140,7 @@ class _Recorder:
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
     """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
+    values: Values = field(default_factory=Values)
     is_backward: bool = False
     """Whether what runs is what backward would exchange."""
 
@@ -198,6 +200,7 @@ class _Recorder:
             return
         name = func.name().partition("::")[2].partition(".")[0]
         nbytes = sum(it.nbytes for it in (*operands, *results))
+        is_matmul = func.overloadpacket in flop_registry or is_grouped(func, operands)
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         for work in self.targets():
             work.kernels += 1
@@ -206,13 +209,16 @@ class _Recorder:
                 query, key = operands[0], operands[1]
                 square = math.prod(query.shape) * key.shape[-2]
                 work.attention_flops += 4.0 * square * (0.5 if causal else 1.0)
-            elif func.overloadpacket in flop_registry:
-                count = flop_registry[func.overloadpacket]
-                work.matmul_flops += count(*args, **kwargs, out_val=out)
+            elif is_matmul:
+                if is_grouped(func, operands):
+                    work.matmul_flops += 2.0 * operands[0].numel() * operands[1].shape[2]
+                else:
+                    count = flop_registry[func.overloadpacket]
+                    work.matmul_flops += count(*args, **kwargs, out_val=out)
                 work.matmul_nbytes += nbytes
             else:
                 work.moved_nbytes += nbytes
-        if "scaled_dot_product" in name or func.overloadpacket in flop_registry:
+        if "scaled_dot_product" in name or is_matmul:
             self.costly.update(map(storage, results))
             self.kept += results
 
@@ -233,13 +239,16 @@ class _Recording(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+            and self._recorder.values.of(args[0]) is None
+        ):
             if args[0].is_floating_point():
                 return 1.0  # a number for a log; whole numbers decide on shapes
             if args[0].dtype is torch.bool:
                 self.was_asked = True
                 return self._truth
-        out = func(*args, **(kwargs or {}))
+        out = self._recorder.values.call(func, args, kwargs or {})
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
 
@@ -281,11 +290,13 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None]:
+def _once_each(
+    units: Sequence[UnitSpec], recorder: _Recorder, *, reuses: bool = True
+) -> Generator[None]:
     """Count each unit's module apart, and run only the first of those that are alike.
 
     The others return fresh tensors of the shapes that the first returned: nothing runs backward
-    here, so nothing can tell.
+    here, so only what a forward leaves in its module can tell. Then ``reuses`` is False.
     """
     known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
@@ -315,7 +326,7 @@ def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None
             finally:
                 recorder.inside.pop()
                 recorder.unsaved = around
-            if not any(vars(work)["kernels"] for work in before):
+            if reuses and not any(vars(work)["kernels"] for work in before):
                 known[key] = (
                     result,
                     [Work(**vars(recorder.work[it])) for it in inner[index]],
@@ -440,7 +451,9 @@ def profile(
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
     wrapped = [*_wrapped(units)]
 
-    def run(truth: bool) -> tuple[_Recorder, bool, BaseException | None]:
+    def run(
+        truth: bool = False, *, reuses: bool = True
+    ) -> tuple[_Recorder, bool, BaseException | None]:
         """One step; whether it has read a truth value, and what it has failed with."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
         recorders.append(recorder)
@@ -453,7 +466,7 @@ def profile(
                 _quiet(),
                 eager,
                 mode,
-                _once_each(units, recorder),
+                _once_each(units, recorder, reuses=reuses),
                 mixed,
                 hooks,
                 recording,
@@ -468,7 +481,9 @@ def profile(
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
 
-    recorder, was_asked, error = run(False)  # where a step looks for NaN, there is none
+    recorder, was_asked, error = run()  # where a step looks for NaN, there is none
+    if isinstance(error, AttributeError):  # it may look for what forwards of alike units have set
+        recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
         recorder, _, error = run(True)  # and what it asserts is true
     said = str(error).splitlines()[0] if str(error) else ""
