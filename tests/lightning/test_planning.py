@@ -25,6 +25,7 @@ from shardeddp.lightning.planning import (
 )
 from shardeddp.plan.hardware import GPUS
 from shardeddp.plan.sharding_strategy import candidates, choose_sharding
+from shardeddp.planner.axes import ModelAxes
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -549,7 +550,7 @@ def test_a_dry_run_plans_the_ranks_that_split_layers(capsys: pytest.CaptureFixtu
 def test_a_choice_is_of_the_ranks_with_different_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    split = replace(setting(), tensor_size=2, tensor_plan=SPLIT)
+    split = replace(setting(), axes=ModelAxes(tensor_size=2, tensor_plan=SPLIT))
     module = TinyGpt()
     by_memory = choose_strategy(module, candidates(), split)
     assert by_memory.sharding_strategy == "no_shard" and "no example_input" in by_memory.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,14 +21,12 @@ from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
-from shardeddp.tensor.distributed import Distribution
-from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
 from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 # -- what is counted
@@ -76,7 +74,11 @@ class ModelProfile:
     tokens: int
     """Of a micro-batch; samples where inputs are no sequences."""
     exchanges: list[list[Exchange]]
-    """By unit, what ranks that split its layers exchange."""
+    """By unit, what ranks that have parts of its layers exchange."""
+    is_routed: bool = False
+    """Whether shapes come from what scores have chosen, which was taken as even."""
+    is_even: bool = True
+    """Whether that leaves no rest."""
 
     @cached_property
     def total(self) -> Work:
@@ -112,6 +114,7 @@ class ModelProfile:
                 ]
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
+            is_routed=self.is_routed,
         )
 
 
@@ -409,8 +412,7 @@ def profile(
     precision: str,
     micro_batch: int,
     tokens: int,
-    tensor_size: int = 1,
-    tensor_plan: TensorPlan | None = None,
+    axes: ModelAxes = WHOLE,
 ) -> ModelProfile:
     """Run one forward of a module on tensors without memory, and count it by unit.
 
@@ -422,11 +424,10 @@ def profile(
         precision: One of ``PRECISIONS``.
         micro_batch: Samples.
         tokens: Of a micro-batch.
-        tensor_size: Ranks that split layers, of which the first runs; 1: layers are whole.
-        tensor_plan: Which layers, and how.
+        axes: Ranks that have different parts of the model, of which the first runs.
 
     Raises:
-        UsageError: The precision is not known, or layers cannot be split so.
+        UsageError: The precision is not known, or the model has no such parts.
         ConfigurationError: The module needs values to run, or something that is not there.
     """
     if precision not in PRECISIONS:
@@ -441,9 +442,8 @@ def profile(
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
     without_memory(module, mode, computes)
     recorders: list[_Recorder] = []
-    axis = TensorAxis("a plan", 0, tensor_size, rehearsal=lambda: recorders[-1].rehearsal())
     with mode:
-        split = split_as_planned(module, tensor_plan, axis)
+        policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [
         replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
         for unit in build_units(module, policy, split)
@@ -487,11 +487,16 @@ def profile(
     if error is not None and was_asked:
         recorder, _, error = run(True)  # and what it asserts is true
     said = str(error).splitlines()[0] if str(error) else ""
-    if error is not None and tensor_size > 1:
+    if error is not None and axes.expert_size > 1:
         raise UsageError(
-            f"{type(module).__name__} does not run with layers split over {tensor_size} ranks as "
+            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
+            f"({type(error).__name__}: {said})"
+        ) from error
+    if error is not None and axes.tensor_size > 1:
+        raise UsageError(
+            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
             f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
-            f"layer is a rank's 1/{tensor_size} of its features: behind it is a 'rowwise' one, and "
+            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
             f"whatever lies between is split too, or takes any number of features"
         ) from error
     if error is not None:
@@ -509,44 +514,9 @@ def profile(
         head=recorder.head,
         tokens=tokens,
         exchanges=recorder.exchanges,
+        is_routed=recorder.values.were_read and recorder.values.were_chosen,
+        is_even=recorder.values.are_even,
     )
-
-
-def split_as_planned(
-    module: nn.Module, plan: TensorPlan | None, axis: TensorAxis
-) -> Mapping[nn.Parameter, Distribution]:
-    """Split layers as the engine does.
-
-    Args:
-        module: Its parameters may be without memory.
-        plan: Which layers, and how.
-        axis: The ranks that split them; a single one splits nothing.
-
-    Returns:
-        By new parameter, how the former one was split.
-
-    Raises:
-        UsageError: The plan names no layers, or such as cannot be split so.
-    """
-    if axis.size == 1:
-        return {}
-    if plan is None:
-        raise UsageError(
-            f"tensor_parallel_size={axis.size} is planned where tensor_parallel_plan names the layers "
-            f"('auto' for models of transformers); what configure_model splits by parallelize_module "
-            f"is not planned"
-        )
-    try:
-        layers = find_layers(module, plan, axis.size)
-        odd = next((it.name for it in layers if not isinstance(it.style, ParallelStyle)), None)
-        if odd is not None or not layers:
-            raise UsageError(
-                f"tensor_parallel_plan: {'no layer of the module is in it' if odd is None else odd}"
-                f"{'' if odd is None else ' has a style of torch, whose DTensors are not planned'}"
-            )
-        return split_layers(module, layers, axis)
-    except ConfigurationError as error:
-        raise UsageError(str(error)) from error
 
 
 def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn.Parameter]]:

@@ -36,6 +36,9 @@ class Values:
         self.were_read = False
         """Whether shapes or numbers of Python have come from known values."""
 
+        self.were_chosen = False
+        """Whether some were chosen by scores."""
+
         self.are_even = True
         """Whether what was chosen by scores could be spread without a rest."""
 
@@ -79,7 +82,8 @@ class Values:
                 reals = _tensors(computed(known))
             elif name == "all_to_all":
                 # Other ranks are taken to send this one, the first, what it sends to itself.
-                reals = [known[0][: args[1][0]].tile(len(args[1]))]
+                with unset_fake_temporarily():
+                    reals = [known[0][: args[1][0]].tile(len(args[1]))]
             else:
                 reals = []
             for fake, real in zip(made, reals, strict=False):
@@ -128,6 +132,7 @@ class Values:
                 numbers = numbers.view(*others, -1).movedim(-1, dim)
             numbers = numbers.reshape(chosen.shape)
         _keep(chosen, numbers)
+        self.were_chosen = True
         self.are_even &= chosen.numel() % count == 0
 
 
