@@ -526,14 +526,13 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         {"plan_only": True},
     ],
 )
-def test_tensor_parallel_runs_are_planned_where_a_plan_names_the_layers(
+def test_expert_parallel_runs_are_planned_and_tensor_parallel_ones_where_a_plan_names_the_layers(
     option: dict[str, Any],
 ) -> None:
     with pytest.raises(ConfigurationError, match="does not work together"):
         ShardedDP(**option, tensor_parallel_size=2)
     ShardedDP(**option, tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
-    with pytest.raises(ConfigurationError, match="does not work together"):
-        ShardedDP(**option, expert_parallel_size=2)
+    ShardedDP(**option, expert_parallel_size=2)
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
