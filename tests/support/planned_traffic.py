@@ -56,7 +56,9 @@ def counted_and_planned(
     counts = [
         (
             (+it.nbytes, +it.calls),
-            sent_by_kind([one for one in only.task.collectives if (one.phase == "layer") is inside]),
+            sent_by_kind(
+                [one for one in only.task.collectives if (one.phase == "layer") is inside]
+            ),
         )
         for it, inside in ((mesh.traffic, False), (mesh.activation_traffic, True))
     ]

@@ -71,7 +71,16 @@ class RunSetting:
         return self.num_nodes * self.ranks_per_node // self.axes.tensor_size
 
     def topology(self, sharding: ShardingStrategy) -> Topology:
-        """The mesh that a strategy makes of the ranks."""
+        """The mesh that a strategy makes of the ranks.
+
+        Raises:
+            ConfigurationError: They cannot have it.
+        """
+        count, experts = self.num_nodes * self.ranks_per_node, self.axes.expert_size
+        if count % experts:
+            raise ConfigurationError(
+                f"expert_parallel_size={experts} does not divide the {count} ranks of this run"
+            )
         return sharding.topology(
             self.num_nodes, self.ranks_per_node, tensor_size=self.axes.tensor_size
         )
