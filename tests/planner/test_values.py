@@ -67,8 +67,14 @@ def by_scatter(layer: nn.Module, x: torch.Tensor, index: torch.Tensor) -> Any:
     return layer(x[table[:, 2].nonzero().squeeze(-1)])
 
 
+def by_index(layer: nn.Module, x: torch.Tensor, index: torch.Tensor) -> Any:
+    rows = torch.where(index == 1)[0]
+    torch.zeros_like(x).index_add_(0, rows, x[rows])
+    return layer(x[: int((rows >= 0).sum())])  # known as before
+
+
 @pytest.mark.parametrize(
-    "select", [by_mask, by_where, by_hits, by_counts, by_histogram, by_scatter]
+    "select", [by_mask, by_where, by_hits, by_counts, by_histogram, by_scatter, by_index]
 )
 def test_each_expert_has_as_many_tokens_however_a_model_finds_them(
     select: Callable[..., Any],
@@ -121,7 +127,11 @@ def overwritten(layer: nn.Module, x: torch.Tensor, scores: torch.Tensor) -> Any:
     return layer(x[: int(count[0])])
 
 
-@pytest.mark.parametrize("compute", [above, overwritten])
+def drawn(layer: nn.Module, x: torch.Tensor, scores: torch.Tensor) -> Any:
+    return layer(x[: int(torch.zeros(2, dtype=torch.long).random_(5)[0])])
+
+
+@pytest.mark.parametrize("compute", [above, overwritten, drawn])
 def test_shapes_that_depend_on_data_in_another_way_are_an_error(
     compute: Callable[..., Any],
 ) -> None:

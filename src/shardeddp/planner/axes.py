@@ -91,8 +91,8 @@ WHOLE = ModelAxes()
 
 
 def names_of(experts: PolicyLike) -> str | list[str] | None:
-    """What a configuration says of ``experts``; None: nothing, as they are found or have no name."""
-    if isinstance(experts, NamePolicy):
+    """What a configuration says of ``experts``; None: they are found, or have no names."""
+    if isinstance(experts, NamePolicy) and all("*" in it for it in experts.names):
         return experts.names
     given = [*experts] if isinstance(experts, (list, tuple, set, frozenset)) else [experts]
     names = [f"{it.__module__}.{it.__qualname__}" if isinstance(it, type) else it for it in given]

@@ -100,8 +100,11 @@ class Choice:
             lines.append(_as_yaml("tensor_parallel_plan", plan))
         if self.expert_parallel_size > 1:
             lines.append(f"      expert_parallel_size: {self.expert_parallel_size}")
-            if (experts := names_of(axes.experts)) is not None:
+            experts = names_of(axes.experts)
+            if experts is not None:
                 lines.append(_as_yaml("experts", experts))
+            elif axes.experts not in (None, "auto"):
+                lines.append("      # experts: as it was given, which has no name")
         if param_dtype:
             lines.append(f"      mixed_precision: {param_dtype}")
         if self.recompute == "full":

@@ -482,7 +482,7 @@ def profile(
         return recorder, recording.was_asked, None
 
     recorder, was_asked, error = run()  # where a step looks for NaN, there is none
-    if isinstance(error, AttributeError):  # it may look for what forwards of alike units have set
+    if isinstance(error, (AttributeError, TypeError)):  # it may want what alike forwards have set
         recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
         recorder, _, error = run(True)  # and what it asserts is true

@@ -58,9 +58,9 @@ class Values:
             args = (args[0], self._as_numbers(args[1]), *args[2:])
         leaves, form = pytree.tree_flatten((args, kwargs))
         given = [it for it in leaves if isinstance(it, torch.Tensor)]
-        found = [self.of(it) for it in given]
-        known = [it for it in found if it is not None]
-        are_known = len(known) == len(given)
+        known = [it for it in map(self.of, given) if it is not None]
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        are_known = len(known) == len(given) and not is_drawn
 
         def computed(tensors: Sequence[torch.Tensor]) -> Any:
             rest = iter(tensors)
@@ -89,15 +89,19 @@ class Values:
             for fake, real in zip(made, reals, strict=False):
                 _keep(fake, real)
             return out
-        for it in found if func._schema.is_mutable else ():
-            if it is not None:
-                self._lost[_memory(it)] = it
+        self._lose(_written(func, args, kwargs))
         if is_small and name in _OF_SHAPES and not made[0].is_floating_point():
             shape = made[0].shape if name.endswith("_like") else (0,)
             _keep(made[0], computed([torch.empty(shape, dtype=it.dtype) for it in given]))
         elif is_small and name in _CHOOSE and given[0].is_floating_point():
             self._choose(func, args, kwargs, made[-1])
         return out
+
+    def _lose(self, tensors: Sequence[torch.Tensor]) -> None:
+        for it in tensors:
+            values = self.of(it)
+            if values is not None:
+                self._lost[_memory(values)] = values
 
     def _as_numbers(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Indices with known masks as the numbers of what they choose."""
@@ -119,10 +123,9 @@ class Values:
         """Take what is chosen by scores as even, along the dim of the scores."""
         if chosen.is_floating_point():
             return
-        names = [it.name for it in func._schema.arguments]
-        settings = {**dict(zip(names, args, strict=False)), **kwargs}
-        scores, dim = args[0], settings.get("dim", -1)
-        if dim is None or ("dim" in names and "max" in func.name() and "dim" not in settings):
+        settings = {it.name: value for it, value in _bound(func, args, kwargs)}
+        scores, dim = args[0], settings.get("dim", None if "max" in func.name() else -1)
+        if dim is None:  # of all scores together
             return
         count = scores.shape[dim]
         with unset_fake_temporarily():
@@ -139,6 +142,23 @@ class Values:
 def is_grouped(func: Any, operands: Sequence[torch.Tensor]) -> bool:
     """Whether an operation multiplies rows by the matrix of their group."""
     return "grouped_mm" in func.name() and [it.ndim for it in operands[:2]] == [2, 3]
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of an operation that are given, and their values."""
+    known = func._schema.arguments
+    named = [(it, kwargs[it.name]) for it in known if it.name in kwargs]
+    return [*zip(known, args, strict=False), *named]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensors that an operation writes to."""
+    return [
+        tensor
+        for argument, value in _bound(func, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value)
+    ]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

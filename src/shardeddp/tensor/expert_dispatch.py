@@ -55,7 +55,7 @@ def _exchange(
     *anchors: torch.Tensor,
 ) -> torch.Tensor:
     made: torch.Tensor = _Exchange.apply(rows, leaving, arriving, axis.group, *anchors)  # type: ignore[assignment]
-    axis.rehearse(made, lambda it: _Exchange.apply(it, arriving, leaving, axis.group))
+    axis.rehearse(made, _Exchange, arriving, leaving, axis.group)
     return made
 
 
