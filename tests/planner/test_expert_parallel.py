@@ -230,7 +230,7 @@ class RecordsPeak(Callback):
         self.stack.close()
 
 
-def peaks(kind: type[Model], recomputation: str | None) -> tuple[int, int, int]:
+def peaks(kind: type[Model], hidden: int, recomputation: str | None) -> tuple[int, int, int]:
     """Bytes between steps as planned; the most that a step adds, and as planned."""
     strategy = strategy_of("full_shard", 2, kind, activation_checkpointing=recomputation)
     records = RecordsPeak()
@@ -238,9 +238,9 @@ def peaks(kind: type[Model], recomputation: str | None) -> tuple[int, int, int]:
         strategy, max_steps=3, callbacks=[records], use_distributed_sampler=False
     )
     batch = torch.ones(4, 128, dtype=torch.long)
-    trainer.fit(kind(64, 256), DataLoader(batch[0].expand(100, -1), batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(kind(64, hidden), DataLoader(batch[0].expand(100, -1), batch_size=4))  # type: ignore[arg-type]
     planned = plan_as_set(
-        kind(64, 256),
+        kind(64, hidden),
         batch,
         (("full_shard", strategy.options.sharding),),
         strategy.setting(trainer),
@@ -253,11 +253,12 @@ def peaks(kind: type[Model], recomputation: str | None) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputation", [None, "auto"])
+@pytest.mark.parametrize("hidden", [256, 16])
 @pytest.mark.parametrize("kind", [Model, Stacked], ids=["list", "stacked"])
 def test_the_planned_peak_is_what_ranks_allocate(
-    world: Worlds, kind: type[Model], recomputation: str | None
+    world: Worlds, kind: type[Model], hidden: int, recomputation: str | None
 ) -> None:
-    for resting, added, planned in world(2).run(peaks, kind, recomputation):
+    for resting, added, planned in world(2).run(peaks, kind, hidden, recomputation):
         error = (resting + planned) / (resting + added) - 1
         assert -0.01 < error < 0.07, f"{error:+.2%}: {added:,} bytes, {planned:,} planned"
 

@@ -427,7 +427,12 @@ def memory_of(
     for index, own in enumerate(kept):
         below += own if index else 0
         # A unit at work has computed again what it had not kept; its largest results have gradients.
-        alive.append(below + again[index] + 2 * work.work[index].largest_nbytes * (index > 0))
+        # Tokens that it sends are there four times: in order of experts and of ranks, here and there.
+        sent = max(
+            (it.nbytes for it in work.exchanges[index] if it.kind == "all_to_all"), default=0
+        )
+        results = max(2 * work.work[index].largest_nbytes, 4 * sent)
+        alive.append(below + again[index] + results * (index > 0))
     # The logits' gradient is computed from what the loss has kept, in its dtype and in theirs.
     loss = head.saved_nbytes + 3 * head.largest_nbytes // 2
     candidates = [(unsharded_nbytes, below, loss)]
