@@ -161,7 +161,7 @@ def as_run(row: dict[str, Any]) -> Run:
         row=row,
         all_work=found.total,
         inner=found.inner,
-        collectives=combined(collectives_of_step(units, sharding, topology, accumulation)),
+        collectives=combined(collectives_of_step(units, sharding, accumulation)),
         cluster=cluster,
         setting=setting,
         profile=found,

@@ -243,6 +243,16 @@ def _add_plan(commands: Any) -> None:
     )
     split = "which layers: auto, or a YAML or JSON file of names and styles (auto: --dims, --transformer)"
     parser.add_argument("--tensor-parallel-plan", metavar="FILE", help=split)
+    parser.add_argument(
+        "--expert-parallel",
+        action="extend",
+        nargs="+",
+        type=_count,
+        metavar="E",
+        help="ranks that have different experts, to compare (1)",
+    )
+    own = "which modules have experts: a class, or a pattern of names (those of transformers are found)"
+    parser.add_argument("--experts", action="append", metavar="PATTERN", help=own)
     _add_calibrate(parser)
     parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="units (auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")

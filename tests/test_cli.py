@@ -239,6 +239,9 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
         ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel", "3"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel", "8"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel-plan", "no such file"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--expert-parallel", "3"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--expert-parallel", "2"],
+        ["plan", "--gpus", "8", "--dims", DIMS, "--experts", "layers.*"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--link-gbs", "nan"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--memory-tbs", "-1"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--bf16-tflops", "0"],
@@ -468,6 +471,17 @@ def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None
     assert (status, " TP " in out) == (0, True)
     path.write_text("[1")
     assert run(capsys, *arguments)[0] == 2
+
+
+def test_plans_of_divided_experts_are_compared(capsys: Output) -> None:
+    arguments = ["plan", "gpt.mixture.MixtureGPTModule", "--gpus", "4", "--length", "16", "--args"]
+    arguments += ['{"dim": 32, "num_layers": 2}', "--input", "int64:B,S", "--input", "int64:B,S"]
+    arguments += ["--micro-batch", "2", "--expert-parallel", "1", "2", "4"]
+    arguments += ["--experts", "gpt.blocks.*.mlp.experts.*"]
+    status, out, _ = run(capsys, *arguments, "--json")
+    assert status == 0
+    assert {it["expert_parallel_size"] for it in json.loads(out)} == {1, 2, 4}
+    assert " EP " in run(capsys, *arguments)[1]
 
 
 def test_a_gpu_without_bfloat16_is_planned_in_float16(capsys: Output) -> None:

@@ -255,6 +255,8 @@ def plan(options: argparse.Namespace) -> int:
             auto_wrap_policy=options.auto_wrap_policy,
             tensor_parallel_sizes=options.tensor_parallel or (1,),
             tensor_parallel_plan=_tensor_plan(options.tensor_parallel_plan),
+            expert_parallel_sizes=options.expert_parallel or (1,),
+            experts=options.experts,
             calibrate=options.calibrate,
             **{name: given for name, given in compared.items() if given},
         )

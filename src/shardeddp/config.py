@@ -22,7 +22,8 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.translation.torch_strategies import options_of, prefetch_of, sharding_of
 from shardeddp.translation.unknown import explain_unknown
-from shardeddp.wrap import AutoPolicy, NamePolicy, Policy, PolicyLike, resolve_policy
+from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
+from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 from shardeddp.wrap.tree import imported, nearest
@@ -609,7 +610,7 @@ class Options:
         by_name = self.tensor_parallel_plan is not None  # what is split without is not planned
         unnamed = {} if by_name else planned
         _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
-        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, planned)
+        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
         if self.experts is not None and self.expert_parallel_size == 1:
             raise ConfigurationError(
                 "experts needs expert_parallel_size=2 or more: one rank has all of them"
@@ -628,7 +629,7 @@ class Options:
             "sharding": sharding,
             "candidates": shardings,
             "auto_wrap_policy": resolve_policy(self.auto_wrap_policy),
-            "experts": _resolve_experts(self.experts),
+            "experts": resolve_experts(self.experts),
             "forward_prefetch": _resolve_prefetch("forward_prefetch", self.forward_prefetch),
             "backward_prefetch": _resolve_prefetch("backward_prefetch", self.backward_prefetch),
             "offload": offload,
@@ -718,25 +719,7 @@ def _check_axis(
     if found := [name for name, is_set in planned.items() if is_set]:
         raise ConfigurationError(
             f"{option}={size} does not work together with {', '.join(found)}: plans are of layers "
-            f"that tensor_parallel_plan names, and of ranks that have all experts, so their memory and "
-            f"times would be those of another run. Name the layers, or name a sharding_strategy (and "
-            f"a number for shard_size), leave plan_only out, and compare strategies by a few steps"
+            f"that tensor_parallel_plan names, so their memory and times would be those of another run. "
+            f"Name the layers, or name a sharding_strategy (and a number for shard_size), leave "
+            f"plan_only out, and compare strategies by a few steps"
         )
-
-
-def _resolve_experts(value: PolicyLike) -> Policy | None:
-    """The policy that chooses modules of experts; strings with a period or a star are names."""
-    if value is None or (isinstance(value, str) and value.lower() == AUTO):
-        return None
-    given = [value] if isinstance(value, str) else value
-    several = [*given] if isinstance(given, (list, tuple, set, frozenset)) else []
-    names = [it for it in several if isinstance(it, str) and "*" in it]
-    try:
-        if names and len(names) == len(several):
-            return NamePolicy(names)
-        return resolve_policy(value)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"experts: expected classes of modules with experts, or patterns of their names "
-            f"('layers.*.experts'). {error}"
-        ) from error

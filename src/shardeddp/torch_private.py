@@ -41,7 +41,7 @@ try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._guards import TracingContext
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.overrides import TorchFunctionMode

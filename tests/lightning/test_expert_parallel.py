@@ -642,7 +642,6 @@ def test_models_that_are_not_supported_are_refused(
         ({"expert_parallel_size": 2, "uneven_batches": "join"}, "uneven_batches"),
         ({"expert_parallel_size": 2, "reshard_after_forward": 2}, "reshard_after_forward"),
         ({"expert_parallel_size": 2, "optimizer_shard": "world"}, "optimizer_shard"),
-        ({"expert_parallel_size": 2, "plan_only": True}, "plan_only"),
         ({"experts": Expert}, "expert_parallel_size=2 or more"),
         ({"expert_parallel_size": 2, "experts": 3}, "classes of modules with experts"),
     ],

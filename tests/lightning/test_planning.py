@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
-from shardeddp import MixedPrecision, ShardedDP
+from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import strategy as module
@@ -25,6 +25,7 @@ from shardeddp.lightning.planning import (
 )
 from shardeddp.plan.hardware import GPUS
 from shardeddp.plan.sharding_strategy import candidates, choose_sharding
+from shardeddp.planner.axes import ModelAxes
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -525,14 +526,13 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         {"plan_only": True},
     ],
 )
-def test_tensor_parallel_runs_are_planned_where_a_plan_names_the_layers(
+def test_expert_parallel_runs_are_planned_and_tensor_parallel_ones_where_a_plan_names_the_layers(
     option: dict[str, Any],
 ) -> None:
     with pytest.raises(ConfigurationError, match="does not work together"):
         ShardedDP(**option, tensor_parallel_size=2)
     ShardedDP(**option, tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
-    with pytest.raises(ConfigurationError, match="does not work together"):
-        ShardedDP(**option, expert_parallel_size=2)
+    ShardedDP(**option, expert_parallel_size=2)
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
@@ -546,10 +546,54 @@ def test_a_dry_run_plans_the_ranks_that_split_layers(capsys: pytest.CaptureFixtu
     assert strategy.planned.best.step.exchanges > 0
 
 
+class Mixed(TinyGpt):
+    """Has experts beside its blocks, and sends them tokens in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def training_step(self, tokens: torch.Tensor, batch_index: int) -> torch.Tensor:
+        """The loss with what experts say."""
+        x = torch.ones(tokens.shape[0] * 4, 8, device=tokens.device)
+        index = torch.arange(x.shape[0], device=tokens.device).view(-1, 1) % 4
+        routed = TokenDispatch(index, self.experts)
+        parts = routed.dispatch(x).split(routed.counts)
+        rows = [self.experts[it](part) for it, part in zip(routed.experts, parts, strict=True)]
+        return super().training_step(tokens, batch_index) + routed.combine(torch.cat(rows)).mean()
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_plans_the_ranks_that_divide_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = ShardedDP(plan_only="A100-80", expert_parallel_size=2, experts="experts.*")
+    dry_trainer(strategy).fit(Mixed(), token_loader(16))
+    text = capsys.readouterr().out
+    assert "EP: neighbouring ranks that have different experts" in text
+    assert "experts: experts.*" in text
+    assert strategy.planned is not None
+    assert strategy.planned.best.step.exchanges > 0
+
+
+def test_a_choice_knows_which_ranks_have_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    module, axes = Mixed(), ModelAxes(expert_size=2, experts=NamePolicy(["experts.*"]))
+    assert (
+        "no example_input"
+        in choose_strategy(module, candidates(), replace(setting(), axes=axes)).reason
+    )
+    module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    assert (
+        "by the plan" in choose_strategy(module, candidates(), replace(setting(), axes=axes)).reason
+    )
+    three = replace(setting(), axes=replace(axes, expert_size=3))
+    assert "does not divide" in choose_strategy(module, candidates(), three).reason
+
+
 def test_a_choice_is_of_the_ranks_with_different_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    split = replace(setting(), tensor_size=2, tensor_plan=SPLIT)
+    split = replace(setting(), axes=ModelAxes(tensor_size=2, tensor_plan=SPLIT))
     module = TinyGpt()
     by_memory = choose_strategy(module, candidates(), split)
     assert by_memory.sharding_strategy == "no_shard" and "no example_input" in by_memory.reason

@@ -3,8 +3,10 @@
 import warnings
 
 import pytest
+import torch
 
 from shardeddp import ShardedDP
+from shardeddp.planner.plan import make_plan
 from support.tensor_parallel import Family, difference, train_alone
 from support.trainers import make_trainer
 from world import Worlds
@@ -38,3 +40,21 @@ def test_losses_of_twenty_steps_are_those_of_one_process(
     expected = train_alone(kind, {}, STEPS)
     for found in world(ranks).run(train, kind, size):
         assert difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_plans_count_the_same_products_however_experts_are_computed_and_divided(kind: str) -> None:
+    products = set[float]()
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        plans = make_plan(
+            Family(kind, {"experts_implementation": name}, STEPS),
+            batch=lambda samples: [torch.empty(samples, 16, dtype=torch.long)],
+            length=16,
+            strategies=["full_shard"],
+            recomputes=["none"],
+            micro_batches=[1],
+            expert_parallel_sizes=[1, 2],
+        ).plans
+        assert {it.choice.expert_parallel_size for it in plans} == {1, 2}
+        products |= {it.task.work.matmul_flops for it in plans}
+    assert len(products) == 1

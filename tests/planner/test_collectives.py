@@ -108,9 +108,7 @@ def test_the_plan_lists_what_the_engine_sends(
     dtypes = resolve_dtypes(MixedPrecision(param_dtype=dtype) if dtype else None, None)
     units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
     expected = sent_by_kind(
-        collectives_of_step(
-            [costs_of(unit, topology) for unit in units], sharding, topology, micro_batches
-        )
+        collectives_of_step([costs_of(unit, topology) for unit in units], sharding, micro_batches)
     )
     with fake_world(8):
         cast_at_boundaries(model, units, dtypes)

@@ -1,7 +1,6 @@
 """Plans of split layers list what the engine's ranks exchange, in calls and bytes, and say what cannot be planned."""
 
 import json
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -9,26 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torch.utils.data import DataLoader
 
-from planner.test_collectives import sent_by_kind
 from shardeddp import ActivationCheckpointing, ShardedDP
 from shardeddp.errors import UsageError
-from shardeddp.lightning.planning import plan_as_set
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.transformer import Dimensions
-from support.trainers import make_trainer
+from support.planned_traffic import LENGTH, check, counted_and_planned
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(300)
 
-WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES, ACCUMULATED = 8, 4, 24, 8, 2, 2
-
-Counts = tuple[Counter[str], Counter[str]]
-"""Bytes and calls by kind."""
+WIDTH, HEADS, VOCABULARY = 8, 4, 24
 
 
 class Attention(nn.Module):
@@ -102,21 +95,8 @@ PARTS = {
 }
 
 
-class CountsSteps(Callback):
-    """Counts again from zero after each optimizer step but the last."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin."""
-        if batch_idx % ACCUMULATED == 0:
-            trainer.strategy.traffic.reset()
-            trainer.strategy.mesh.activation_traffic.reset()
-
-
-def counted_and_planned(
-    name: str, size: int, plan: Any, **more: Any
-) -> list[tuple[Counts, Counts]]:
-    """What a step sends and is planned to: on the data axis, and of activations."""
-    precision = more.pop("precision", "32-true")
+def run_split(name: str, size: int, plan: Any, precision: str = "32-true", **more: Any) -> Any:
+    """What a step sends and is planned to."""
     if name == "hybrid_shard":
         more["shard_size"] = 1
     strategy = ShardedDP(
@@ -126,42 +106,7 @@ def counted_and_planned(
         tensor_parallel_plan=plan,
         **more,
     )
-    trainer = make_trainer(
-        strategy,
-        max_steps=3,
-        accumulate_grad_batches=ACCUMULATED,
-        callbacks=[CountsSteps()],
-        use_distributed_sampler=False,
-        precision=precision,
-    )
-    batch = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
-    trainer.fit(Model(), DataLoader(batch[0].expand(100, -1), batch_size=SAMPLES))  # type: ignore[arg-type]
-    options = strategy.options
-    (only,) = plan_as_set(
-        Model(),
-        batch,
-        ((options.sharding_strategy, options.sharding),),
-        strategy.setting(trainer),
-        "A100-80",
-    ).plans
-    issued = only.task.collectives
-    mesh = strategy.mesh
-    return [
-        (
-            (+it.nbytes, +it.calls),
-            sent_by_kind([one for one in issued if (one.phase == "layer") is of_layers]),
-        )
-        for it, of_layers in ((mesh.traffic, False), (mesh.activation_traffic, True))
-    ]
-
-
-def check(world: Worlds, ranks: int, run: Any) -> None:
-    """See that all ranks have sent what is planned."""
-    for data, activations in world(ranks).run(run):
-        assert activations[0] == activations[1]
-        assert activations[0][0].total() > 0
-        for found, planned in zip(*data, strict=True):
-            assert found == planned
+    return counted_and_planned(Model, strategy, precision)[0]
 
 
 @pytest.mark.parametrize("plan", [WHOLE, PARTS], ids=["whole sequences", "parts of sequences"])
@@ -170,7 +115,7 @@ def check(world: Worlds, ranks: int, run: Any) -> None:
 def test_the_plan_lists_what_ranks_of_split_layers_send(
     world: Worlds, ranks: int, size: int, name: str, plan: Any
 ) -> None:
-    check(world, ranks, partial(counted_and_planned, name, size, plan))
+    check(world, ranks, partial(run_split, name, size, plan))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +136,7 @@ def test_the_plan_lists_what_ranks_of_split_layers_send(
 def test_so_it_does_in_other_precisions_and_where_units_are_recomputed(
     world: Worlds, name: str, more: dict[str, Any], plan: Any
 ) -> None:
-    check(world, 4, partial(counted_and_planned, name, 2, plan, **more))
+    check(world, 4, partial(run_split, name, 2, plan, **more))
 
 
 # -- What plans say

@@ -37,12 +37,11 @@ from shardeddp.plan.sharding_strategy import (
     shard_sizes,
 )
 from shardeddp.plan.topology import Topology
+from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
-from shardeddp.planner.trace import PRECISIONS, split_as_planned
-from shardeddp.tensor.parallel_styles import TensorAxis
+from shardeddp.planner.trace import PRECISIONS
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tensor_plan import TensorPlan
 
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""
@@ -63,18 +62,28 @@ class RunSetting:
     ranks_per_node: int
     accumulates: int
     """Micro-batches of an optimizer step."""
-    tensor_size: int = 1
-    """Ranks that split layers."""
-    tensor_plan: TensorPlan | None = None
+    axes: ModelAxes = WHOLE
+    """Ranks that have different parts of the model."""
 
     @property
     def data_size(self) -> int:
         """Ranks with different batches."""
-        return self.num_nodes * self.ranks_per_node // self.tensor_size
+        return self.num_nodes * self.ranks_per_node // self.axes.tensor_size
 
     def topology(self, sharding: ShardingStrategy) -> Topology:
-        """The mesh that a strategy makes of the ranks."""
-        return sharding.topology(self.num_nodes, self.ranks_per_node, tensor_size=self.tensor_size)
+        """The mesh that a strategy makes of the ranks.
+
+        Raises:
+            ConfigurationError: They cannot have it.
+        """
+        count, experts = self.num_nodes * self.ranks_per_node, self.axes.expert_size
+        if count % experts:
+            raise ConfigurationError(
+                f"expert_parallel_size={experts} does not divide the {count} ranks of this run"
+            )
+        return sharding.topology(
+            self.num_nodes, self.ranks_per_node, tensor_size=self.axes.tensor_size
+        )
 
     @classmethod
     def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
@@ -91,8 +100,12 @@ class RunSetting:
             num_nodes=ranks.num_nodes,
             ranks_per_node=ranks.per_node,
             accumulates=accumulates,
-            tensor_size=options.tensor_parallel_size,
-            tensor_plan=options.tensor_parallel_plan,
+            axes=ModelAxes(
+                tensor_size=options.tensor_parallel_size,
+                tensor_plan=options.tensor_parallel_plan,
+                expert_size=options.expert_parallel_size,
+                experts=options.experts,
+            ),
         )
 
 
@@ -155,6 +168,7 @@ def _plan_with(
     module: LightningModule, batch: Any, setting: RunSetting, gpu: str, **options: Any
 ) -> Plan:
     """A plan for the ranks, batch and units of a run; options: the rest of :func:`make_plan`'s."""
+    axes = setting.axes
     with detached(module):
         return make_plan(
             module,
@@ -164,8 +178,10 @@ def _plan_with(
             batch=lambda size: resized(batch, size),
             length=tokens_of(batch),
             global_batch=samples_of(batch) * setting.accumulates * setting.data_size,
-            tensor_parallel_sizes=(setting.tensor_size,),
-            tensor_parallel_plan=setting.tensor_plan if setting.tensor_size > 1 else None,
+            tensor_parallel_sizes=(axes.tensor_size,),
+            tensor_parallel_plan=axes.tensor_plan if axes.tensor_size > 1 else None,
+            expert_parallel_sizes=(axes.expert_size,),
+            experts=axes.experts,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.policy,
             **options,
@@ -350,7 +366,7 @@ def choose_shard_size(
     """
     count = setting.num_nodes * setting.ranks_per_node
     near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
-    near_size = reach // setting.tensor_size
+    near_size = reach // setting.axes.tensor_size
     usual = Chosen(
         sharding_strategy="hybrid_shard", shard_size=near_size, reason=f"the ranks of {near}"
     )
@@ -499,9 +515,7 @@ def by_states(
     Raises:
         ConfigurationError: The model has no units.
     """
-    axis = TensorAxis("a plan", 0, setting.tensor_size)
-    split = split_as_planned(module, setting.tensor_plan, axis)
-    units = build_units(module, setting.policy, split)
+    units = build_units(module, *setting.axes.split(module, setting.policy))
     peaks: dict[str, int] = {}
     for name, sharding in candidates.items():
         topology = setting.topology(sharding)

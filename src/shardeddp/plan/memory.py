@@ -35,12 +35,15 @@ class GroupCost:
     """Ranks that have other parts of the same layers, or other experts; these figures are of one."""
 
     @property
+    def shard_size(self) -> int:
+        """Ranks that share these parameters."""
+        return self.layout.num_slices // self.split
+
+    @property
     def part_nbytes(self) -> int:
         """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
-        shard_size = self.layout.num_slices // self.split
-        return (
-            0 if self.split == 1 else self.layout.padded_numel // shard_size * self.param_itemsize
-        )
+        part = self.layout.padded_numel // self.shard_size
+        return 0 if self.split == 1 else part * self.param_itemsize
 
     @property
     def shard_nbytes(self) -> int:

@@ -6,14 +6,13 @@ from typing import Literal
 
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
-from shardeddp.plan.topology import Topology
 
 Phase = Literal["forward", "backward", "step", "layer"]
 """When it is issued; ``step``: once per optimizer step, beside the last backward or the first
-forward; ``layer``: inside of split layers, which wait for it."""
+forward; ``layer``: inside of layers that are split or have experts, which wait for it."""
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,23 +26,21 @@ class Collective:
     """Of the whole buffer."""
     ranks: int
     stride: int = 1
-    """Distance of neighbours in the group: inside a shard group the ranks that split a layer, which
-    are neighbours themselves; across replicas as many as the ranks of a replica."""
+    """Distance of neighbours in the group: inside a shard group the ranks that split a layer, or have
+    different experts, which are neighbours themselves; across replicas as many as the ranks of a
+    replica."""
     times: int = 1
     """Per optimizer step."""
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that one rank of a ring sends; as the engine's ``Traffic`` counts them."""
+        """Bytes that one rank sends; as the engine's ``Traffic`` counts them."""
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.nbytes * (self.ranks - 1) // self.ranks
 
 
 def collectives_of_step(
-    units: Sequence[Sequence[GroupCost]],
-    sharding: ShardingStrategy,
-    topology: Topology,
-    micro_batches: int = 1,
+    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, micro_batches: int = 1
 ) -> list[Collective]:
     """What a rank communicates for one optimizer step, the steps before it being alike.
 
@@ -51,20 +48,16 @@ def collectives_of_step(
     the backward, and the root stays unsharded through both.
 
     Args:
-        units: The flat buffers of every unit, the root unit first.
+        units: The flat buffers of every unit, the root unit first, with the ranks that share them.
         sharding: When units are gathered, when gradients are reduced.
-        topology: Which ranks share.
         micro_batches: Of an optimizer step.
     """
     found: list[Collective] = []
-    shard, replicas = topology.shard_size, topology.replicate_size
-    near, far = topology.tensor_size, topology.tensor_size * shard
     retained = sharding.reshard is Reshard.NEVER
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
     def add(kind: Kind, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
         if ranks > 1 and nbytes:
-            more = {"stride": near, **more}
             found.append(
                 Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)
             )
@@ -73,14 +66,16 @@ def collectives_of_step(
     for index, groups in enumerate(units):
         again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
         for group in groups:
+            shard, replicas, near = group.shard_size, group.replicas, group.parts
+            far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
             times = 1 if retained else micro_batches
             # Frozen parameters do not change, so what is kept of them is not gathered again.
-            if topology.split_replicas and group.trainable:
+            if group.split > 1 and group.trainable:
                 add("all_gather", "step", index, full // shard, replicas, stride=far)
             if group.trainable or not retained:
                 phase = "step" if retained else "forward"
-                add("all_gather", phase, index, full, shard, times=times)
+                add("all_gather", phase, index, full, shard, stride=near, times=times)
             if again:
                 add(
                     "all_gather",
@@ -88,21 +83,22 @@ def collectives_of_step(
                     index,
                     full,
                     sharding.regather_size or shard,
+                    stride=near,
                     times=micro_batches,
                 )
             if not group.trainable:
                 continue
             reduced = group.layout.padded_numel * group.reduce_itemsize
             phase = "backward" if reductions == micro_batches else "step"
-            add("reduce_scatter", phase, index, reduced, shard, times=reductions)
-            across = "reduce_scatter" if topology.split_replicas else "all_reduce"
+            add("reduce_scatter", phase, index, reduced, shard, stride=near, times=reductions)
+            across = "reduce_scatter" if group.split > 1 else "all_reduce"
             add(across, "step", index, reduced // shard, replicas, stride=far)
     return found
 
 
 @dataclass(kw_only=True)
 class Exchange:
-    """Activations, or their gradients, that the ranks of a split layer exchange in a micro-batch."""
+    """Activations, or their gradients, that ranks with parts of a layer exchange in a micro-batch."""
 
     kind: Kind
     nbytes: int
@@ -113,16 +109,16 @@ class Exchange:
 
 def exchanges_of_step(
     units: Sequence[Sequence[Exchange]],
-    topology: Topology,
+    ranks: int,
     micro_batches: int = 1,
     *,
     recomputes: bool,
 ) -> list[Collective]:
-    """What the ranks that split layers exchange for one optimizer step.
+    """What the ranks that split layers, or have different experts, exchange for one optimizer step.
 
     Args:
         units: What each unit exchanges, the root first, which is not recomputed.
-        topology: Which ranks split layers.
+        ranks: Their number.
         micro_batches: Of an optimizer step.
         recomputes: Whether inner units are recomputed in the backward.
     """
@@ -132,7 +128,7 @@ def exchanges_of_step(
             phase="layer",
             unit=index,
             nbytes=it.nbytes,
-            ranks=topology.tensor_size,
+            ranks=ranks,
             times=micro_batches * (1 + (recomputes and it.is_redone and index > 0)),
         )
         for index, exchanges in enumerate(units)

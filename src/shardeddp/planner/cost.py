@@ -99,7 +99,7 @@ class Step:
     launch: float
     """Waiting of the device for the host."""
     exchanges: float = 0.0
-    """Of activations, by ranks that split layers, which wait for them."""
+    """Of activations, by ranks that split layers or have different experts, which wait for them."""
 
     @property
     def total(self) -> float:
@@ -232,7 +232,8 @@ def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
 
     Rings of the ranks of a node share its network: between nodes a ring has all of it, and groups
     across replicas, of which a node has several, a part. A gather passes every rank in turn; an
-    all-reduce does so inside a node, and goes up and down a tree of nodes.
+    all-reduce does so inside a node, and goes up and down a tree of nodes. An all-to-all is no ring:
+    what leaves the node shares its network with what leaves from the other ranks.
     """
     passes = 2 if it.kind == "all_reduce" else 1
     nodes = min(it.ranks, math.ceil(it.ranks * it.stride / cluster.ranks_per_node))
@@ -241,7 +242,11 @@ def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
         stated = cluster.network_gbits or cluster.gpu.network_gbits * c.network_unstated
         own = stated / 8 * c.network
         inside = max(1, cluster.ranks_per_node // it.stride)
-        rate = min(rate, own * inside)
+        if it.kind == "all_to_all":
+            leaving = (it.ranks - it.ranks / nodes) / (it.ranks - 1)
+            rate = min(rate / (1 - leaving) if leaving < 1 else rate, own / leaving)
+        else:
+            rate = min(rate, own * inside)
     hops = it.ranks - 1
     if it.kind == "all_reduce" and nodes > 1:
         hops = math.ceil(it.ranks / nodes) - 1 + math.ceil(math.log2(nodes))

@@ -13,12 +13,14 @@ from torch import nn
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import SPLITS, Dimensions
 from shardeddp.planner.view import picture, plan_lines
 from shardeddp.wrap import PolicyLike, resolve_policy
+from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
 Model: TypeAlias = nn.Module | type[nn.Module] | str | Mapping[str, Any] | Dimensions | Source
@@ -36,10 +38,12 @@ class Plan:
     """Every combination, the best first."""
     calibrated: Sequence[str] = ()
     """What was calibrated with what."""
-    tensor_plan: TensorPlan | None = None
-    """By which layers are split where ranks split any."""
+    axes: ModelAxes = WHOLE
+    """Which layers are split, and which experts divided, where ranks do so."""
     splits: str = ""
-    """What of a decoder of ours that plan splits."""
+    """What of a decoder of ours is split."""
+    is_routed: bool = False
+    """Whether tokens were taken to be spread evenly over experts."""
 
     @property
     def best(self) -> Planned:
@@ -54,7 +58,7 @@ class Plan:
     @property
     def yaml(self) -> str:
         """The Trainer's part of a configuration that runs as the best one."""
-        return self.best.choice.yaml(self.cluster, self.tensor_plan)
+        return self.best.choice.yaml(self.cluster, self.axes)
 
     def why(self) -> list[str]:
         """Lines that say why the best one is it."""
@@ -67,9 +71,9 @@ class Plan:
             top: Rows.
             width: Columns of the terminal.
         """
-        return plan_lines(
-            self.plans, self.cluster, self.name, self.calibrated, self.splits, top, width
-        )
+        even = "Tokens are taken to be spread evenly over experts."
+        notes = {"TP": self.splits, "": even if self.is_routed else ""}
+        return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:
         """A page with one picture of the best one's memory and time."""
@@ -106,13 +110,14 @@ def make_plan(
     auto_wrap_policy: PolicyLike = "auto",
     tensor_parallel_sizes: Sequence[int] = (1,),
     tensor_parallel_plan: TensorPlan | None = None,
+    expert_parallel_sizes: Sequence[int] = (1,),
+    experts: PolicyLike = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: what fits on some machines, how fast it is and why.
 
     No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values. Plans are of all experts: runs with
-    ``expert_parallel_size`` have none.
+    traced on tensors that have shapes and no values. Routers are taken to choose experts evenly.
 
     Args:
         model: A LightningModule, which is copied without its weights and stays as it is; its class,
@@ -144,12 +149,15 @@ def make_plan(
         tensor_parallel_plan: As :class:`shardeddp.ShardedDP` takes it, but for styles of torch;
             ``auto`` is known of configs of transformers and of dimensions, too. None: ``auto`` for
             these two.
+        expert_parallel_sizes: Ranks that have different experts, and send tokens to each other; with
+            ``tensor_parallel_sizes``, either is 1 in each plan.
+        experts: As :class:`shardeddp.ShardedDP` takes it.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``, whose figures
             take the place of those fitted to published runs.
 
     Raises:
         UsageError: The GPU is not known or does not have a precision, or an option has no such
-            value, or layers cannot be split so.
+            value, or layers or experts cannot be split so.
         ConfigurationError: The model cannot be built, or run without data and values.
     """
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
@@ -170,11 +178,33 @@ def make_plan(
                 f"ranks of a node, found {size!r}: ranks that split layers talk in every layer, and "
                 f"are on one node"
             )
+    for size in expert_parallel_sizes:
+        if type(size) is not int or size < 1 or cluster.count % size:
+            raise UsageError(
+                f"expert_parallel_sizes: expected numbers that divide the {cluster.count} ranks, found "
+                f"{size!r}"
+            )
+    if experts is not None and max(expert_parallel_sizes, default=1) == 1:
+        raise UsageError("experts needs expert_parallel_size=2 or more: one rank has all of them")
     try:
         asked = check_plan(tensor_parallel_plan, max(tensor_parallel_sizes, default=1))
+        resolve_experts(experts)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
+    axes = [
+        ModelAxes(
+            tensor_size=split, tensor_plan=of_source or asked, expert_size=of, experts=experts
+        )
+        for split in tensor_parallel_sizes
+        for of in expert_parallel_sizes
+        if split == 1 or of == 1
+    ]
+    if not axes:
+        raise UsageError(
+            "tensor_parallel_size and expert_parallel_size above 1 do not work together yet: add 1 to "
+            "the sizes of one"
+        )
     planner = Planner(
         source=source,
         length=length,
@@ -187,16 +217,17 @@ def make_plan(
         recomputes=recomputes,
         offloads=offloads,
         micro_batches=micro_batches,
-        tensor_sizes=tensor_parallel_sizes,
-        tensor_plan=of_source or asked,
+        axes=axes,
     )
+    plans = planner.plans()
     return Plan(
         name=source.name,
         cluster=cluster,
-        plans=planner.plans(),
+        plans=plans,
         calibrated=calibration.lines,
-        tensor_plan="auto" if of_source else asked,
+        axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=experts),
         splits=SPLITS if of_source else "",
+        is_routed=planner.is_routed,
     )
 
 

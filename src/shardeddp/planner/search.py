@@ -27,13 +27,13 @@ from shardeddp.plan.sharding_strategy import (
     choose_sharding,
     shard_sizes,
 )
+from shardeddp.planner.axes import WHOLE, ModelAxes, names_of
 from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
 from shardeddp.planner.cost import Step, StepSetting
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
-from shardeddp.wrap.tensor_plan import TensorPlan
 
 MEMORY_INTERVAL = 0.06
 """Share of a predicted peak within which runs lie; what is called fitting fits at its upper end."""
@@ -74,13 +74,14 @@ class Choice:
     micro_batches: int
     precision: str
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
-    def yaml(self, cluster: Cluster, tensor_plan: TensorPlan | None = None) -> str:
+    def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
         """The Trainer's part of a configuration that runs so.
 
         Args:
             cluster: The machines.
-            tensor_plan: By which layers are split, if they are.
+            axes: Which layers are split, and which experts divided, if they are.
         """
         lines = ["trainer:", f"  num_nodes: {cluster.num_nodes}"]
         lines += [f"  devices: {cluster.ranks_per_node}"]
@@ -94,9 +95,16 @@ class Choice:
             lines.append(f"      shard_size: {self.shard_size}")
         if self.tensor_parallel_size > 1:
             lines.append(f"      tensor_parallel_size: {self.tensor_parallel_size}")
-            plan: Any = "auto" if tensor_plan in (None, "auto") else dict(tensor_plan)
-            text = yaml.safe_dump({"tensor_parallel_plan": plan}, sort_keys=False)
-            lines.append(indent(text.rstrip(), 6 * " "))
+            plan: Any = axes.tensor_plan
+            plan = "auto" if plan in (None, "auto") else dict(plan)
+            lines.append(_as_yaml("tensor_parallel_plan", plan))
+        if self.expert_parallel_size > 1:
+            lines.append(f"      expert_parallel_size: {self.expert_parallel_size}")
+            experts = names_of(axes.experts)
+            if experts is not None:
+                lines.append(_as_yaml("experts", experts))
+            elif axes.experts not in (None, "auto"):
+                lines.append("      # experts: as it was given, which has no name")
         if param_dtype:
             lines.append(f"      mixed_precision: {param_dtype}")
         if self.recompute == "full":
@@ -110,6 +118,11 @@ class Choice:
             lines.append(f"        init_args: {{{self.offload}: true}}")
         lines.append(f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank")
         return "\n".join(lines)
+
+
+def _as_yaml(option: str, value: object) -> str:
+    text = yaml.safe_dump({option: value}, sort_keys=False)
+    return indent(text.rstrip(), 6 * " ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +200,7 @@ class Planner:
         policy: Which modules are units.
         calibration: What was measured on the machines.
         cluster: The machines.
-        tensor_sizes: Ranks that split layers.
-        tensor_plan: Which layers, and how; None: no plan names them.
+        axes: Ranks that have different parts of the model, to compare.
     """
 
     source: Source
@@ -202,21 +214,31 @@ class Planner:
     recomputes: Sequence[str]
     offloads: Sequence[str]
     micro_batches: Sequence[int]
-    tensor_sizes: Sequence[int] = (1,)
-    tensor_plan: TensorPlan | None = None
-    _profiles: dict[tuple[str, int, int], ModelProfile] = field(
-        default_factory=dict[tuple[str, int, int], ModelProfile]
+    axes: Sequence[ModelAxes] = (WHOLE,)
+    _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
+        default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
 
-    def profile(self, precision: str, micro_batch: int, tensor_size: int = 1) -> ModelProfile:
-        """Work of a micro-batch; from two that were traced, as all of it is affine in samples."""
-        key = precision, micro_batch, tensor_size
-        if key not in self._profiles and micro_batch > 2:
-            one, two = (self.profile(precision, samples, tensor_size) for samples in (1, 2))
-            self._profiles[key] = one.extrapolate(two, micro_batch)
-        elif key not in self._profiles:
-            if tensor_size > 1:
-                self.profile(precision, micro_batch)  # what is wrong with whole layers, too
+    @property
+    def is_routed(self) -> bool:
+        """Whether figures are of a router that was taken to choose evenly."""
+        return any(it.is_routed for it in self._profiles.values())
+
+    def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
+        """Work of a micro-batch.
+
+        From two that were traced, as all of it is affine in samples, unless few tokens leave some
+        experts with fewer than others.
+        """
+        key = precision, micro_batch, axes.tensor_size, axes.expert_size
+        if key in self._profiles:
+            return self._profiles[key]
+        pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
+        if pair and all(it.is_even or not it.is_routed for it in pair):
+            self._profiles[key] = pair[0].extrapolate(pair[1], micro_batch)
+        else:
+            if axes.size > 1:
+                self.profile(precision, micro_batch)  # what is wrong with the whole model, too
             with torch.device("meta"):
                 module = self.source.build()
             self._profiles[key] = profile(
@@ -226,8 +248,7 @@ class Planner:
                 precision=precision,
                 micro_batch=micro_batch,
                 tokens=micro_batch * self.length,
-                tensor_size=tensor_size,
-                tensor_plan=self.tensor_plan,
+                axes=axes,
             )
         return self._profiles[key]
 
@@ -241,23 +262,25 @@ class Planner:
                 raise UsageError(
                     f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
                 )
-        if "none" not in self.offloads and max(self.tensor_sizes) > 1:
-            raise UsageError(
-                f"offloads: {', '.join(self.offloads)} do not go with tensor_parallel_size="
-                f"{max(self.tensor_sizes)} yet: add none"
-            )
+        if "none" not in self.offloads:
+            for axes in self.axes:
+                if axes.size > 1:
+                    raise UsageError(
+                        f"offloads: {', '.join(self.offloads)} do not go with {axes.option} yet: add "
+                        f"none"
+                    )
         for size in self.micro_batches:
             if size < 1:
                 raise UsageError(f"micro_batches: {size} is no number of samples")
         found = [
             each
-            for size in self.tensor_sizes
+            for axes in self.axes
             for precision in self.precisions
-            for strategy, sharding in _shardings(self.strategies, self.cluster, size)
-            for each in self._plans_of(strategy, sharding, precision, size)
+            for strategy, sharding in _shardings(self.strategies, self.cluster, axes.tensor_size)
+            for each in self._plans_of(strategy, sharding, precision, axes)
         ]
         if not found:
-            ranks = sorted({self.cluster.count // size for size in self.tensor_sizes})
+            ranks = sorted({self.cluster.count // it.tensor_size for it in self.axes})
             raise UsageError(
                 f"global_batch={self.global_batch}: expected a multiple of a micro-batch of "
                 f"{', '.join(map(str, self.micro_batches))} samples on each of "
@@ -269,13 +292,13 @@ class Planner:
         )
 
     def _plans_of(
-        self, strategy: str, sharding: ShardingStrategy, precision: str, tensor_size: int
+        self, strategy: str, sharding: ShardingStrategy, precision: str, axes: ModelAxes
     ) -> Iterator[Planned]:
         cluster = self.cluster
         topology = sharding.topology(
-            cluster.num_nodes, cluster.ranks_per_node, tensor_size=tensor_size
+            cluster.num_nodes, cluster.ranks_per_node, tensor_size=axes.tensor_size
         )
-        units = [costs_of(it, topology) for it in self.profile(precision, 1, tensor_size).units]
+        units = [costs_of(it, topology) for it in self.profile(precision, 1, axes).units]
         trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
         moments: dict[bool, list[tuple[int, int]]] = {}
@@ -286,19 +309,19 @@ class Planner:
             if rest or not count:
                 continue
             if count not in collectives:
-                collectives[count] = combined(collectives_of_step(units, sharding, topology, count))
+                collectives[count] = combined(collectives_of_step(units, sharding, count))
             if (count > 1) not in moments:
                 moments[count > 1] = backward_moments(
                     units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
                 )
-            work = self.profile(precision, micro_batch, tensor_size)
+            work = self.profile(precision, micro_batch, axes)
             for recompute in self.recomputes:
                 exchanges = exchanges_of_step(
-                    work.exchanges, topology, count, recomputes=recompute != "none"
+                    work.exchanges, axes.size, count, recomputes=recompute != "none"
                 )
                 issued = [*collectives[count], *combined(exchanges)]
                 for offload in self.offloads:
-                    if offload != "none" and tensor_size > 1:
+                    if offload != "none" and axes.size > 1:
                         continue  # as the engine refuses it
                     choice = Choice(
                         strategy=strategy,
@@ -308,7 +331,8 @@ class Planner:
                         micro_batch=micro_batch,
                         micro_batches=count,
                         precision=precision,
-                        tensor_parallel_size=tensor_size,
+                        tensor_parallel_size=axes.tensor_size,
+                        expert_parallel_size=axes.expert_size,
                     )
                     if (offload, count > 1) not in resting:
                         resting[offload, count > 1] = plan_memory(
@@ -403,7 +427,12 @@ def memory_of(
     for index, own in enumerate(kept):
         below += own if index else 0
         # A unit at work has computed again what it had not kept; its largest results have gradients.
-        alive.append(below + again[index] + 2 * work.work[index].largest_nbytes * (index > 0))
+        # Tokens that it sends are there four times: in order of experts and of ranks, here and there.
+        sent = max(
+            (it.nbytes for it in work.exchanges[index] if it.kind == "all_to_all"), default=0
+        )
+        results = max(2 * work.work[index].largest_nbytes, 4 * sent)
+        alive.append(below + again[index] + results * (index > 0))
     # The logits' gradient is computed from what the loss has kept, in its dtype and in theirs.
     loss = head.saved_nbytes + 3 * head.largest_nbytes // 2
     candidates = [(unsharded_nbytes, below, loss)]
@@ -479,13 +508,16 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     )
     size, split = best.choice.shard_size, best.choice.tensor_parallel_size
     node, count = cluster.ranks_per_node // split, cluster.count // split
+    nbytes = sum(it.sent_nbytes * it.times for it in best.task.collectives if it.phase == "layer")
     if split > 1:
-        nbytes = sum(
-            it.sent_nbytes * it.times for it in best.task.collectives if it.phase == "layer"
-        )
         lines.append(
             f"Each layer is split over {split} neighbouring ranks, which exchange {nbytes / GIB:.3g} "
             f"GiB of activations in a step."
+        )
+    if (experts := best.choice.expert_parallel_size) > 1:
+        lines.append(
+            f"Every {experts} neighbouring ranks divide the experts among them, and send {nbytes / GIB:.3g} "
+            f"GiB of tokens in a step."
         )
     if 1 < size < count:
         among = (
@@ -494,7 +526,7 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
         lines.append(
             f"Shard groups are {size} ranks {among}; {count // size} of them are replicas."
         )
-    names = ("tensor_parallel_size", "strategy", "shard_size")
+    names = ("tensor_parallel_size", "expert_parallel_size", "strategy", "shard_size")
     together = ({"strategy", "shard_size"}, {"tensor_parallel_size", "shard_size"})
     names += ("recompute", "offload", "micro_batch", "precision")
     mine = vars(best.choice)

@@ -228,4 +228,4 @@ def _tensor(text: str, samples: int, length: int) -> torch.Tensor:
             f"micro-batch and S for --length"
         )
     shape = [known[it] if it in known else int(it) for it in parts]
-    return torch.zeros(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype)  # whose values are not known

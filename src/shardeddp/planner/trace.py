@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,10 +22,10 @@ from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.collectives import Exchange
+from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
-from shardeddp.tensor.distributed import Distribution
-from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
 from shardeddp.torch_private import (
     DispatchMode,
     FakeTensorMode,
@@ -34,7 +34,6 @@ from shardeddp.torch_private import (
     pytree,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 # -- what is counted
@@ -82,7 +81,11 @@ class ModelProfile:
     tokens: int
     """Of a micro-batch; samples where inputs are no sequences."""
     exchanges: list[list[Exchange]]
-    """By unit, what ranks that split its layers exchange."""
+    """By unit, what ranks that have parts of its layers exchange."""
+    is_routed: bool = False
+    """Whether shapes come from what scores have chosen, which was taken as even."""
+    is_even: bool = True
+    """Whether that leaves no rest."""
 
     @cached_property
     def total(self) -> Work:
@@ -118,6 +121,7 @@ class ModelProfile:
                 ]
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
+            is_routed=self.is_routed,
         )
 
 
@@ -146,6 +150,7 @@ class _Recorder:
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
     """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
+    values: Values = field(default_factory=Values)
     is_backward: bool = False
     """Whether what runs is what backward would exchange."""
 
@@ -205,6 +210,7 @@ class _Recorder:
             return
         name = func.name().partition("::")[2].partition(".")[0]
         nbytes = sum(it.nbytes for it in (*operands, *results))
+        is_matmul = func.overloadpacket in flop_registry or is_grouped(func, operands)
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         for work in self.targets():
             work.kernels += 1
@@ -213,13 +219,16 @@ class _Recorder:
                 query, key = operands[0], operands[1]
                 square = math.prod(query.shape) * key.shape[-2]
                 work.attention_flops += 4.0 * square * (0.5 if causal else 1.0)
-            elif func.overloadpacket in flop_registry:
-                count = flop_registry[func.overloadpacket]
-                work.matmul_flops += count(*args, **kwargs, out_val=out)
+            elif is_matmul:
+                if is_grouped(func, operands):
+                    work.matmul_flops += 2.0 * operands[0].numel() * operands[1].shape[2]
+                else:
+                    count = flop_registry[func.overloadpacket]
+                    work.matmul_flops += count(*args, **kwargs, out_val=out)
                 work.matmul_nbytes += nbytes
             else:
                 work.moved_nbytes += nbytes
-        if "scaled_dot_product" in name or func.overloadpacket in flop_registry:
+        if "scaled_dot_product" in name or is_matmul:
             self.costly.update(map(storage, results))
             self.kept += results
 
@@ -240,13 +249,16 @@ class _Recording(DispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+            and self._recorder.values.of(args[0]) is None
+        ):
             if args[0].is_floating_point():
                 return 1.0  # a number for a log; whole numbers decide on shapes
             if args[0].dtype is torch.bool:
                 self.was_asked = True
                 return self._truth
-        out = func(*args, **(kwargs or {}))
+        out = self._recorder.values.call(func, args, kwargs or {})
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
 
@@ -339,11 +351,13 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None]:
+def _once_each(
+    units: Sequence[UnitSpec], recorder: _Recorder, *, reuses: bool = True
+) -> Generator[None]:
     """Count each unit's module apart, and run only the first of those that are alike.
 
     The others return fresh tensors of the shapes that the first returned: nothing runs backward
-    here, so nothing can tell.
+    here, so only what a forward leaves in its module can tell. Then ``reuses`` is False.
     """
     known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
@@ -373,7 +387,7 @@ def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None
             finally:
                 recorder.inside.pop()
                 recorder.unsaved = around
-            if not any(vars(work)["kernels"] for work in before):
+            if reuses and not any(vars(work)["kernels"] for work in before):
                 known[key] = (
                     result,
                     [Work(**vars(recorder.work[it])) for it in inner[index]],
@@ -456,8 +470,7 @@ def profile(
     precision: str,
     micro_batch: int,
     tokens: int,
-    tensor_size: int = 1,
-    tensor_plan: TensorPlan | None = None,
+    axes: ModelAxes = WHOLE,
 ) -> ModelProfile:
     """Run one forward of a module on tensors without memory, and count it by unit.
 
@@ -469,11 +482,10 @@ def profile(
         precision: One of ``PRECISIONS``.
         micro_batch: Samples.
         tokens: Of a micro-batch.
-        tensor_size: Ranks that split layers, of which the first runs; 1: layers are whole.
-        tensor_plan: Which layers, and how.
+        axes: Ranks that have different parts of the model, of which the first runs.
 
     Raises:
-        UsageError: The precision is not known, or layers cannot be split so.
+        UsageError: The precision is not known, or the model has no such parts.
         ConfigurationError: The module needs values to run, or something that is not there.
     """
     if precision not in PRECISIONS:
@@ -488,9 +500,8 @@ def profile(
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
     without_memory(module, mode, computes)
     recorders: list[_Recorder] = []
-    axis = TensorAxis("a plan", 0, tensor_size, rehearsal=lambda: recorders[-1].rehearsal())
     with mode:
-        split = split_as_planned(module, tensor_plan, axis)
+        policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [
         replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
         for unit in build_units(module, policy, split)
@@ -498,7 +509,9 @@ def profile(
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
     wrapped = [*_wrapped(units)]
 
-    def run(truth: bool) -> tuple[_Recorder, bool, BaseException | None]:
+    def run(
+        truth: bool = False, *, reuses: bool = True
+    ) -> tuple[_Recorder, bool, BaseException | None]:
         """One step; whether it has read a truth value, and what it has failed with."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
         recorders.append(recorder)
@@ -511,7 +524,7 @@ def profile(
                 _quiet(),
                 eager,
                 mode,
-                _once_each(units, recorder),
+                _once_each(units, recorder, reuses=reuses),
                 mixed,
                 hooks,
                 recording,
@@ -527,15 +540,22 @@ def profile(
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
 
-    recorder, was_asked, error = run(False)  # where a step looks for NaN, there is none
+    recorder, was_asked, error = run()  # where a step looks for NaN, there is none
+    if isinstance(error, (AttributeError, TypeError)):  # it may want what alike forwards have set
+        recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
         recorder, _, error = run(True)  # and what it asserts is true
     said = str(error).splitlines()[0] if str(error) else ""
-    if error is not None and tensor_size > 1:
+    if error is not None and axes.expert_size > 1:
         raise UsageError(
-            f"{type(module).__name__} does not run with layers split over {tensor_size} ranks as "
+            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
+            f"({type(error).__name__}: {said})"
+        ) from error
+    if error is not None and axes.tensor_size > 1:
+        raise UsageError(
+            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
             f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
-            f"layer is a rank's 1/{tensor_size} of its features: behind it is a 'rowwise' one, and "
+            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
             f"whatever lies between is split too, or takes any number of features"
         ) from error
     if error is not None:
@@ -553,44 +573,9 @@ def profile(
         head=recorder.head,
         tokens=tokens,
         exchanges=recorder.exchanges,
+        is_routed=recorder.values.were_read and recorder.values.were_chosen,
+        is_even=recorder.values.are_even,
     )
-
-
-def split_as_planned(
-    module: nn.Module, plan: TensorPlan | None, axis: TensorAxis
-) -> Mapping[nn.Parameter, Distribution]:
-    """Split layers as the engine does.
-
-    Args:
-        module: Its parameters may be without memory.
-        plan: Which layers, and how.
-        axis: The ranks that split them; a single one splits nothing.
-
-    Returns:
-        By new parameter, how the former one was split.
-
-    Raises:
-        UsageError: The plan names no layers, or such as cannot be split so.
-    """
-    if axis.size == 1:
-        return {}
-    if plan is None:
-        raise UsageError(
-            f"tensor_parallel_size={axis.size} is planned where tensor_parallel_plan names the layers "
-            f"('auto' for models of transformers); what configure_model splits by parallelize_module "
-            f"is not planned"
-        )
-    try:
-        layers = find_layers(module, plan, axis.size)
-        odd = next((it.name for it in layers if not isinstance(it.style, ParallelStyle)), None)
-        if odd is not None or not layers:
-            raise UsageError(
-                f"tensor_parallel_plan: {'no layer of the module is in it' if odd is None else odd}"
-                f"{'' if odd is None else ' has a style of torch, whose DTensors are not planned'}"
-            )
-        return split_layers(module, layers, axis)
-    except ConfigurationError as error:
-        raise UsageError(str(error)) from error
 
 
 def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn.Parameter]]:

@@ -83,7 +83,7 @@ class Dimensions:
             )
         if any("expert" in key and config[key] for key in config):
             raise ConfigurationError(
-                "the config has experts, whose work depends on the data: plan the LightningModule "
+                "the config has experts, and dimensions are of a dense decoder: plan the LightningModule "
                 "itself, or dense dimensions of the active experts with --dims"
             )
         old = str(config.get("model_type", "")) in ("gpt2", "gpt_neo", "gptj", "opt", "mpt")

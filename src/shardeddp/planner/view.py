@@ -42,16 +42,17 @@ def plan_lines(
     cluster: Cluster,
     name: str,
     calibrated: Sequence[str],
-    splits: str,
+    notes: Mapping[str, str],
     top: int,
     width: int,
 ) -> list[str]:
-    """The best plans as a table, how many fit at all, what was calibrated, and how layers are split."""
+    """The best plans as a table, how many fit at all, what was calibrated, and notes by column."""
     # Names of files stay whole.
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
+    axes = [it for it in _AXES if any(size != "1" for size in _sizes(plans, it))]
     columns = [
         Column(
             heading="strategy / ranks",
@@ -65,7 +66,7 @@ def plan_lines(
             footer="",
             is_number=False,
         ),
-        *_tensor_column(plans, shown),
+        *(_numbers(it, _sizes(shown, it)) for it in axes),
         _numbers("batch", [_batch(it) for it in shown]),
         _numbers("GiB", [f"{it.memory.peak / GIB:.1f}" for it in shown]),
         _numbers("step s", [f"{it.step.total:.3g}" for it in shown]),
@@ -80,9 +81,11 @@ def plan_lines(
         f"{100 * shown[0].interval:.0f} %{measured}.",
         *(line for text in calibrated for line in wrapped.wrap(text)),
     ]
-    if split := _tensor_column(plans, shown):
-        text = f"{split[0].heading}: neighbouring ranks that split each layer. {splits}"
-        lines += wrapped.wrap(text)
+    for axis in axes:
+        lines += wrapped.wrap(
+            f"{axis}: neighbouring ranks that {_AXES[axis][1]}. {notes.get(axis, '')}"
+        )
+    lines += wrapped.wrap(notes.get("", ""))
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
         lines.append(
@@ -94,11 +97,14 @@ def plan_lines(
     return lines
 
 
-def _tensor_column(plans: Sequence[Planned], shown: Sequence[Planned]) -> list[Column]:
-    """Ranks that split layers, where any do."""
-    sizes = [it.choice.tensor_parallel_size for it in shown]
-    split = any(it.choice.tensor_parallel_size > 1 for it in plans)
-    return [_numbers("TP", [str(it) for it in sizes])] if split else []
+_AXES = {
+    "TP": ("tensor_parallel_size", "split each layer"),
+    "EP": ("expert_parallel_size", "have different experts"),
+}
+
+
+def _sizes(plans: Sequence[Planned], axis: str) -> list[str]:
+    return [str(vars(it.choice)[_AXES[axis][0]]) for it in plans]
 
 
 def _numbers(heading: str, cells: Sequence[str]) -> Column:
@@ -124,10 +130,12 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
     room = cluster.gpu.memory_gb * 1e9
     memory["free"] = max(0, int(room - plan.memory.peak))
     choice = plan.choice
-    split = choice.tensor_parallel_size
+    split, experts = choice.tensor_parallel_size, choice.expert_parallel_size
     facts = (
         f"{choice.strategy} over {choice.shard_size} ranks; "
-        f"{f'layers split over {split} ranks; ' if split > 1 else ''}recompute: {choice.recompute}; "
+        f"{f'layers split over {split} ranks; ' if split > 1 else ''}"
+        f"{f'experts divided among {experts} ranks; ' if experts > 1 else ''}"
+        f"recompute: {choice.recompute}; "
         f"offload: {choice.offload}; micro-batch {_batch(plan)}; {choice.precision}"
     )
     step = plan.step

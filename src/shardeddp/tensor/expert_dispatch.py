@@ -47,6 +47,18 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None, *anchors
 
 
+def _exchange(
+    rows: torch.Tensor,
+    leaving: _Counts,
+    arriving: _Counts,
+    axis: TensorAxis,
+    *anchors: torch.Tensor,
+) -> torch.Tensor:
+    made: torch.Tensor = _Exchange.apply(rows, leaving, arriving, axis.group, *anchors)  # type: ignore[assignment]
+    axis.rehearse(made, _Exchange, arriving, leaving, axis.group)
+    return made
+
+
 @dataclass(kw_only=True)
 class DividedExperts:
     """What a module of experts that ranks have divided among them knows of the others."""
@@ -155,9 +167,7 @@ class TokenDispatch:
         """
         rows = tokens[self._order // self._shape[1]]
         if self._axis is not None:
-            rows = _Exchange.apply(
-                rows, self._leaving, self._arriving, self._axis.group, _trained(rows)
-            )
+            rows = _exchange(rows, self._leaving, self._arriving, self._axis, _trained(rows))
         self._anchor = rows
         return rows[self._by_expert]
 
@@ -180,8 +190,8 @@ class TokenDispatch:
         anchor, self._anchor = self._anchor, None
         home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
-            home = _Exchange.apply(
-                home, self._arriving, self._leaving, self._axis.group, anchor, _trained(home)
+            home = _exchange(
+                home, self._arriving, self._leaving, self._axis, anchor, _trained(home)
             )
         back = torch.empty_like(home).index_copy(0, self._order, home)
         return back.view(*self._shape, *back.shape[1:])

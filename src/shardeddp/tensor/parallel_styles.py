@@ -37,6 +37,14 @@ class TensorAxis:
     rehearsal: Callable[[], AbstractContextManager[None]] | None = None
     """Where nothing runs backward (plans): surrounds what backward would exchange, run by the forward."""
 
+    def rehearse(
+        self, made: torch.Tensor, exchange: type[torch.autograd.Function], *arguments: object
+    ) -> None:
+        """Exchange something like the gradient of what was made, where that is rehearsed."""
+        if self.rehearsal is not None and made.requires_grad:
+            with self.rehearsal():
+                exchange.apply(torch.empty_like(made, requires_grad=False), *arguments)
+
 
 def _same(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
     return tensor.view_as(tensor)
@@ -92,11 +100,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """What one of the exchanges makes of a tensor; ``dim`` is that of parts."""
     made: torch.Tensor = _Exchange.apply(tensor, name, dim, axis)  # type: ignore[assignment]
-    if axis.rehearsal is not None and made.requires_grad:
-        with axis.rehearsal():
-            _Exchange.apply(
-                torch.empty_like(made, requires_grad=False), _EXCHANGES[name][1], dim, axis
-            )
+    axis.rehearse(made, _Exchange, _EXCHANGES[name][1], dim, axis)
     return made
 
 

@@ -22,7 +22,7 @@ from shardeddp.tensor.distributed import (
 )
 from shardeddp.tensor.expert_dispatch import DividedExperts, Routing, refuse_call
 from shardeddp.tensor.parallel_styles import MARK, TensorAxis, linear_sizes, refuse_split
-from shardeddp.wrap.policy import Policy
+from shardeddp.wrap.policy import NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.tree import join
 
 
@@ -58,6 +58,24 @@ class ChosenUnits(Policy):
 
     def select(self, root: nn.Module) -> list[str]:  # noqa: D102
         return self.names
+
+
+def resolve_experts(value: PolicyLike) -> Policy | None:
+    """The policy that chooses modules of experts; strings with a period or a star are names."""
+    if value is None or (isinstance(value, str) and value.lower() == "auto"):
+        return None
+    given = [value] if isinstance(value, str) else value
+    several = [*given] if isinstance(given, (list, tuple, set, frozenset)) else []
+    names = [it for it in several if isinstance(it, str) and "*" in it]
+    try:
+        if names and len(names) == len(several):
+            return NamePolicy(names)
+        return resolve_policy(value)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"experts: expected classes of modules with experts, or patterns of their names "
+            f"('layers.*.experts'). {error}"
+        ) from error
 
 
 def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Experts]:

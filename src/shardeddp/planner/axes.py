@@ -1,0 +1,102 @@
+"""Axes: ranks that have different parts of a model, which the engine's own code splits for plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.tensor.distributed import Distribution
+from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
+from shardeddp.wrap import NamePolicy, Policy, PolicyLike
+from shardeddp.wrap.experts import ChosenUnits, find_experts, keep_own, resolve_experts
+from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAxes:
+    """Ranks that split layers, or have different experts, and which; one of the sizes is 1."""
+
+    tensor_size: int = 1
+    tensor_plan: TensorPlan | None = None
+    expert_size: int = 1
+    experts: PolicyLike = None
+    """As :class:`shardeddp.ShardedDP` takes them, both."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that exchange activations."""
+        return self.tensor_size * self.expert_size
+
+    @property
+    def option(self) -> str:
+        """The option of the larger one, with its value."""
+        name = "tensor" if self.tensor_size > 1 else "expert"
+        return f"{name}_parallel_size={self.size}"
+
+    def split(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        rehearsal: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> tuple[Policy, Mapping[nn.Parameter, Distribution]]:
+        """Give a module the parts of the first rank.
+
+        Args:
+            module: Its parameters may be without memory.
+            policy: Chooses the units.
+            rehearsal: As of :class:`TensorAxis`.
+
+        Returns:
+            What chooses units of the parts; and by new parameter, how the former one was split.
+
+        Raises:
+            UsageError: There are no such parts, or ranks cannot have equal ones.
+        """
+        axis = TensorAxis("a plan", 0, self.size, rehearsal)
+        try:
+            if self.expert_size > 1:
+                experts = find_experts(module, resolve_experts(self.experts), axis.size)
+                policy = ChosenUnits(policy, module, experts)
+                return policy, keep_own(module, experts, axis)
+            return policy, self._split_layers(module, axis) if self.tensor_size > 1 else {}
+        except ConfigurationError as error:
+            raise UsageError(str(error)) from error
+
+    def _split_layers(
+        self, module: nn.Module, axis: TensorAxis
+    ) -> Mapping[nn.Parameter, Distribution]:
+        plan = self.tensor_plan
+        if plan is None:
+            raise UsageError(
+                f"tensor_parallel_size={axis.size} is planned where tensor_parallel_plan names the "
+                f"layers ('auto' for models of transformers); what configure_model splits by "
+                f"parallelize_module is not planned"
+            )
+        layers = find_layers(module, plan, axis.size)
+        odd = next((it.name for it in layers if not isinstance(it.style, ParallelStyle)), None)
+        if odd is not None or not layers:
+            raise UsageError(
+                f"tensor_parallel_plan: {'no layer of the module is in it' if odd is None else odd}"
+                f"{'' if odd is None else ' has a style of torch, whose DTensors are not planned'}"
+            )
+        return split_layers(module, layers, axis)
+
+
+WHOLE = ModelAxes()
+"""No rank has other parts of the model."""
+
+
+def names_of(experts: PolicyLike) -> str | list[str] | None:
+    """What a configuration says of ``experts``; None: they are found, or have no names."""
+    if isinstance(experts, NamePolicy) and all("*" in it for it in experts.names):
+        return experts.names
+    given = [*experts] if isinstance(experts, (list, tuple, set, frozenset)) else [experts]
+    names = [f"{it.__module__}.{it.__qualname__}" if isinstance(it, type) else it for it in given]
+    named = [it for it in names if isinstance(it, str) and it.lower() != "auto"]
+    if len(named) < len(given):
+        return None
+    return named[0] if len(named) == 1 else sorted(named)

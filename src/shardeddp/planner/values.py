@@ -1,0 +1,180 @@
+"""Values: the whole numbers of a step without memory that are known, so that shapes may depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardeddp.torch_private import FakeTensor, pytree, unset_fake_temporarily
+
+_MOST = 1 << 24
+"""Elements of tensors whose values are kept; those by which a router sends tokens have fewer."""
+
+_OF_SHAPES = {
+    "arange", "eye", "full", "lift_fresh", "ones", "scalar_tensor", "zeros", "full_like", "new_full",
+    "new_ones", "new_zeros", "ones_like", "zeros_like",
+}  # fmt: skip
+"""Operations whose results depend on shapes of tensors alone."""
+
+_CHOOSE = {"topk", "sort", "argmax", "max", "multinomial"}
+"""Operations by which a router chooses the experts of tokens from their scores."""
+
+_DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_KNOWN = "_known_values"
+
+
+class Values:
+    """What is known of tensors without memory.
+
+    Numbers that are made of no tensor (``arange``) and all that is computed from known ones alone. What
+    is chosen by scores (``topk``) is taken as even: tokens get the experts in turn.
+    """
+
+    def __init__(self) -> None:
+        self.were_read = False
+        """Whether shapes or numbers of Python have come from known values."""
+
+        self.were_chosen = False
+        """Whether some were chosen by scores."""
+
+        self.are_even = True
+        """Whether what was chosen by scores could be spread without a rest."""
+
+        self._lost: dict[int, torch.Tensor] = {}  # by memory: something unknown was written to it
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor; None: they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return None if tensor.is_floating_point() or tensor.is_meta else tensor
+        found: torch.Tensor | None = vars(tensor).get(_KNOWN)
+        return None if found is None or _memory(found) in self._lost else found
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation returns, with its values where they are known."""
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name in ("index", "index_put", "index_put_"):
+            args = (args[0], self._as_numbers(args[1]), *args[2:])
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        given = [it for it in leaves if isinstance(it, torch.Tensor)]
+        known = [it for it in map(self.of, given) if it is not None]
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        are_known = len(known) == len(given) and not is_drawn
+
+        def computed(tensors: Sequence[torch.Tensor]) -> Any:
+            rest = iter(tensors)
+            own = [next(rest) if isinstance(it, torch.Tensor) else it for it in leaves]
+            own_args, own_kwargs = pytree.tree_unflatten(own, form)
+            with unset_fake_temporarily():
+                return func(*own_args, **own_kwargs)
+
+        if given and are_known and not _DEPENDS.isdisjoint(func.tags):
+            self.were_read |= name != "index"
+            return pytree.tree_map(_without_memory, computed(known))
+        if is_grouped(func, given):
+            return given[0].new_empty(given[0].shape[0], given[1].shape[2])  # of any dtype
+        out = func(*args, **kwargs)
+        made = _tensors(out)
+        is_small = made and max(it.numel() for it in made) <= _MOST
+        if given and are_known and is_small:
+            if func.namespace == "aten":
+                reals = _tensors(computed(known))
+            elif name == "all_to_all":
+                # Other ranks are taken to send this one, the first, what it sends to itself.
+                with unset_fake_temporarily():
+                    reals = [known[0][: args[1][0]].tile(len(args[1]))]
+            else:
+                reals = []
+            for fake, real in zip(made, reals, strict=False):
+                _keep(fake, real)
+            return out
+        self._lose(_written(func, args, kwargs))
+        if is_small and name in _OF_SHAPES and not made[0].is_floating_point():
+            shape = made[0].shape if name.endswith("_like") else (0,)
+            _keep(made[0], computed([torch.empty(shape, dtype=it.dtype) for it in given]))
+        elif is_small and name in _CHOOSE and given[0].is_floating_point():
+            self._choose(func, args, kwargs, made[-1])
+        return out
+
+    def _lose(self, tensors: Sequence[torch.Tensor]) -> None:
+        for it in tensors:
+            values = self.of(it)
+            if values is not None:
+                self._lost[_memory(values)] = values
+
+    def _as_numbers(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Indices with known masks as the numbers of what they choose."""
+        found: list[torch.Tensor | None] = []
+        for it in indices:
+            mask = None if it is None or it.dtype is not torch.bool else self.of(it)
+            if mask is None:
+                found.append(it)
+            else:
+                self.were_read = True
+                with unset_fake_temporarily():
+                    chosen = mask.nonzero(as_tuple=True)
+                found += map(_without_memory, chosen)
+        return found
+
+    def _choose(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], chosen: torch.Tensor
+    ) -> None:
+        """Take what is chosen by scores as even, along the dim of the scores."""
+        if chosen.is_floating_point():
+            return
+        settings = {it.name: value for it, value in _bound(func, args, kwargs)}
+        scores, dim = args[0], settings.get("dim", None if "max" in func.name() else -1)
+        if dim is None:  # of all scores together
+            return
+        count = scores.shape[dim]
+        with unset_fake_temporarily():
+            numbers = torch.arange(chosen.numel()) % count
+            if chosen.ndim == scores.ndim:
+                others = [size for it, size in enumerate(chosen.shape) if it != dim % chosen.ndim]
+                numbers = numbers.view(*others, -1).movedim(-1, dim)
+            numbers = numbers.reshape(chosen.shape)
+        _keep(chosen, numbers)
+        self.were_chosen = True
+        self.are_even &= chosen.numel() % count == 0
+
+
+def is_grouped(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation multiplies rows by the matrix of their group."""
+    return "grouped_mm" in func.name() and [it.ndim for it in operands[:2]] == [2, 3]
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of an operation that are given, and their values."""
+    known = func._schema.arguments
+    named = [(it, kwargs[it.name]) for it in known if it.name in kwargs]
+    return [*zip(known, args, strict=False), *named]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensors that an operation writes to."""
+    return [
+        tensor
+        for argument, value in _bound(func, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value)
+    ]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [it for it in pytree.tree_leaves(value) if isinstance(it, torch.Tensor)]
+
+
+def _without_memory(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _keep(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype), value)
+
+
+def _keep(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    vars(fake)[_KNOWN] = real
+    return fake
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
