@@ -41,7 +41,8 @@ from shardeddp.wrap.tree import first_three
 
 # -- Export to safetensors or to one plain ``.ckpt`` file
 #
-# All data is streamed: one chunk of one tensor is in memory at a time, checked before it is written.
+# All data is streamed: one chunk of one tensor is in memory at a time, checked before it is
+# written.
 
 GB = 10**9
 
@@ -246,7 +247,7 @@ def open_contents(
 
     Args:
         source: A directory, also in a store, or a plain file.
-        selection: Its ``foreign`` and ``trust_pickle`` are used.
+        selection: Selection with the ``foreign`` and ``trust_pickle`` to use.
         keys: Keys of the entries to read, if they exist; None: all.
     """
     if isinstance(source, RemotePath):

@@ -23,16 +23,16 @@ from shardeddp.plan.layout import Interval
 # -- Pickle evaluator: data only, everything else is refused
 #
 # A pickle is a program, and Python's reader executes it. `pickletools` decodes the instructions and
-# their arguments; the evaluator below has those that data needs, imports nothing, calls nothing that
-# the file names, and sets no attribute of any class. A global is looked up in a table of the caller,
-# which has inert values, or a :class:`Maker` that turns the arguments in the file into one. The
-# result is at most a constant times as large as the file: a reference to the memo costs no copy, and
-# lengths are compared with the remaining bytes before memory is allocated.
+# their arguments; the evaluator below has those that data needs, imports nothing, calls nothing
+# that the file names, and sets no attribute of any class. A global is looked up in a table of the
+# caller, which has inert values, or a :class:`Maker` that turns the arguments in the file into one.
+# The result is at most a constant times as large as the file: a reference to the memo costs no
+# copy, and lengths are compared with the remaining bytes before memory is allocated.
 #
-# An allow-list for ``pickle.Unpickler`` would need more than this. It allocates the lengths and memo
-# indexes that a file asks for, fills any object with ``append``, ``add``, ``__setitem__``,
-# ``__setstate__`` or ``__dict__``, and hashes nested tuples until the C stack overflows. Only a scan
-# that follows stack and memo could detect that in advance: this evaluator without its values.
+# An allow-list for ``pickle.Unpickler`` would need more than this. It allocates the lengths and
+# memo indexes that a file asks for, fills any object with ``append``, ``add``, ``__setitem__``,
+# ``__setstate__`` or ``__dict__``, and hashes nested tuples until the C stack overflows. Only a
+# scan that follows stack and memo could detect that in advance: this evaluator without its values.
 
 MAX_VALUES = 250_000
 """Values under construction (a pickler writes containers in batches of 1000), or in a tree.
@@ -344,8 +344,8 @@ def check_tree(value: Any, where: str) -> None:
 # -- Traps for the reader of ``torch.load(weights_only=True)``
 #
 # It runs no code, but it allocates the lengths that a pickle asks for, hashes nested tuples until
-# the C stack overflows, and fills dictionaries with keys of one hash. These traps are found before it
-# reads, by following its instructions and its stack: for each value the depth of its tuples, and
+# the C stack overflows, and fills dictionaries with keys of one hash. These traps are found before
+# it reads, by following its instructions and its stack: for each value the depth of its tuples, and
 # whether it is a number, or a global that allocates memory by a number.
 
 _NUMBER, _SIZED, _NUMBERS, _KINDS = 1, 2, 3, 4

@@ -19,21 +19,21 @@ from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
 # [Note: how a checkpoint is committed to a store] ``last.ckpt`` is a prefix of names there: of
-# ``last.ckpt/manifest.json``, and of the manifest's files in ``last.ckpt/<uuid>/``. Every save has a
-# ``<uuid>`` of its own, under which each rank uploads its file. When all have done so, rank 0 lists
-# the uploaded files and puts the manifest: one object, which appears, or replaces the former one, in
-# one step. After that the folder of the former one is deleted.
+# ``last.ckpt/manifest.json``, and of the manifest's files in ``last.ckpt/<uuid>/``. Every save has
+# a ``<uuid>`` of its own, under which each rank uploads its file. When all have done so, rank 0
+# lists the uploaded files and puts the manifest: one object, which appears, or replaces the former
+# one, in one step. After that the folder of the former one is deleted.
 #
-# A process that dies at any point leaves the old checkpoint or the new one, and folders without a
-# manifest. No lock can show that a folder is still written to, so a sweep takes it for abandoned
-# when its newest object is a day old. Interrupted multipart uploads have no name; lifecycle rules of
-# the bucket delete them.
+# A process that dies at any point leaves the old checkpoint or the new one, and folders that no
+# manifest names. No lock can show that a folder is still written to, so a sweep takes it for
+# abandoned when its newest object is a day old. Interrupted multipart uploads have no name;
+# lifecycle rules of the bucket delete them.
 
 _DELETIONS = 16
 """Objects deleted at a time."""
 
 ABANDONED_S = 24 * 3600.0
-"""Age in seconds of the newest object at which a folder without a manifest is deleted."""
+"""Age in seconds of the newest object after which a folder that no manifest names is deleted."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ def _put_manifest(path: RemotePath, content: bytes) -> None:
 
 
 def discard(staging: RemoteStaging) -> None:
-    """Delete the files of a save that was never committed; for error handling: no OSError is raised.
+    """Delete the files of a save that was never committed; for error handling, so no OSError.
 
     If the manifest may exist, all files stay: a later sweep can tell.
     """

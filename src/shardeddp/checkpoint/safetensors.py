@@ -124,7 +124,7 @@ def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
 
 
 def file_paths(path: Path, count: int) -> list[Path]:
-    """Return paths of ``count`` files, as ``model-00001-of-00003.safetensors``; one keeps its name."""
+    """Return paths like ``model-00001-of-00003.safetensors``; a single file keeps its name."""
     if count == 1:
         return [path]
     return [
