@@ -301,7 +301,7 @@ class StoreFile:
         self.nbytes = path.nbytes() if windows is None else windows.nbytes(path)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a buffer with bytes of the object from ``offset``; return the number of bytes read."""
+        """Fill a buffer with bytes from ``offset`` of the object; return the number read."""
         stop, done = min(offset + len(view), self.nbytes), 0
         while offset + done < stop:
             part = self._part(offset + done, stop)

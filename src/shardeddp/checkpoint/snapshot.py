@@ -153,7 +153,7 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 
 
 def part_of(mesh: Mesh) -> int | None:
-    """Return the number of the shards that this rank holds, equal on replicas; None: no replicas."""
+    """Return the number of this rank's shards, which is equal on replicas; None: no replicas."""
     axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
     if all(it.num_slices == it.data_size for it in axes):
         return None
