@@ -45,7 +45,7 @@ def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = Fa
         target: Path of the checkpoint, also in a store; it need not exist.
         roots: Directories, links resolved, one of which has to contain it. Its content has to be a
             checkpoint of this package.
-        written: True if this run has written it: it may then be anywhere, and any plain file.
+        written: True if this run has written it: any location and any plain file are then allowed.
     """
     try:
         kept = _remove(target, roots, written)

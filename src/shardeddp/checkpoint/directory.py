@@ -86,7 +86,7 @@ class Staging:
     """Checkpoint being written; :func:`commit` or :func:`discard` ends it."""
 
     target: Path
-    """Path after the commit; absolute, in a directory that no link leads to."""
+    """Path after the commit; absolute, with the links of its parent resolved."""
 
     path: Path
     """Path of the staging directory."""

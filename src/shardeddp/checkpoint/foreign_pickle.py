@@ -35,9 +35,9 @@ from shardeddp.plan.layout import Interval
 # scan that follows stack and memo could detect that in advance: this evaluator without its values.
 
 MAX_VALUES = 250_000
-"""Values under construction (a pickler writes containers in batches of 1000), or in a tree.
+"""Limit of values under construction (a pickler writes containers in batches of 1000), or in a tree.
 
-In a tree each visit counts: shared lists in shared lists are small here and endless to a reader.
+In a tree each visit counts: nested shared lists are small in memory and endless to walk.
 """
 
 MAX_DIMS = 64
@@ -72,7 +72,7 @@ class Instance:
 
 
 def is_dense(dtype: Any) -> bool:
-    """Return True for dtypes of whole, self-contained bytes, unlike quantized ones."""
+    """Return True for dtypes with self-contained elements of whole bytes, unlike quantized ones."""
     return isinstance(dtype, torch.dtype) and _DENSE.fullmatch(str(dtype)) is not None
 
 
@@ -204,7 +204,7 @@ def _evaluate(
     known: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None,
 ) -> Any:
-    """Evaluate a pickle; invalid files raise any exception."""
+    """Evaluate a pickle; an invalid one may raise any exception."""
     stack, marks, memo = list[Any](), list[int](), list[Any]()
 
     def pop_mark() -> list[Any]:

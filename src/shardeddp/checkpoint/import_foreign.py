@@ -178,7 +178,7 @@ def _fields(value: Any, kind: str) -> Mapping[Any, Any]:
         raise ValueError(f"expected a {kind}, found a {_kind(value)}")
     fields = value.state if isinstance(value, Instance) else vars(value)
     if kind == "TensorProperties" and isinstance(fields, tuple):
-        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # three more do not matter
+        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # the other three are not used
     if not isinstance(fields, dict):
         raise ValueError(f"expected the attributes of a {kind}, found a {type(fields).__name__}")
     return fields
@@ -292,7 +292,7 @@ def _tensor(
     dtype = properties["dtype"]
     if not is_dense(dtype) or properties["layout"] is not torch.strided:
         raise ValueError(f"{_quote(name)} is no dense tensor of a known element type")
-    if len(fields["chunks"]) > len(items):  # one list may be that of many tensors
+    if len(fields["chunks"]) > len(items):  # many tensors may share one list
         raise ValueError(f"{_quote(name)} has more boxes than there are bytes for")
     pieces: list[ForeignPiece] = []
     for chunk in fields["chunks"]:

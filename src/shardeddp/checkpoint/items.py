@@ -34,7 +34,7 @@ from shardeddp.torch_private import (
 
 # -- Checksums: xxh3 of 128 bits, block by block
 #
-# https://xxhash.com; they find accidents, not forgeries.
+# https://xxhash.com; they detect accidents, not forgeries.
 
 ALGORITHM = "xxh3_128"
 
@@ -70,8 +70,8 @@ def block_digests(elements: torch.Tensor) -> list[bytes]:
 # writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. The bytes around
 # the payload depend only on dtype and shape, so they are made once for each pair::
 #
-# head     three small records that describe the payload, and the local header of the payload's own
-#              record, padded so that the payload starts on a multiple of 64 bytes
+#     head     three small records that describe the payload, and the local header of its record,
+#              padded so that the payload starts on a multiple of 64 bytes
 #     payload  straight from the tensor's memory
 #     tail     data descriptor, central directory and its end; with the payload's CRC, known by then
 

@@ -32,8 +32,8 @@ from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole
 # - ``placement.bin``: the data files that have the elements of each tensor.
 # - ``manifest.json``: this module. It grows with the number of tensors and files, not of pieces.
 # - ``state.json``: all values that are not tensors of the model or an optimizer, without pickle.
-# - ``.metadata``, ``meta.pt``: indexes of the same data for ``torch.distributed.checkpoint`` and for
-#   Lightning. They are pickles; this package writes them and never reads them.
+# - ``.metadata``, ``meta.pt``: indexes of the same data for ``torch.distributed.checkpoint`` and
+#   for Lightning. They are pickles; this package writes them and never reads them.
 #
 # A rank reads the manifest, the rows of the placement of the tensors that it needs, and the tables
 # of the files that have their elements: at 4,096 ranks and 405 billion parameters some 20 MB. Each
@@ -129,7 +129,7 @@ class Section(NamedTuple):
     """First row in the placement; the rows of all sections follow each other."""
 
     parts: int
-    """Number of rows, one for each interval in another file; 0 without elements."""
+    """Number of rows, one per interval of elements in one file; 0 without elements."""
 
     checksum: str
     """Checksum of the rows."""

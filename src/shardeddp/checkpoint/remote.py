@@ -112,7 +112,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Name without its last component."""
+        """Address without the last component of its name."""
         return RemotePath(f"{self.protocol}://{posixpath.dirname(self._rest)}", self._windows)
 
     def reading_ahead(self) -> RemotePath:
@@ -456,7 +456,7 @@ def _as_os_error(error: Exception, path: RemotePath) -> Exception:
     return OSError(number, f"{type(error).__name__}: {error}", str(path))
 
 
-# -- Refusal of stores in which nothing can be saved
+# -- Refusal of stores that cannot be saved to
 
 
 def require_writable(folder: RemotePath, processes: int) -> None:

@@ -213,7 +213,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# -- Which weights of a model they are
+# -- Names of the weights in a model
 
 
 def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, str]:

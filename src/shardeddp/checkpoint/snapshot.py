@@ -285,8 +285,7 @@ class Snapshot:
         shares = [
             replace(share, elements=own) for share, own in zip(self.shares, copies, strict=True)
         ]
-        # Callbacks go on with the very objects that they have returned; the rest is pickled
-        # already.
+        # Callbacks go on with the objects that they have returned; the rest is pickled already.
         return replace(self, shares=shares, objects=copy.deepcopy(self.objects))
 
 
@@ -443,8 +442,8 @@ class _Collector:
         self._shares: dict[bool, list[Share]] = {True: [], False: []}
         self._stored: dict[tuple[Any, ...], tuple[bool, range]] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
-        # Heaps of (bytes to write so far, rank): of the replicas of this rank, and per box of those
-        # that hold the same elements of it.
+        # Heaps of (bytes to write so far, rank): of this rank's replicas, and of each box's ranks
+        # with the same slice of it.
         self._turns = _turns(mesh)
         self._turns_by_box = {mesh.topology: _turns_by_box(mesh)}
         if mesh.experts is not None:

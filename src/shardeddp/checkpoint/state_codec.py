@@ -24,10 +24,9 @@ from shardeddp.checkpoint.strict_json import MAX_INTEGER
 from shardeddp.errors import CheckpointError
 from shardeddp.torch_private import STATE_VERSIONS
 
-# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. Its content are the *parts*
-# of the value, a simpler value that is encoded in turn, so the codec of a type only takes values
-# apart and puts them together. No name in the data is imported or called: tags are looked up in a
-# table.
+# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. It holds the *parts* of
+# the value, a simpler value that is encoded in turn, so the codec of a type only takes values apart
+# and puts them together. No name in the data is imported or called: tags are looked up in a table.
 #
 #     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
 
@@ -256,7 +255,7 @@ def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
         return _copy_of(tree, lambda it: list.__setitem__(it, slice(None), made))
     if isinstance(tree, deque):
         return _copy_of(tree, lambda it: (it.clear(), it.extend(made)))
-    built = tuple.__new__(type(tree), made)  # also of a named one
+    built = tuple.__new__(type(tree), made)  # also a namedtuple
     if hasattr(tree, "__dict__"):
         vars(built).update(vars(tree))
     return built

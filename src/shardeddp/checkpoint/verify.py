@@ -73,7 +73,7 @@ class Row:
     name: str
     num_tensors: int
     shape: tuple[int, ...] | None
-    """None for several."""
+    """Shape of the tensor; None for several."""
 
     dtypes: tuple[str, ...]
     numel: int
@@ -81,7 +81,7 @@ class Row:
     """Stored bytes; 0 for a tensor that shares the memory of one named before."""
 
     num_parts: int
-    """Stored pieces, counted over all files."""
+    """Number of intervals in different files; 1 in a plain file."""
 
     same_as: str = ""
     """Name of the tensor that shares these elements; "" if none does."""
@@ -132,7 +132,7 @@ def module_rows(manifest: Manifest) -> list[Row]:
         else:
             words = [[root, *".".join(map(str, tensor.path[1:])).split(".")] for tensor, _ in found]
             depth = _common(words) + 1
-            # Repeated blocks alone: the table shows their list.
+            # Only numbered blocks: one row for their list.
             if all(name[depth - 1].isdigit() for name in words):
                 depth -= 1
             for (_, row), name in zip(found, words, strict=True):

@@ -235,7 +235,7 @@ class _Writing:
     run: TrainingRun
     group: HostGroup | None
     options: CheckpointOptions
-    staging: Staging | RemoteStaging | None = None  # rank 0's
+    staging: Staging | RemoteStaging | None = None  # on rank 0 only
     folder: Location = field(init=False)  # the staging folder, once rank 0 has sent its path
     own: Written | None = None  # set once this rank's data file is written
 
@@ -293,7 +293,7 @@ class _Writing:
     def _write(self) -> bytes:
         """Write this rank's data file; return the serialized report."""
         write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
-        # An upload that has failed begins again.
+        # A failed upload is repeated from its start.
         remote = isinstance(self.folder, RemotePath)
         self.own = repeated(write, (CheckpointError,)) if remote else write()
         return self.own.report.to_bytes()
