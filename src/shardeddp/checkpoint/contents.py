@@ -93,7 +93,7 @@ def read_contents(
             checkpoint's author. Else they are left out of hyper-parameters and refused elsewhere.
         how_to_trust: Advice to the user how to trust them, for messages.
         codecs: Codecs for values of further types.
-        part: Share of its files that is looked for here, ``(rank, ranks)``.
+        part: Share of the files to look for on this rank, ``(rank, ranks)``.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or holds objects that are refused.
@@ -310,7 +310,7 @@ def open_checkpoint(
         weights_only: False unpickles objects that only pickle could save, which runs code of their
             author. Else they are refused, or left out of hyper-parameters with a warning.
         codecs: Codecs for values of further types.
-        part: Share of its files that is looked for here, ``(rank, ranks)``.
+        part: Share of the files to look for on this rank, ``(rank, ranks)``.
     """
     trust = "loading it with weights_only=False"
     try:

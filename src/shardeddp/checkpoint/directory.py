@@ -274,7 +274,7 @@ def _make_locked(path: Path, permissions: Permissions) -> int | None:
 
 
 def require_replaceable(target: Path) -> None:
-    """Refuse to replace an entry that may be something else than a checkpoint."""
+    """Refuse to replace an entry that may not be a checkpoint."""
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
@@ -346,7 +346,7 @@ def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
 def delete_atomically(
     path: Path, parent: int, durability: Durability, name: str
 ) -> tuple[str, ...]:
-    """Delete a checkpoint so that no part of it is ever alone under its name.
+    """Delete a checkpoint so that it is never incomplete under its name.
 
     Args:
         path: Path of the checkpoint.

@@ -345,7 +345,7 @@ def lock(descriptor: int) -> bool | None:
 
 @functools.cache
 def kernel() -> tuple[str, str]:
-    """Return the name of this host, and an id of the kernel that grants its locks until next boot.
+    """Return this host's name, and an id of the kernel that grants its locks until the next boot.
 
     Containers of one host have different names and one kernel; hosts may share a name.
     """

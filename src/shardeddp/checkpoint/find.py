@@ -126,7 +126,7 @@ def carries_manifest(path: StrPath | RemotePath) -> bool:
 
 
 def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> Manifest:
-    """Read the manifest of a checkpoint; check that its files exist, are regular, of their size.
+    """Read the manifest of a checkpoint; check that its files are regular and have their sizes.
 
     Their content is not read. A plain file has an index instead of a manifest.
 
@@ -154,7 +154,7 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
 
 
 def read_manifest_alone(path: Location) -> Manifest:
-    """Read the manifest of a checkpoint without a look for its files; an ``OSError`` stays one."""
+    """Read the manifest of a checkpoint without checking its files; an ``OSError`` stays one."""
     try:
         with open_source(path / MANIFEST) as (source, nbytes):
             return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))

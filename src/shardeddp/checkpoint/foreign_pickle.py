@@ -35,7 +35,7 @@ from shardeddp.plan.layout import Interval
 # scan that follows stack and memo could detect that in advance: this evaluator without its values.
 
 MAX_VALUES = 250_000
-"""Limit of values under construction (a pickler writes containers in batches of 1000), or in a tree.
+"""Limit of values under construction (a pickler writes batches of 1000), or in a tree.
 
 In a tree each visit counts: nested shared lists are small in memory and endless to walk.
 """
@@ -52,7 +52,7 @@ _LEAVES = (*_SCALARS, bytearray, complex, torch.dtype, torch.device, torch.layou
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Substitute for a class or function; ``make`` raises an error for arguments not of data."""
+    """Substitute for a class or function; ``make`` raises an error for arguments other than data."""
 
     make: Callable[..., Any]
 

@@ -178,7 +178,7 @@ def _fields(value: Any, kind: str) -> Mapping[Any, Any]:
         raise ValueError(f"expected a {kind}, found a {_kind(value)}")
     fields = value.state if isinstance(value, Instance) else vars(value)
     if kind == "TensorProperties" and isinstance(fields, tuple):
-        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # the other three are not used
+        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # the others are unused
     if not isinstance(fields, dict):
         raise ValueError(f"expected the attributes of a {kind}, found a {type(fields).__name__}")
     return fields

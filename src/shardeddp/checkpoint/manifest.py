@@ -37,8 +37,8 @@ from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole
 #
 # A rank reads the manifest, the rows of the placement of the tensors that it needs, and the tables
 # of the files that have their elements: at 4,096 ranks and 405 billion parameters some 20 MB. Each
-# of them has a checksum of its own in the manifest. Tensors with elements that are stored once are
-# a *section*: tied parameters have one section number, which is in the rows of tables.
+# of them has a checksum of its own in the manifest. Elements that are stored once, of one tensor or
+# of tied parameters, are a *section*: rows of tables have its number.
 #
 # In an object store the manifest names a folder in its directory, which has the other files.
 #

@@ -333,7 +333,7 @@ def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
 
 
 _AT_A_TIME = 2**17
-"""Runs sorted at once: sorting those of thousands of ranks together would take 100 MB."""
+"""Rows ``RUN`` sorted at once: sorting those of thousands of ranks together would take 100 MB."""
 
 
 def placement_of(

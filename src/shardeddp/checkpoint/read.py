@@ -55,8 +55,7 @@ class CheckpointReader:
 
     Args:
         path: Directory of the checkpoint, or its address in a store.
-        part: ``(index, count)`` of the share of its files that is looked for here, see
-            :func:`read_manifest`.
+        part: Share of the files to look for, ``(index, count)``; see :func:`read_manifest`.
     """
 
     def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:

@@ -58,7 +58,7 @@ def stage(target: RemotePath) -> RemoteStaging:
 
 
 def require_replaceable(target: RemotePath) -> None:
-    """Refuse to replace an object or folder that may be something else than a checkpoint."""
+    """Refuse to replace an object or folder that may not be a checkpoint."""
     plain = target.suffix == PLAIN_SUFFIX or not target.is_file()
     if not plain or not (
         carries_manifest(target) or all(FOLDER.fullmatch(name) for name in target.list())

@@ -116,7 +116,7 @@ def compare_replicas(
     Args:
         shares: Shares of this rank.
         digests: Returns the digest of each share; called once.
-        part: Number of the elements that this rank holds: equal on replicas, see :func:`part_of`.
+        part: Index of this rank's shards, equal on replicas, see :func:`part_of`.
         names: Names of the sections, for the error.
         group: Host group of all ranks.
 
@@ -153,7 +153,7 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 
 
 def part_of(mesh: Mesh) -> int | None:
-    """Return the number of this rank's shards, which is equal on replicas; None: no replicas."""
+    """Return the index of this rank's shards, which is equal on replicas; None: no replicas."""
     axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
     if all(it.num_slices == it.data_size for it in axes):
         return None
@@ -264,7 +264,7 @@ class Snapshot:
     """Digest of these sections, which are the same on every rank."""
 
     part: int | None = None
-    """Number of the shards that this rank holds, see :func:`part_of`; None: no replicas."""
+    """Index of this rank's shards, see :func:`part_of`; None: no replicas."""
 
     @cached_property
     def names(self) -> list[str]:
