@@ -51,8 +51,7 @@ from shardeddp.errors import CheckpointError, printable
 #
 # No tensors are read.
 #
-# For tools, which have neither a model nor a process group; directories of other tools are read,
-# too.
+# For tools, which have neither a model nor a process group; also for directories of other tools.
 
 ATTRIBUTES = "attribute_dict"
 """Tag of Lightning's dict with attributes."""

@@ -41,8 +41,7 @@ from shardeddp.wrap.tree import first_three
 
 # -- Export to safetensors or to one plain ``.ckpt`` file
 #
-# All data is streamed: one chunk of one tensor is in memory at a time, checked before it is
-# written.
+# All data is streamed: one chunk of one tensor is in memory at a time, and checked before writing.
 
 GB = 10**9
 

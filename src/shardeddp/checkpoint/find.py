@@ -320,9 +320,7 @@ def _check_file(directory: int, name: str, nbytes: int) -> None:
         raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
 
 
-# -- The last checkpoint: the usable one of the highest step
-#
-# Time stamps are not used.
+# -- The last checkpoint: the usable one of the highest step, regardless of time stamps
 
 
 @dataclass(frozen=True, order=True)

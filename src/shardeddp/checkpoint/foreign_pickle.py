@@ -52,7 +52,7 @@ _LEAVES = (*_SCALARS, bytearray, complex, torch.dtype, torch.device, torch.layou
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Substitute for a class or function; ``make`` raises an error for arguments other than data."""
+    """Substitute for a class or function; ``make`` raises an error if arguments are no data."""
 
     make: Callable[..., Any]
 

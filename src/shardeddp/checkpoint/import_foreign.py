@@ -146,8 +146,7 @@ _KNOWN = {
 """Globals of an index, as torch 2.0 and later write it."""
 
 
-# The functions below raise ValueError for failed checks, and any exception for values of the wrong
-# kind.
+# The functions below raise ValueError for failed checks, any exception for values of a wrong kind.
 
 
 def _index(root: Any, files: Mapping[str, int]) -> ForeignIndex:

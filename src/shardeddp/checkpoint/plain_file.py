@@ -93,7 +93,7 @@ def damaged_records(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Damage]:
-    """Compare the records of a plain checkpoint with their CRCs.
+    """Compare the records of a plain checkpoint with their CRCs; return the damages, in order.
 
     ``torch.save`` or this package has written the CRCs. A file without them
     (``torch.serialization.set_crc32_options``) is not checked.
@@ -102,9 +102,6 @@ def damaged_records(
         path: Path of the file, or of a link to it.
         part: Share of the records to check: ``(1, 3)`` is the second of three.
         progress: Called with the number of newly compared bytes.
-
-    Returns:
-        The damages, in the order of the records.
     """
     damaged: list[Damage] = []
     with opened_file(path) as (descriptor, item):

@@ -25,8 +25,7 @@ from shardeddp.errors import ConfigurationError
 # interface: this file knows no more of a store than its protocol.
 #
 # Requests fail now and then, for example when a store is busy. Requests that can be repeated
-# without harm are repeated a few times; a remaining error is an ``OSError``, like an error of a
-# file.
+# without harm are repeated a few times; a remaining error is an ``OSError``.
 
 READ_ONLY = ("http", "https")
 """Protocols that checkpoints are only read from."""
