@@ -1,5 +1,5 @@
 """Checkpoints: format, files, saving, loading, verification, export and import.
 
-Whatever cannot be written or read as it should be is a ``CheckpointError`` that says where. Functions
-name it again only where they promise more about it.
+Failed writes and reads raise a ``CheckpointError`` with the location of the fault. A function's
+docstring lists it only to promise more about it.
 """

@@ -32,20 +32,20 @@ from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 
 SILENT_S = 900.0
-"""After so long without a write, an entry of another host is taken for abandoned."""
+"""Time in seconds without a write after which an entry of another host is taken for abandoned."""
 
 
 def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = False) -> None:
     """Delete a checkpoint: a directory with our manifest, a plain file, or a link (not its target).
 
-    Anything else is left, with a warning that says why: the path may come from a file that somebody
-    else wrote.
+    Anything else is kept, with a warning that gives the reason: the path may come from a file of
+    another author.
 
     Args:
-        target: The checkpoint, also in a store; nothing happens if it does not exist.
-        roots: It has to lie in one of these directories, links resolved, and to be a checkpoint of
-            this package by what is in it.
-        written: This run has written it: it may lie anywhere, and may be any plain file.
+        target: Path of the checkpoint, also in a store; it need not exist.
+        roots: Directories, links resolved, one of which has to contain it. Its content has to be a
+            checkpoint of this package.
+        written: True if this run has written it: any location and any plain file are then allowed.
     """
     try:
         kept = _remove(target, roots, written)
@@ -58,7 +58,7 @@ def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = Fa
 
 
 def _remove(target: StrPath, roots: Sequence[StrPath], written: bool) -> str | None:
-    """Delete a checkpoint; why not, if it is still there."""
+    """Delete a checkpoint; return the reason if it is kept."""
     place = location(target)
     if isinstance(place, RemotePath):
         stores = [store for root in roots if isinstance(store := location(root), RemotePath)]
@@ -77,19 +77,19 @@ def _remove(target: StrPath, roots: Sequence[StrPath], written: bool) -> str | N
 
 
 def sweep(directory: StrPath | RemotePath) -> tuple[str, ...]:
-    """Remove leftovers of killed processes from a directory; what a living one writes stays.
+    """Remove leftovers of killed processes from a directory; files of living ones stay.
 
-    In a store, those of a day ago and earlier. Only one process sweeps a directory at a time, the
-    others return at once. The directory need not exist.
+    In a store, only leftovers of a day ago and earlier. One process sweeps a directory at a time,
+    the others return at once. The directory need not exist.
 
     Returns:
-        What could not be done, in sentences; what other processes are writing is not mentioned.
+        Sentences on failures; files that other processes are writing are not mentioned.
     """
     place = location(directory)
     if isinstance(place, RemotePath):
         try:
             return remote_directory.sweep(place)
-        except CheckpointError as error:  # it waits, as what it could not delete
+        except CheckpointError as error:  # reported like an entry that could not be deleted
             return (str(error),)
     with disk_errors("cleaning up", place):
         return _sweep(place) if exists(place) else ()
@@ -99,7 +99,7 @@ def _sweep(directory: Path) -> tuple[str, ...]:
     with opened_directory(directory) as here:
         ours = lock(here)
         if ours is False:
-            return ()  # another process is at it
+            return ()  # another process is sweeping
         if ours is None:
             return (f"{directory} was not cleaned up: its file system has no locks.",)
         sweeper = _Sweeper(directory, here)
@@ -116,7 +116,7 @@ def _sweep(directory: Path) -> tuple[str, ...]:
 
 
 class _Sweeper:
-    """One sweep of a directory that is open and locked."""
+    """Sweep of a directory that is open and locked."""
 
     def __init__(self, directory: Path, descriptor: int) -> None:
         self._directory = directory
@@ -124,7 +124,7 @@ class _Sweeper:
         self.left: list[str] = []
 
     def _is_silent(self, path: Path, host: str) -> bool:
-        """Whether nobody has written to an entry of another host for long."""
+        """Return True if an entry of another host has had no write for ``SILENT_S``."""
         entries = [path, *path.iterdir()] if stat.S_ISDIR(os.lstat(path).st_mode) else [path]
         last = max(os.lstat(entry).st_mtime for entry in entries)
         silent = self._now() - last > SILENT_S
@@ -137,17 +137,17 @@ class _Sweeper:
         return silent
 
     def _now(self) -> float:
-        """The time by the clock of the file system, which need not be the host's."""
+        """Return the time by the clock of the file system, which may differ from the host's."""
         with tempfile.TemporaryFile(dir=self._directory) as file:
             return os.fstat(file.fileno()).st_mtime
 
     def clean(self, name: str, replaced: str | None, host: str | None) -> None:
-        """Delete an entry, or rename it to the checkpoint that it was before it was replaced.
+        """Delete an entry, or rename it back to the checkpoint that it was before a replacement.
 
         Args:
-            name: Of the entry.
+            name: Name of the entry.
             replaced: Name of the checkpoint that it was; None: it was none.
-            host: Another host, which made it; its lock may hold there alone. None: this one.
+            host: Other host that made it; its lock may be visible there alone. None: this host.
         """
         path = self._directory / name
         try:
@@ -162,13 +162,13 @@ class _Sweeper:
                     os.rename(path, path.with_name(replaced))
                     sync_directory(self._descriptor, "disk")
         except FileNotFoundError:
-            pass  # whoever deletes it has come first
+            pass  # another process has deleted it
         except OSError as error:
             self.left.append(left_text(path, error))
 
 
 def _why_kept(path: Path, name: str, mode: int, roots: Sequence[StrPath] | None) -> str | None:
-    """Why something is not ours to delete."""
+    """Return the reason to keep an entry; None if it may be deleted."""
     if not name:
         return "the path does not end in a name."
     if roots is not None and not any(

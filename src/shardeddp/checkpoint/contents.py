@@ -49,30 +49,29 @@ from shardeddp.errors import CheckpointError, printable
 
 # -- Checkpoint contents as Lightning's dictionary
 #
-# The tensors are not read.
+# No tensors are read.
 #
-# For tools, which have neither a model nor a process group; the directory may be one of another
-# tool.
+# For tools, which have neither a model nor a process group; also for directories of other tools.
 
 ATTRIBUTES = "attribute_dict"
-"""The tag of Lightning's dict with attributes."""
+"""Tag of Lightning's dict with attributes."""
 
-# To a tool it is a dict.
+# Tools read it as a plain dict.
 _CODECS = (dict_codec(dict, ATTRIBUTES),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint, or some entries of it."""
+    """Contents of a checkpoint, or some entries of it."""
 
     checkpoint: dict[str, Any]
-    """By entry; tensors are lazy."""
+    """Entries by key; tensors are lazy."""
 
     memory: Callable[[torch.Tensor], Hashable] = id
-    """Equal for tensors of it that are stored once."""
+    """Key of a tensor's elements; equal for tensors that are stored once."""
 
     notes: list[str] = field(default_factory=list[str])
-    """What is missing, in sentences for the user."""
+    """Sentences for the user on entries that are missing."""
 
 
 def read_contents(
@@ -87,13 +86,16 @@ def read_contents(
     """Open a checkpoint of this package.
 
     Args:
-        path: Its directory.
-        keys: The entries that are wanted, of those that are there; None: all.
-        trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it.
-            Else it is left out of hyper-parameters and refused anywhere else.
-        how_to_trust: What to tell the user to do for that.
-        codecs: For values of further types in it.
-        part: Which part of its files is looked for here: ``(rank, ranks)``.
+        path: Directory of the checkpoint.
+        keys: Keys of the entries to read, if they exist; None: all.
+        trust_pickle: True to unpickle objects that only pickle could save, which runs code of the
+            checkpoint's author. Else they are left out of hyper-parameters and refused elsewhere.
+        how_to_trust: Advice to the user how to trust them, for messages.
+        codecs: Codecs for values of further types.
+        part: Share of the files to look for on this rank, ``(rank, ranks)``.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or holds objects that are refused.
     """
     reader = CheckpointReader(path, part)
     tree = reader.tree()
@@ -118,7 +120,7 @@ def read_contents(
 def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
     """Open a plain ``.ckpt`` file; it is mapped, not read into memory.
 
-    ``trust_pickle`` unpickles more than data; that runs the code of whoever wrote it.
+    ``trust_pickle`` unpickles more than data, which runs code of the file's author.
     """
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
@@ -129,7 +131,7 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
         require_data(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
-    except Exception as error:  # torch has no class for what is wrong with a file
+    except Exception as error:  # torch has no class for errors of a file
         hint = (
             ""
             if trust_pickle
@@ -168,7 +170,7 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
 
 
 def lightning_version() -> str:
-    """Of the Lightning that is installed, which may be either of its two packages."""
+    """Return the version of the installed Lightning, under either of its two package names."""
     try:
         return version("lightning")
     except PackageNotFoundError:
@@ -186,7 +188,7 @@ def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tens
 
 
 def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
-    """Where the elements of a tensor are: tensors that shared memory are stored once."""
+    """Return a key of a tensor's elements; tensors that shared memory are stored once."""
     if not isinstance(tensor, LazyTensor):
         return id(tensor)
     stored = reader.tensors[name_of(tensor.path)]
@@ -196,7 +198,7 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
 def _without_opaque(
     checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str
 ) -> str:
-    """Drop what could not be saved from hyper-parameters; says what that was."""
+    """Drop hyper-parameters that could not be saved; return a sentence that lists them."""
     what = "objects that only pickle can save"
     if not opaque.keys() <= set(HYPER_PARAMETERS):
         places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
@@ -214,9 +216,9 @@ def _without_opaque(
 
 
 def _filled(value: Any, pickled: Any) -> Any:
-    """A value with unpickled objects in place of those that could not be encoded.
+    """Return a value with unpickled objects instead of those that could not be encoded.
 
-    Sharded tensors are in ours alone.
+    The pickled tree lacks the sharded tensors, so all other values are kept.
     """
     if isinstance(value, Opaque):
         return pickled
@@ -244,7 +246,7 @@ def _prune(entries: dict[Any, Any], around: tuple[str, ...] = ()) -> list[str]:
     """Drop entries that could not be saved; a sequence or a set with such an item goes as a whole.
 
     Returns:
-        The places of what is gone.
+        The dotted paths of the dropped entries.
     """
     gone: list[str] = []
     for key, item in [*entries.items()]:
@@ -265,7 +267,7 @@ def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
 
 
 def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch has it, with numbered parameters; other tools name them."""
+    """Return an optimizer's state in torch's form, parameters by number; other tools name them."""
     found = optimizer.get("param_groups", [])
     groups: list[Any] = (
         [found[index] for index in sorted(found)] if isinstance(found, dict) else list(found)
@@ -303,12 +305,11 @@ def open_checkpoint(
     """Read a checkpoint except tensors of model and optimizers and those that will be sharded.
 
     Args:
-        path: The directory.
-        weights_only: False: objects that only pickle could save are unpickled, which runs the code
-            of whoever wrote them. Else they are refused, or left out of hyper-parameters with a
-            warning.
-        codecs: For values of further types in it.
-        part: Which part of its files is looked for here: ``(rank, ranks)``.
+        path: Directory of the checkpoint.
+        weights_only: False unpickles objects that only pickle could save, which runs code of their
+            author. Else they are refused, or left out of hyper-parameters with a warning.
+        codecs: Codecs for values of further types.
+        part: Share of the files to look for on this rank, ``(rank, ranks)``.
     """
     trust = "loading it with weights_only=False"
     try:
@@ -328,31 +329,31 @@ def open_checkpoint(
     own: dict[str, Any] = checkpoint.get(KEY, {})
     if not isinstance(own.get(STATES), dict):
         return _read_small(checkpoint, kept, contents.memory)
-    # Of those of all ranks, a rank reads its own.
+    # Of the states of all ranks, each rank reads its own.
     others = {name: it for name, it in own.items() if name != STATES}
     read = _read_small({**checkpoint, KEY: others}, kept, contents.memory)
     return {**read, KEY: {**read[KEY], STATES: own[STATES]}}
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
-    """Read a plain checkpoint, mapped: a rank reads no more of it than it puts into its shards.
+    """Read a plain checkpoint, mapped: a rank reads only the elements of its shards.
 
     Args:
-        path: The file, of this package, of Lightning or of torch.
-        weights_only: As ``torch.load`` takes it.
-        part: Which part of the file is compared with its checksums here: ``(rank, ranks)``.
+        path: A file of this package, of Lightning or of torch.
+        weights_only: Argument for ``torch.load``.
+        part: Share of the file that is compared with its checksums here, ``(rank, ranks)``.
     """
     require_intact(path, part)
     if weights_only is not False:
         require_data(path)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except Exception as error:  # torch has no class for what is wrong with a file
+    except Exception as error:  # torch has no class for errors of a file
         raise refusal_of(path, error) from error
 
 
 def refusal_of(path: str, error: Exception) -> CheckpointError:
-    """What to say of a file that ``torch.load`` does not read, and what to do about it."""
+    """Return the error for a file that ``torch.load`` refuses, with advice."""
     if not isinstance(error, pickle.UnpicklingError):
         return CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}")
     why = _UNPICKLER.search(str(error))
@@ -365,20 +366,20 @@ def refusal_of(path: str, error: Exception) -> CheckpointError:
 
 
 _UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(\S.*?)(?:\.? Please|\.? *$)", re.MULTILINE)
-"""What torch says of the object itself, among advice for ``torch.load``."""
+"""Matches the sentence on the object itself in torch's error, without the advice around it."""
 
 
 def open_remote_file(
     path: RemotePath, weights_only: bool | None, part: tuple[int, int]
 ) -> dict[str, Any]:
-    """Read a plain checkpoint of a store from a copy, which is gone when the process ends."""
+    """Read a plain checkpoint of a store from a local copy, which is gone when the process ends."""
     with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
         copy = os.path.join(folder, path.name)
         with disk_errors("copying", path):
             preflight(folder, path.nbytes())
             path.get_file(copy)
         try:
-            return open_file(copy, weights_only, part)  # what is mapped stays readable
+            return open_file(copy, weights_only, part)  # mapped data stays readable after deletion
         except CheckpointError as error:
             raise type(error)(str(error).replace(copy, str(path))) from error
 
@@ -386,9 +387,9 @@ def open_remote_file(
 def _read_small(
     tree: dict[str, Any], kept: KeptShards, memory: Callable[[torch.Tensor], Hashable]
 ) -> dict[str, Any]:
-    """Read the callbacks' tensors at once, unless shards will be made of them.
+    """Read the callbacks' tensors at once, except those that will be sharded.
 
-    What callbacks keep is theirs to look at and to change. What was one tensor is one again.
+    Callbacks may inspect and change their state. Tensors that were one object are one again.
     """
     found: dict[Hashable, torch.Tensor] = {}
 

@@ -1,6 +1,6 @@
 """Checkpoint directories and files that appear whole or not at all.
 
-They are staged beside their place, flushed, and renamed.
+They are written under a temporary name in the same directory, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -57,49 +57,49 @@ from shardeddp.wrap.tree import first_three
 
 # -- Commit of a checkpoint directory
 #
-# [Note: how a checkpoint is committed] It is written into ``.tmp-checkpoint-<uuid>`` beside its
-# target, flushed, and takes the target's place in one step: by a rename where there is nothing,
-# else by an exchange of the two names. What was there before is then called ``.del-<uuid>`` and
-# deleted, manifest first; files in it that are no part of a checkpoint stay beside it. Where the
-# system cannot exchange names, the old one is called ``.old-<name>-<uuid>`` between two renames. A
-# process that dies anywhere leaves the old checkpoint or the new one, and entries with names of
-# these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
+# [Note: how a checkpoint is committed] It is written into ``.tmp-checkpoint-<uuid>`` in the
+# directory of its target, flushed, and gets the target's name in one step: by a rename if the name
+# is free, else by a swap of the two names. The replaced checkpoint is then called ``.del-<uuid>``
+# and deleted, manifest first; files in it that belong to no checkpoint are kept. Where the system
+# cannot swap names, the old one is called ``.old-<name>-<uuid>`` between two renames. A process
+# that dies at any point leaves the old checkpoint or the new one, and entries with names of these
+# three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
 #
-# The process that writes a staging directory holds a lock on it (on the directory itself, nothing
-# is left behind). The kernel frees it however that process ends, so a staging directory that can be
-# locked is abandoned; a process number would be no such proof (they are used again, and differ
-# between containers). Not every file system carries locks from host to host. So names of staging
-# entries say which host's kernel holds the lock, and a sweep on another host leaves what has been
-# written to within a quarter of an hour, by the clock of the file system.
+# The process that writes a staging directory holds a lock on it (on the directory itself: no lock
+# file remains). The kernel frees it however that process ends, so a staging directory that can be
+# locked is abandoned. A process id would be no such proof: ids are used again, and differ between
+# containers. Not every file system shares locks between hosts. So names of staging entries contain
+# the host and its kernel, and a sweep on another host leaves entries that were written to in the
+# last quarter of an hour, by the clock of the file system.
 
 STAGED = re.compile(
     r"(?:checkpoint|file)(?:-(?P<host>[\w.]{1,63})-(?P<kernel>[0-9a-f]{8}))?", re.ASCII
 )
-"""What is being written, by the names of working entries, and by whom."""
+"""Kind, host and kernel in the name of a working entry (after ``.tmp-``)."""
 
 _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
-"""Files that identify a checkpoint; deleted first, so that a rest of it is not taken for one."""
+"""Files that identify a checkpoint; deleted first, so that its remains are not taken for one."""
 
 
 @dataclass
 class Staging:
-    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`."""
+    """Checkpoint being written; :func:`commit` or :func:`discard` ends it."""
 
     target: Path
-    """What it becomes; absolute, in a directory whose own path has no links."""
+    """Path after the commit; absolute, with the links of its parent resolved."""
 
     path: Path
-    """Where it is written."""
+    """Path of the staging directory."""
 
     durability: Durability
-    """What the commit survives."""
+    """Failures that a commit survives."""
 
     _descriptor: int | None
-    """Of ``path``; holds the lock that says that this process is alive. None: it was ended."""
+    """Descriptor of ``path``; its lock proves that the writer is alive. None: it was ended."""
 
     @property
     def descriptor(self) -> int:
-        """Of the directory; a RuntimeError once it was committed or discarded."""
+        """Descriptor of the directory; a RuntimeError after a commit or discard."""
         if self._descriptor is None:
             raise RuntimeError(
                 f"the staging directory of {self.target} was committed or discarded before; stage "
@@ -108,7 +108,7 @@ class Staging:
         return self._descriptor
 
     def close(self) -> None:
-        """Give the lock up; nothing happens the second time."""
+        """Release the lock; further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             close_directory(descriptor)
@@ -117,13 +117,13 @@ class Staging:
 def stage(
     target: StrPath, permissions: Permissions = "private", durability: Durability = "disk"
 ) -> Staging:
-    """Make the directory in which a checkpoint is written; directories above it are made as needed.
+    """Make the staging directory of a checkpoint, and missing directories above it.
 
     A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced.
 
     Raises:
-        CheckpointError: Something else is at the target, or the file system refuses.
-        ValueError: The target has no name of its own, or one of those that are swept.
+        CheckpointError: The target is anything else, or the file system refuses.
+        ValueError: The target has no name of its own, or one that a sweep would delete.
     """
     with disk_errors("making a temporary directory for", target):
         parent, name = resolve(target)
@@ -149,14 +149,14 @@ def new_part(
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> Generator[int | Upload]:
-    """Make a file of a checkpoint from what is written while the block runs; any rank may.
+    """Make a file of a checkpoint from the bytes written within the block; any rank may do so.
 
     Args:
         folder: The staging directory, or the folder in a store.
-        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it yet.
-        nbytes: About how much is going to be written.
-        permissions: Of the file; a store has its own.
-        durability: ``process`` flushes nothing; what is in a store is there.
+        name: Name of a checkpoint file, see :mod:`shardeddp.checkpoint.manifest`; not yet in use.
+        nbytes: Approximate number of bytes to be written.
+        permissions: Permissions of the file; not used in a store.
+        durability: ``process`` flushes nothing; an object in a store is durable by itself.
     """
     if not is_part(name):
         raise ValueError(
@@ -189,20 +189,19 @@ def write_file(
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> None:
-    """Make a file of a checkpoint with this content, as :func:`new_part` does."""
+    """Make a file of a checkpoint with this content, as by :func:`new_part`."""
     with new_part(folder, name, len(data), permissions, durability) as file:
         write_buffers(file, [data])
 
 
 def commit(staging: Staging) -> tuple[str, ...]:
-    """Put a written checkpoint in its place, in one step, then delete what was there.
+    """Give a written checkpoint the name of its target in one step, then delete the replaced one.
 
-    The staging is closed if that succeeds. If it does not, what was at the target is there again
-    unless the file system refuses that as well, and the staging waits to be discarded.
+    Success closes the staging. After a failure the target is as before, unless the file system
+    refuses that as well, and the staging is still to be discarded.
 
     Returns:
-        What the file system could not do without the checkpoint being in danger, in sentences to be
-        logged once.
+        Harmless limitations of the file system that were met, as sentences to be logged once.
     """
     target, path, durability = staging.target, staging.path, staging.durability
     notes: list[str] = []
@@ -237,9 +236,9 @@ def commit(staging: Staging) -> tuple[str, ...]:
 
 
 def discard(staging: Staging) -> None:
-    """Delete what was written and never committed.
+    """Delete a staging directory that was never committed.
 
-    It is for the handling of an error, so it raises none. The next :func:`sweep` tries again.
+    It is for error handling, so it raises no OSError. The next sweep tries again.
     """
     try:
         with contextlib.suppress(OSError):
@@ -249,16 +248,16 @@ def discard(staging: Staging) -> None:
 
 
 def _staging(folder: Path, kind: str) -> Path:
-    """A new name for something that this host writes.
+    """Return a new name for an entry that this host writes.
 
-    It is not the target's: Lightning looks for numbers in whatever contains the name of its own
-    checkpoints.
+    It does not contain the target's name: Lightning looks for version numbers in every entry whose
+    name contains that of its own checkpoints.
     """
     return folder / f".tmp-{kind}-{'-'.join(kernel())}-{uuid.uuid4().hex}"
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:
-    """Make a directory and lock it; None if a sweep has locked or deleted it in between."""
+    """Make and lock a directory; None if a sweep has locked or deleted it in between."""
     make_directory(path, permissions)
     try:
         descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW)
@@ -275,7 +274,7 @@ def _make_locked(path: Path, permissions: Permissions) -> int | None:
 
 
 def require_replaceable(target: Path) -> None:
-    """Refuse to replace what may not be a checkpoint."""
+    """Refuse to replace an entry that may not be a checkpoint."""
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
@@ -293,7 +292,7 @@ def require_replaceable(target: Path) -> None:
 
 
 def require_replaceable_file(target: Path) -> None:
-    """Refuse to write a plain checkpoint over a file, a pipe or the like that is none."""
+    """Refuse to write a plain checkpoint over a file, a pipe or the like that is not one."""
     try:
         found = os.lstat(target)
     except FileNotFoundError:
@@ -313,10 +312,10 @@ def require_replaceable_file(target: Path) -> None:
 
 
 def put_in_place(path: Path, target: Path) -> Path | None:
-    """Give what was written under a working name the name of its target.
+    """Rename a finished entry from its working name to its target.
 
     Returns:
-        Where that is what had the name before; None if nothing had it.
+        Path of the replaced entry; None if the target did not exist.
     """
     if not exists(target):
         os.rename(path, target)
@@ -347,17 +346,17 @@ def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
 def delete_atomically(
     path: Path, parent: int, durability: Durability, name: str
 ) -> tuple[str, ...]:
-    """Delete a checkpoint so that it is never half there under its name.
+    """Delete a checkpoint so that it is never incomplete under its name.
 
     Args:
-        path: Where it is.
-        parent: Descriptor of the directory that it is in.
+        path: Path of the checkpoint.
+        parent: Descriptor of the directory that contains it.
         durability: ``process`` flushes nothing.
-        name: What it was called. What others have put into it stays, in a directory of that name or
-            one like it.
+        name: Name of the checkpoint before it was replaced. Other files in it are kept, in a
+            directory of that name or a similar one.
 
     Returns:
-        What is left, in sentences; the next sweep tries again.
+        Sentences on remains; the next sweep tries again.
     """
     try:
         renamed = path.with_name(f".del-{uuid.uuid4().hex}")
@@ -376,7 +375,7 @@ def delete_atomically(
 
 
 def delete(path: Path) -> tuple[str, ...]:
-    """Delete what a save or a deletion that was cut short has left; what else is there, in a sentence."""
+    """Delete remains of an interrupted save or deletion; return a sentence on other files there."""
     others = _delete_parts(path)
     return (
         (f"{first_three(others)} in {path} is no part of a checkpoint, and is left.",)
@@ -390,7 +389,7 @@ def _delete_parts(path: Path) -> tuple[str, ...]:
 
 
 def _free(path: Path) -> Path:
-    """A name that nothing has: this one, or one like it."""
+    """Return an unused path: this one, or a similar one."""
     numbers = itertools.count(1)
     found = path
     while exists(found):
@@ -399,13 +398,13 @@ def _free(path: Path) -> Path:
 
 
 def left_text(path: Path, error: OSError) -> str:
-    """What to say of something that could not be deleted."""
+    """Return the message on an entry that could not be deleted."""
     return f"{path} could not be deleted ({error.strerror or error}); the next start tries again."
 
 
 # -- Atomic creation of files
 #
-# A file is written beside its place under another name, flushed, then renamed.
+# A file is written in the same directory under another name, flushed, then renamed.
 
 log = logging.getLogger(__name__)
 
@@ -417,17 +416,17 @@ def new_files(
     permissions: Permissions = "umask",
     durability: Durability = "disk",
 ) -> Generator[list[BinaryIO]]:
-    """Write files that get their names, one by one, when the block ends, and are gone if it fails.
+    """Write files that are renamed, one by one, at the end of the block, or deleted if it fails.
 
     Args:
-        paths: Where they shall be, in existing directories.
-        force: Replace what is there: a file, a link, or a sharded checkpoint.
-        permissions: Of the files. They are results that their users ask for, so the umask says who
-            may read them.
+        paths: Final paths, in existing directories.
+        force: True to replace an existing file, link or sharded checkpoint.
+        permissions: Permissions of the files. They are results that users ask for, so the umask
+            decides by default.
         durability: ``process`` flushes nothing.
 
     Yields:
-        Each open for writing and reading, in the order of ``paths``.
+        The files, open for writing and reading, in the order of ``paths``.
     """
     _refuse_taken(paths, force)
     hidden: list[Path] = []
@@ -451,7 +450,7 @@ def new_files(
                 sync_directory(descriptor, durability)
     finally:
         for file in files:
-            with contextlib.suppress(OSError):  # what matters was flushed before
+            with contextlib.suppress(OSError):  # the data was flushed before
                 file.close()
         for working in hidden:
             # A replaced checkpoint is a directory, and is left.
@@ -460,7 +459,7 @@ def new_files(
 
 
 def _open_locked(folder: Path, permissions: Permissions) -> BinaryIO:
-    """A new file under a working name, locked: a sweep by another process leaves it alone."""
+    """Open a new file under a working name, locked against sweeps by other processes."""
     while True:
         path = _staging(folder, "file")
         os.close(create_exclusively(path, permissions))

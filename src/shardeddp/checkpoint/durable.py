@@ -1,6 +1,6 @@
 """Crash-safe file operations, and paths.
 
-The operations are exclusive creation, flushing, exchanging names, locks, and deletion.
+The operations are exclusive creation, flushing, swapping of names, locks, and deletion.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LOCAL = ("file://", "file:", "local://", "local:")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL (``s3://bucket/name``), which only a library for URLs can open."""
+    """Return True if a path is a URL (``s3://bucket/name``), which only a client can open."""
     return "://" in local_path(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path as the system has it: a leading ``file://`` is dropped, as fsspec does.
+    """Return a path without a leading ``file://``, which fsspec drops as well.
 
-    Other paths stay as they are.
+    Other paths are unchanged.
     """
     text = os.fspath(path)
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
@@ -47,33 +47,33 @@ def local_path(path: str | os.PathLike[str]) -> str:
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
 Location: TypeAlias = "Path | RemotePath"
-"""Place of a checkpoint, or of a file of it."""
+"""Path of a checkpoint, or of a file of it, in a file system or a store."""
 
 
 def location(path: StrPath | RemotePath) -> Location:
-    """A path of the system or an address in a store, by how it is written."""
+    """Return a local path or an address in a store, by the form of ``path``."""
     if isinstance(path, RemotePath):
         return path
     return RemotePath(local_path(path)) if is_remote(path) else Path(local_path(path))
 
 
 def reading_ahead(place: Location) -> Location:
-    """The same place; what is read of a store's objects is kept for a while, and read ahead."""
+    """Return a store's address with read-ahead and a cache of windows; a local path as it is."""
     return place.reading_ahead() if isinstance(place, RemotePath) else place
 
 
 # -- Crash-safe file operations
 
 Durability: TypeAlias = Literal["disk", "process"]
-"""What a finished write survives: ``disk`` a loss of power, ``process`` the end of the process.
+"""Failures that a finished write survives: ``disk`` a loss of power, ``process`` a process's end.
 
 ``disk`` flushes everything.
 """
 
 Permissions: TypeAlias = Literal["private", "umask"]
-"""Who may read new files and directories.
+"""Permissions of new files and directories.
 
-``private``: the owner alone (0600, 0700). ``umask``: whom the process's umask lets.
+``private``: for the owner alone (0600, 0700). ``umask``: by the process's umask.
 """
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -85,7 +85,7 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 _NO_LOCK = frozenset(
     {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 )
-_READ_NBYTES = 2**20  # read at a time
+_READ_NBYTES = 2**20  # read at once
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -93,12 +93,12 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def disk_errors(
     doing: str, path: StrPath | RemotePath, nbytes: int | None = None
 ) -> Generator[None, None, None]:
-    """Turn system errors inside into a :class:`CheckpointError` with the path and what to do.
+    """Turn system errors inside into a :class:`CheckpointError` with the path and advice.
 
     Args:
-        doing: What was tried, as a noun phrase that the path completes: ``writing``.
-        path: What it was tried on.
-        nbytes: How many bytes were to be written, where that is known.
+        doing: Operation as a noun phrase that the path completes: ``writing``.
+        path: Path that the operation is on.
+        nbytes: Number of bytes to be written, if known.
     """
     try:
         yield
@@ -120,9 +120,10 @@ def disk_errors(
 
 
 def preflight(parent: StrPath, nbytes: int) -> None:
-    """Refuse a save for which the file system has no room, before anything is written.
+    """Refuse a save that the file system has no room for, before anything is written.
 
-    What it replaces goes only after that, so it makes no room. The directory need not exist yet.
+    A replaced checkpoint is deleted after the save, so it makes no room. The directory need not
+    exist yet.
     """
     with disk_errors("asking for the free space of", parent):
         free = free_nbytes(_existing(parent))
@@ -136,16 +137,16 @@ def preflight(parent: StrPath, nbytes: int) -> None:
 
 
 def free_nbytes(path: StrPath) -> int | None:
-    """Bytes that this user can still write to a file system; None where it does not report them.
+    """Return the bytes that this user can still write to a file system.
 
-    Some network file systems do not.
+    None if it does not report them, like some network file systems.
     """
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def make_directories(path: StrPath, permissions: Permissions, durability: Durability) -> None:
-    """Make a directory and its missing parents; each is flushed into the one that holds it."""
+    """Make a directory and missing parents; each entry is flushed into its parent."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         above = os.path.dirname(path)
@@ -154,37 +155,37 @@ def make_directories(path: StrPath, permissions: Permissions, durability: Durabi
             make_directory(path, permissions)
         with opened_directory(above) as descriptor:
             sync_directory(descriptor, durability)
-    # A file of that name is reported by whoever makes something in it.
+    # A file of that name makes the first use of the directory fail.
 
 
 def make_directory(path: StrPath, permissions: Permissions) -> None:
-    """Make one directory that does not exist."""
+    """Make one directory, which must not exist."""
     os.mkdir(path, 0o700 if permissions == "private" else 0o777)
 
 
 def create_exclusively(path: StrPath, permissions: Permissions) -> int:
-    """Make a file that does not exist, open for writing; child processes do not inherit it."""
+    """Make a file, which must not exist, open for writing; child processes do not inherit it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o600 if permissions == "private" else 0o666)
 
 
 Source: TypeAlias = "int | StoreFile"
-"""File open for reading at any place: a descriptor, whose position is left alone, or an object."""
+"""File open for reading at any offset: a descriptor (its position is kept), or an object."""
 
 
 def read_text(source: Source, interval: Interval, name: str) -> bytearray:
-    """Text of a file, which has no zero bytes; see :func:`read_dense`."""
+    """Read text of a file, which has no zero bytes; see :func:`read_dense`."""
     return read_dense(source, interval, name, 1)
 
 
 def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> bytearray:
-    """Bytes of a file; memory is taken as content comes.
+    """Read bytes of a file; memory is allocated as content arrives.
 
-    A file may have any size and no content: holes, which read as zero bytes. So many ``zeros`` in a
-    row are one.
+    A file may have any size and no content: holes, which read as zero bytes. ``zeros`` such bytes
+    in a row count as a hole.
 
     Raises:
-        DamagedCheckpointError: The file ends before, or has a hole there.
+        DamagedCheckpointError: The file ends early, or has a hole there.
     """
     data = bytearray()
     while len(data) < interval.numel:
@@ -203,7 +204,7 @@ def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> byt
 
 
 def read_into(source: Source, view: memoryview, offset: int) -> int:
-    """Fill a buffer from a byte of a file on; how many bytes there were."""
+    """Fill a buffer with a file's bytes from ``offset``; return the number of bytes read."""
     if isinstance(source, StoreFile):
         return source.read_into(view, offset)
     done = 0
@@ -225,16 +226,16 @@ def open_source(path: StrPath | RemotePath) -> Generator[tuple[Source, int]]:
 
 @contextlib.contextmanager
 def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple[int, int]]:
-    """Open a file for reading that has to be an ordinary one: no link, pipe, device or directory.
+    """Open a regular file for reading; refuse links, pipes, devices and directories.
 
     Args:
-        path: The file; relative to ``directory`` if that is given.
+        path: Path of the file; relative to ``directory`` if that is given.
         directory: Descriptor of a directory.
 
     Yields:
-        Its descriptor, open inside of the context, and its size in bytes.
+        Its descriptor, open within the context, and its size in bytes.
     """
-    # O_NONBLOCK: the opening of a pipe without a writer would block.
+    # O_NONBLOCK: to open a pipe without a writer would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, dir_fd=directory)
@@ -257,12 +258,12 @@ def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple
 
 
 def is_directory(path: Location) -> bool:
-    """Whether a path is a directory, or the beginning of names in a store."""
+    """Return True for a directory, or a prefix of names in a store."""
     return bool(path.list()) if isinstance(path, RemotePath) else path.is_dir()
 
 
 def write_buffers(file: int | Upload, buffers: Sequence[bytes | memoryview]) -> int:
-    """Append buffers to a file, in one call where the system takes them so; how many bytes."""
+    """Append buffers to a file, in one call if the system allows it; return the number of bytes."""
     left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer) > 0]
     nbytes = sum(map(len, left))
     if isinstance(file, Upload):
@@ -292,7 +293,7 @@ def sync_file(descriptor: int, durability: Durability) -> None:
 
 
 def sync_directory(descriptor: int, durability: Durability) -> bool:
-    """Flush the names of a directory to the storage; False if this file system cannot do that."""
+    """Flush the names of a directory to the storage; False if the file system cannot."""
     try:
         sync_file(descriptor, durability)
     except OSError as error:
@@ -304,7 +305,7 @@ def sync_directory(descriptor: int, durability: Durability) -> bool:
 
 @contextlib.contextmanager
 def opened_directory(path: StrPath) -> Generator[int, None, None]:
-    """A descriptor of a directory while the block runs."""
+    """Open a directory within the block; yield its descriptor."""
     descriptor = os.open(path, OPEN_DIRECTORY)
     try:
         yield descriptor
@@ -313,9 +314,9 @@ def opened_directory(path: StrPath) -> Generator[int, None, None]:
 
 
 def close_directory(descriptor: int) -> None:
-    """Close the descriptor with which a directory was named, flushed or locked.
+    """Close a descriptor that was opened to name, flush or lock a directory.
 
-    Nothing was written, so an error means nothing.
+    Nothing was written through it, so errors are ignored.
     """
     with contextlib.suppress(OSError):
         os.close(descriptor)
@@ -324,13 +325,11 @@ def close_directory(descriptor: int) -> None:
 def lock(descriptor: int) -> bool | None:
     """Lock a file or directory for this process without waiting.
 
-    The lock is freed when the descriptor is closed, also by a kill.
-
-    It holds between the processes of one host, and of several where the file system carries such
-    locks.
+    The lock is freed when the descriptor is closed, also by a kill. It holds between the processes
+    of one host, and of several if the file system supports that.
 
     Returns:
-        True if it is ours now, False if somebody else has it, None if this file system has no
+        True if this process has it now, False if another one has it, None if the file system has no
         locks.
     """
     try:
@@ -346,9 +345,9 @@ def lock(descriptor: int) -> bool | None:
 
 @functools.cache
 def kernel() -> tuple[str, str]:
-    """Name of this host, and a word for the kernel that grants its locks until the next boot.
+    """Return this host's name, and an id of the kernel that grants its locks until the next boot.
 
-    Containers of one host have different names and one kernel; hosts may have one name.
+    Containers of one host have different names and one kernel; hosts may share a name.
     """
     host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:63] or "unnamed"
     try:
@@ -360,10 +359,10 @@ def kernel() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def held(path: Path) -> Generator[bool, None, None]:
-    """Hold the lock of a path while the block runs, if it is a directory or an ordinary file.
+    """Hold the lock of a path within the block, if it is a directory or a regular file.
 
     Yields:
-        Whether nobody else holds it.
+        True if no other process holds it.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -380,10 +379,10 @@ def held(path: Path) -> Generator[bool, None, None]:
 
 
 def exchange(first: StrPath, second: StrPath) -> bool:
-    """Exchange two names of one file system in one step; both exist, and may be of different kinds.
+    """Swap two names of one file system in one step; both exist, and may be of different kinds.
 
     Returns:
-        False if this system or file system cannot do that; nothing has changed then.
+        False if the system or file system cannot do that; nothing has changed then.
     """
     if _RENAMEAT2 is None:
         return False
@@ -401,18 +400,15 @@ def exchange(first: StrPath, second: StrPath) -> bool:
 def delete_parts(
     path: StrPath, first: Iterable[str], is_part: Callable[[str], bool]
 ) -> tuple[str, ...]:
-    """Delete a file, a link, or a directory with those of its files that belong there.
-
-    No link is followed.
+    """Delete a file, a link, or a directory with its known files; links are not followed.
 
     Args:
-        path: What to delete; nothing happens if it does not exist.
-        first: Names in the directory that go before the others: those by which it would be taken
-            for something whole.
-        is_part: Whether a file of this name belongs there. A directory never does.
+        path: Path to delete; it need not exist.
+        first: Names in the directory to delete first: without them it is not taken for complete.
+        is_part: Returns True for names of known files. A directory is never one.
 
     Returns:
-        Names of what else is in the directory, which is left with it.
+        Names of all other entries of the directory, which is then kept with them.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -426,7 +422,7 @@ def delete_parts(
             part = os.path.join(path, name)
             if not stat.S_ISDIR(os.lstat(part).st_mode):
                 os.unlink(part)
-    # Files that somebody still reads have other names on NFS for a while.
+    # On NFS, files that are still open have other names for a while.
     others = tuple(sorted(name for name in os.listdir(path) if not name.startswith(".nfs")))
     if not others:
         os.rmdir(path)
@@ -434,7 +430,7 @@ def delete_parts(
 
 
 def resolve(target: StrPath) -> tuple[Path, str]:
-    """The directory of a target, with links resolved, and the target's name.
+    """Return the directory of a target, with links resolved, and the target's name.
 
     The name is "" if the target has none of its own. The target itself is not followed.
     """
@@ -446,7 +442,7 @@ def resolve(target: StrPath) -> tuple[Path, str]:
 
 
 def exists(path: StrPath | RemotePath) -> bool:
-    """Whether a name is taken, also by a dangling link; raises where the system does not tell."""
+    """Return True if a name is taken, also by a dangling link; raises if the system cannot tell."""
     if isinstance(path, RemotePath):
         return path.is_file() or bool(path.list())
     try:
@@ -457,7 +453,7 @@ def exists(path: StrPath | RemotePath) -> bool:
 
 
 def kind_of(mode: int) -> str:
-    """A file's kind in words, from its ``st_mode``."""
+    """Return a file's kind in words, from its ``st_mode``."""
     kinds: dict[str, Callable[[int], bool]] = {
         "a symbolic link": stat.S_ISLNK,
         "a directory": stat.S_ISDIR,
@@ -469,7 +465,7 @@ def kind_of(mode: int) -> str:
 
 
 def _existing(path: StrPath) -> str:
-    """The directory that a path is in, or will be in once those between are made."""
+    """Return the nearest existing directory at or above a path."""
     here = os.path.abspath(path)
     while not os.path.isdir(here):
         here = os.path.dirname(here)
@@ -485,7 +481,7 @@ def _free_text(path: StrPath) -> str:
 
 
 def _find_renameat2() -> Callable[..., int] | None:
-    """The system's own function; Linux has it, in the C library or not at all."""
+    """Return the C library's ``renameat2`` (Linux only); None without it."""
     if not sys.platform.startswith("linux"):
         return None
     try:

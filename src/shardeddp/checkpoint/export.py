@@ -41,8 +41,7 @@ from shardeddp.wrap.tree import first_three
 
 # -- Export to safetensors or to one plain ``.ckpt`` file
 #
-# Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it
-# is written.
+# All data is streamed: one chunk of one tensor is in memory at a time, and checked before writing.
 
 GB = 10**9
 
@@ -55,44 +54,44 @@ _OF_A_MODEL = (
     "hparams_type",
     WEIGHTS,
 )
-"""What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
+"""Entries of a weights-only checkpoint of Lightning, beside hyper-parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What of a checkpoint is exported, and how."""
+    """Weights and entries of a checkpoint to export, and their form."""
 
     foreign: bool = False
-    """The directory is one of another tool."""
+    """True if the directory is one of another tool."""
 
     trust_pickle: bool = False
-    """Run the pickles in it; see :func:`read_contents`."""
+    """True to run the pickles in it; see :func:`read_contents`."""
 
     ema: bool = False
-    """The averaged weights instead of the trained ones."""
+    """True for the averaged weights instead of the trained ones."""
 
     strip_prefix: str = ""
-    """Dropped from the names of tensors that begin so."""
+    """Prefix to drop from tensor names that have it."""
 
     adapter: str = ""
-    """Name of an adapter of peft's, of which alone the weights are; empty: all weights."""
+    """Name of a peft adapter to export alone; empty: all weights."""
 
     dtype: torch.dtype | None = None
-    """Of all floating-point tensors; None: as they are."""
+    """Dtype of all floating-point tensors in the file; None: their own."""
 
     weights_only: bool = False
-    """Leave out optimizers, schedulers, and callbacks."""
+    """True to leave out optimizers, schedulers, and callbacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     paths: list[Path]
     nbytes: int
     num_tensors: int
     notes: list[str] = field(default_factory=list[str])
-    """What the user should know, in sentences."""
+    """Remarks for the user, as sentences."""
 
 
 def to_safetensors(
@@ -111,19 +110,19 @@ def to_safetensors(
     as ``{"head.weight": "embedding.weight"}``.
 
     Args:
-        source: The checkpoint's directory, or a plain file.
-        target: The file. If the weights are more than ``max_nbytes``, it is several and an index,
-            named after it.
-        selection: Which weights.
-        max_nbytes: Of one file, unless a single tensor is larger.
-        force: Replace what is there.
-        started: Told how many bytes there will be, before the first is written.
-        progress: Told of each chunk.
+        source: Directory of the checkpoint, or a plain file.
+        target: Path of the file. Weights of more than ``max_nbytes`` become several files and an
+            index, named after it.
+        selection: Weights to export, and their form.
+        max_nbytes: Largest size of one file; a single larger tensor still gets a file.
+        force: True to replace existing files.
+        started: Called once with the number of bytes to be written, before the first is.
+        progress: Called with the bytes of each written chunk.
 
     Raises:
         CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be
             written.
-        NotImplementedError: A dtype is none of safetensors'.
+        NotImplementedError: Safetensors has no such dtype.
     """
     _require_outside(target)
     contents = open_contents(source, selection, (WEIGHTS, TRAINED))
@@ -175,10 +174,9 @@ def to_ckpt(
 ) -> Exported:
     """Write a checkpoint as the one file that Lightning writes without sharding.
 
-    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch
-    numbers them. With ``weights_only`` the file has the weights and what
-    ``LightningModule.load_from_checkpoint`` needs; without, a run can be resumed from it under any
-    strategy.
+    Arguments and errors are those of :func:`to_safetensors`. Parameters in optimizer states are
+    numbered, as torch does it. With ``weights_only`` the file has the weights and the entries for
+    ``LightningModule.load_from_checkpoint``; else a run can be resumed from it under any strategy.
     """
     if selection.dtype is not None:
         raise NotImplementedError(
@@ -220,7 +218,7 @@ def to_ckpt(
 
 
 def _require_outside(target: Path) -> None:
-    """Refuse to write into a checkpoint, whose files are counted."""
+    """Refuse to write into a checkpoint: verification rejects unknown files there."""
     if is_checkpoint(target.parent):
         raise CheckpointError(
             f"{target.parent} is a checkpoint: expected {target.name} to go elsewhere, where it "
@@ -229,7 +227,7 @@ def _require_outside(target: Path) -> None:
 
 
 def _former(target: Path) -> set[str]:
-    """Names of the files of an earlier export to the same place: one, or several and an index."""
+    """Return names of the files of an earlier export to this path: one, or several and an index."""
     index = index_path(target)
     found = {target.name} if os.path.lexists(target) else set[str]()
     try:
@@ -244,12 +242,12 @@ def _former(target: Path) -> set[str]:
 def open_contents(
     source: Location, selection: Selection = Selection(), keys: Sequence[str] | None = None
 ) -> Contents:
-    """Open a checkpoint of any kind; of its entries those that are wanted, or all.
+    """Open a checkpoint of any kind.
 
     Args:
         source: A directory, also in a store, or a plain file.
-        selection: Whether it is one of another tool, and its pickles are run.
-        keys: Of the entries; None: all.
+        selection: Selection with the ``foreign`` and ``trust_pickle`` to use.
+        keys: Keys of the entries to read, if they exist; None: all.
     """
     if isinstance(source, RemotePath):
         if selection.foreign or not carries_manifest(source):
@@ -269,7 +267,7 @@ def open_contents(
 def _weights(
     checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]
 ) -> Mapping[str, Any]:
-    """The weights that were asked for."""
+    """Return the averaged or trained weights, by the selection."""
     if selection.ema and TRAINED not in checkpoint:
         raise CheckpointError(
             f"there are no averaged weights: no {TRAINED} in it, which Lightning's WeightAveraging "
@@ -299,7 +297,7 @@ def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-    """The weights of an adapter, under the names that peft's own files have for them."""
+    """Return the weights of an adapter, under their names in peft's own files."""
     found: dict[str, Any] = {}
     for name, value in weights.items():
         _, base, inside = name.rpartition("base_model.")
@@ -327,7 +325,7 @@ def _once(
     memory: Callable[[torch.Tensor], Hashable],
     dtype: torch.dtype | None,
 ) -> tuple[list[Entry], dict[str, str]]:
-    """Tensors to write, and for names that share memory with one of them, its name."""
+    """Return the tensors to write, and by further name the written name of the same memory."""
     entries: dict[Hashable, Entry] = {}
     aliases: dict[str, str] = {}
     for name, tensor in weights.items():

@@ -56,7 +56,7 @@ from shardeddp.wrap.tree import first_three
 WORKING_NAME = re.compile(
     r"\.(?:(?P<kind>tmp|old)-(?P<name>.+)-(?P<uuid>[0-9a-f]{32})|del-[0-9a-f]{32})", flags=re.DOTALL
 )
-"""What is being written, replaced or deleted; never a checkpoint, whatever is in it."""
+"""Names of entries being written, replaced or deleted; never checkpoints, despite their content."""
 
 _BEGINNING = re.compile(
     rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"format":"%s",' % FORMAT.encode()
@@ -65,7 +65,7 @@ _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 
 def is_checkpoint(directory: StrPath | RemotePath) -> bool:
-    """Whether a directory is a checkpoint of this package, or of another tool."""
+    """Return True if a directory is a checkpoint of this package, or of another tool."""
     place = location(directory)
     return carries_manifest(place) or (
         not isinstance(place, RemotePath) and os.path.lexists(place / DCP_METADATA)
@@ -76,9 +76,9 @@ _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EN
 
 
 def content_id(path: Location) -> bytes:
-    """An id of a checkpoint: 16 bytes of the content of its manifest, or of its archive's records.
+    """Return 16 bytes that identify the content of a manifest, or of an archive's record list.
 
-    Zeros where neither can be read, and for files in stores.
+    They are zeros if neither can be read, and for files in stores.
     """
     try:
         with disk_errors("reading", path):
@@ -98,18 +98,18 @@ def content_id(path: Location) -> bytes:
 
 
 def has_lost_manifest(path: Path) -> bool:
-    """Whether a directory has what this package writes beside a manifest, and no manifest."""
+    """Return True if a directory has a placement of this package, but no manifest."""
     return os.path.lexists(path / PLACEMENT) and not os.path.lexists(path / MANIFEST)
 
 
 def carries_manifest(path: StrPath | RemotePath) -> bool:
-    """Whether a directory is a checkpoint of this package, even a damaged one.
+    """Return True if a directory is a checkpoint of this package, even a damaged one.
 
-    That is so if its manifest begins as those of this package do.
+    The beginning of its manifest decides.
 
     Raises:
-        CheckpointError: Permissions, the disk, or the number of open files do not let it be read:
-            that says nothing about what is in there.
+        CheckpointError: Permissions, the disk, or the limit of open files prevent reading it, so
+            its content is unknown.
     """
     file, beginning = location(path) / MANIFEST, bytearray(256)
     with disk_errors("reading", file):
@@ -126,14 +126,17 @@ def carries_manifest(path: StrPath | RemotePath) -> bool:
 
 
 def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> Manifest:
-    """Read the manifest of a checkpoint; check that its files are there, ordinary, of their size.
+    """Read the manifest of a checkpoint; check that its files are regular and have their sizes.
 
-    What is in them is not read. Of a plain file it is the index that stands in it.
+    Their content is not read. A plain file has an index instead of a manifest.
 
     Args:
         path: The checkpoint's directory, a plain file of this package, or a link to either.
-        part: Which files are looked for: ``(1, 3)`` is the second of three parts. Thousands of
-            ranks that each look for thousands of files would keep a file system busy.
+        part: Share of the files to look for: ``(1, 3)`` is the second of three. Thousands of ranks
+            that each look for thousands of files would keep a file system busy.
+
+    Raises:
+        CheckpointError: The checkpoint is not whole.
     """
     place = location(path)
     if isinstance(place, RemotePath):
@@ -151,7 +154,7 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
 
 
 def read_manifest_alone(path: Location) -> Manifest:
-    """The manifest of a checkpoint; its files are not looked for. An ``OSError`` stays one."""
+    """Read the manifest of a checkpoint without checking its files; an ``OSError`` stays one."""
     try:
         with open_source(path / MANIFEST) as (source, nbytes):
             return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))
@@ -160,7 +163,7 @@ def read_manifest_alone(path: Location) -> Manifest:
 
 
 def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
-    """The same of a checkpoint in a store."""
+    """Read a manifest as :func:`read_manifest` does, in a store."""
     with disk_errors("reading the checkpoint", path):
         try:
             manifest = read_manifest_alone(path)
@@ -184,11 +187,10 @@ def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Candidate:
-    """A whole checkpoint of a directory; the greater one is the later one.
+    """Whole checkpoint of a directory; a greater one is later.
 
-    At one step the later epoch is later, then the higher ``-v2`` that Lightning puts into the names
-    of later runs, then the name in the order of its characters (``last.ckpt`` after
-    ``epoch=3.ckpt``). A clock is never asked.
+    The order is by step, then epoch, then the ``-v2`` that Lightning appends to names of later
+    runs, then name (``last.ckpt`` after ``epoch=3.ckpt``). Time stamps are not used.
     """
 
     step: int
@@ -197,25 +199,25 @@ class Candidate:
     name: str
     path: Location = field(compare=False)
     resumable: bool = field(compare=False)
-    """Whether there is more in it than weights: states of optimizers."""
+    """True if it has optimizer states, not only weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The checkpoints of a directory."""
+    """Checkpoints of a directory."""
 
     checkpoints: tuple[Candidate, ...]
-    """The latest is last."""
+    """Whole checkpoints, the latest last."""
 
     skipped: Mapping[str, str]
-    """Why entries that look like checkpoints are none, by name."""
+    """Reasons why entries that look like checkpoints are not whole, by name."""
 
 
 def find_checkpoints(directory: StrPath | RemotePath) -> Found:
-    """Checkpoints of this package directly in a directory, by the step at which they were saved.
+    """Return the checkpoints of this package directly in a directory, ordered by step.
 
-    In a store, names without a manifest or an index are no checkpoints: what a save that was cut
-    short has left is not mentioned.
+    In a store, names without a manifest or an index are no checkpoints: remains of interrupted
+    saves are not mentioned.
     """
     candidates: list[Candidate] = []
     skipped: dict[str, str] = {}
@@ -248,7 +250,7 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
 
 
 def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
-    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
+    """Return checkpoints of a directory, newest first; damaged and foreign ones come last."""
     found, folder = find_checkpoints(directory), location(directory)
     whole = [candidate.path for candidate in reversed(found.checkpoints)]
     if isinstance(folder, RemotePath):
@@ -265,15 +267,15 @@ def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
 
 
 def what_lies_beside(path: Location) -> str:
-    """End of an error about a path where there is nothing: the checkpoints beside it."""
+    """Return the end of an error about a missing path: the checkpoints in its directory."""
     folder = path.parent
     if isinstance(folder, Path) and not folder.is_dir():
         return ", nor is there the directory that it would lie in"
     try:
         names = [each.name for each in checkpoints_in(folder)]
-    except (CheckpointError, NotImplementedError):  # nobody may list it
+    except (CheckpointError, NotImplementedError):  # it cannot be listed
         return ""
-    if isinstance(folder, Path):  # those of other strategies, which say no step
+    if isinstance(folder, Path):  # and those of other strategies, which have no index with a step
         others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
         names += [name for name in others if name not in names]
     return f"; beside it there are {first_three(names) if names else 'none'}"
@@ -318,9 +320,7 @@ def _check_file(directory: int, name: str, nbytes: int) -> None:
         raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
 
 
-# -- The last checkpoint: the usable one of the highest step
-#
-# Time stamps do not matter.
+# -- The last checkpoint: the usable one of the highest step, regardless of time stamps
 
 
 @dataclass(frozen=True, order=True)
@@ -332,12 +332,12 @@ class _Candidate:
 
 
 def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Location]:
-    """Checkpoints to resume from, the best first; one warning names those that cannot be used.
+    """Return checkpoints to resume from, the best first; one warning names the unusable ones.
 
     Args:
-        named: Paths of checkpoints that are called "last", of either kind.
-        folders: Directories whose checkpoints of this package count as well: a run that was killed
-            between two saves of one step has only the first of them.
+        named: Paths of checkpoints called "last", directories or files.
+        folders: Directories with checkpoints of this package that count as well: a run that was
+            killed between two saves of one step has only the first of them.
 
     Raises:
         CheckpointError: There are some, and none can be used.
@@ -372,11 +372,11 @@ def _identity(path: str) -> str:
 
 
 def _candidate(path: str) -> _Candidate:
-    """Of a checkpoint that is called "last"."""
+    """Return the candidate for a checkpoint called "last"."""
     place = location(path)
     remote = isinstance(place, RemotePath)
     if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
-        return _Candidate(True, -1, True, path)  # of others, so its step is unknown
+        return _Candidate(True, -1, True, path)  # of another tool, so its step is unknown
     if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
         return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
@@ -388,9 +388,9 @@ def _candidate(path: str) -> _Candidate:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        # The file holds objects of others, so its step is unknown.
+        # The file has objects that are not data, so its step is unknown.
         return _Candidate(True, -1, True, path)
     check_fields(content, path)
-    # Files that others have put together may leave it out.
+    # Files of other tools may leave it out.
     step = count_in(content, "global_step", -1)
     return _Candidate("optimizer_states" in content, step, True, path)

@@ -23,27 +23,27 @@ from shardeddp.plan.layout import Interval
 # -- Pickle evaluator: data only, everything else is refused
 #
 # A pickle is a program, and Python's reader executes it. `pickletools` decodes the instructions and
-# their arguments; the evaluator below has those that data needs, imports nothing, calls nothing that
-# the file names, and sets no attribute of any class. A global is looked up in a table of the caller;
-# what the table holds is an inert value, or a :class:`Maker` that turns the arguments in the file
-# into one. What is built is at most a constant times as large as the file: a reference to the memo
-# costs no copy, and lengths are compared with the bytes that are left before anything is allocated.
+# their arguments; the evaluator below has those that data needs, imports nothing, calls nothing
+# that the file names, and sets no attribute of any class. A global is looked up in a table of the
+# caller, which has inert values, or a :class:`Maker` that turns the arguments in the file into one.
+# The result is at most a constant times as large as the file: a reference to the memo costs no
+# copy, and lengths are compared with the remaining bytes before memory is allocated.
 #
-# An allow-list for ``pickle.Unpickler`` would need more than this. It allocates the lengths and the
-# places in the memo that a file asks for, fills whatever has ``append``, ``add``, ``__setitem__``,
-# ``__setstate__`` or ``__dict__``, and hashes tuples in tuples until the C stack overflows: only a
-# scan that follows stack and memo could tell before, which is this evaluator without its values.
+# An allow-list for ``pickle.Unpickler`` would need more than this. It allocates the lengths and
+# memo indexes that a file asks for, fills any object with ``append``, ``add``, ``__setitem__``,
+# ``__setstate__`` or ``__dict__``, and hashes nested tuples until the C stack overflows. Only a
+# scan that follows stack and memo could detect that in advance: this evaluator without its values.
 
 MAX_VALUES = 250_000
-"""Values under construction (a pickler writes containers in batches of 1000), or in a tree.
+"""Limit of values under construction (a pickler writes batches of 1000), or in a tree.
 
-In a tree each visit counts: shared lists in shared lists are small here and endless to a reader.
+In a tree each visit counts: nested shared lists are small in memory and endless to walk.
 """
 
 MAX_DIMS = 64
 MAX_DEPTH = 64
 MAX_CHOSEN_KEYS = 2000
-"""Keys of one container whose hashes a file can choose; finding one among equal hashes is slow."""
+"""Keys of one container with hashes that a file can choose; lookup among equal hashes is slow."""
 
 _DENSE = re.compile(r"torch\.(b?float\d.*|complex\d+|u?int(8|16|32|64)|bool)")
 _SCALARS = (str, int, float, bool, bytes, type(None))
@@ -52,17 +52,17 @@ _LEAVES = (*_SCALARS, bytearray, complex, torch.dtype, torch.device, torch.layou
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Stands for a class or function; ``make`` raises an error for arguments that are not data."""
+    """Substitute for a class or function; ``make`` raises an error if arguments are no data."""
 
     make: Callable[..., Any]
 
 
 class UnsafeGlobalError(Exception):
-    """A global that may run code, by its dotted name."""
+    """Global that may run code; the message is its dotted name."""
 
 
 class Instance:
-    """An object of a class called ``kind``, as the file describes it; the class is not involved."""
+    """Object of a class called ``kind``, as described by the file; the class is not involved."""
 
     __slots__ = ("kind", "state")
 
@@ -72,12 +72,12 @@ class Instance:
 
 
 def is_dense(dtype: Any) -> bool:
-    """Whether elements of a type are whole bytes and mean something alone, unlike quantized ones."""
+    """Return True for dtypes with self-contained elements of whole bytes, unlike quantized ones."""
     return isinstance(dtype, torch.dtype) and _DENSE.fullmatch(str(dtype)) is not None
 
 
 def make_size(numbers: Any = ()) -> tuple[int, ...]:
-    """A shape or an offset: few integers, none negative, each exact in any number format."""
+    """Return a shape or an offset: at most ``MAX_DIMS`` integers from 0 to below 2**53."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) > MAX_DIMS:
         raise ValueError(f"expected at most {MAX_DIMS} sizes")
     if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
@@ -90,14 +90,14 @@ def _make_value(value: Any, *rest: Any) -> Any:
 
 
 def _make_latin1(text: Any, encoding: Any) -> bytes:
-    """How protocol 2 spells bytes; any other codec would be a program."""
+    """Return bytes as protocol 2 encodes them; any other codec would be a program."""
     if isinstance(text, str) and encoding == "latin1":
         return text.encode("latin1")
     raise ValueError("expected a text in latin1")
 
 
 def _make_bytearray(data: Any = b"") -> bytearray:
-    """Of bytes alone: an integer would be a length to allocate."""
+    """Copy bytes; an integer is refused, as it would be a length to allocate."""
     if isinstance(data, bytes):
         return bytearray(data)
     raise ValueError("expected bytes")
@@ -111,10 +111,10 @@ def _make_set(items: Iterable[Any] = (), found: set[Any] | None = None) -> set[A
 
 
 def _key(value: Any, container: Any) -> Any:
-    """A value that may be hashed, as a key of a container.
+    """Return a value that is safe to hash as a key of a container.
 
-    The hash of tuples in tuples has no depth limit in CPython, and deep ones crash it. Those of
-    tuples and of large integers have no secret, as those of texts have.
+    The hash of nested tuples has no depth limit in CPython, and deep ones crash it. Hashes of
+    tuples and of large integers are not randomized, unlike those of strings.
     """
     flat = (
         type(value) is tuple
@@ -159,10 +159,13 @@ def unpickle(
     """Read a pickle of data.
 
     Args:
-        data: The whole pickle; what follows it is refused.
-        where: What the bytes are, for errors.
-        known: What a global stands for, by dotted name.
-        persistent: Makes a value of a reference to data outside of the pickle; refused without.
+        data: The whole pickle; trailing bytes are refused.
+        where: Description of the bytes, for errors.
+        known: Value of each allowed global, by dotted name.
+        persistent: Makes the value of a reference to data outside of the pickle; None: refused.
+
+    Raises:
+        CheckpointError: It is damaged, or contains anything but data.
     """
     stream = io.BytesIO(data)
     try:
@@ -181,7 +184,7 @@ def unpickle(
         ) from error
 
 
-# Not here: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and buffers outside.
+# Not supported: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and out-of-band buffers.
 _NAMES = """
     PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
     SHORT_BINUNICODE BINBYTES SHORT_BINBYTES BYTEARRAY8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET
@@ -201,7 +204,7 @@ def _evaluate(
     known: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None,
 ) -> Any:
-    """What a pickle stands for; raises whatever the file deserves."""
+    """Evaluate a pickle; an invalid one may raise any exception."""
     stack, marks, memo = list[Any](), list[int](), list[Any]()
 
     def pop_mark() -> list[Any]:
@@ -287,7 +290,7 @@ def _evaluate(
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
-    """Fill a mapping; a key comes once."""
+    """Fill a mapping; a repeated key is refused."""
     if not isinstance(target, dict) or len(items) % 2:
         raise ValueError(f"items of a {type(target).__name__} were to be set")
     for key, value in zip(items[::2], items[1::2], strict=True):
@@ -307,17 +310,17 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 
 def _build(target: Any, state: Any) -> None:
-    """Give an object its state, once."""
+    """Set the state of an object, once."""
     if isinstance(target, Instance) and target.state is None and state is not None:
         target.state = state
-    elif not isinstance(target, OrderedDict):  # of a state dict: versions of modules, unused here
+    elif not isinstance(target, OrderedDict):  # of a state dict: module versions, unused here
         raise ValueError(f"the state of a {type(target).__name__} was to be set")
 
 
 def check_tree(value: Any, where: str) -> None:
-    """Refuse a value too deep or too large to walk, or with anything in it that is no data.
+    """Refuse a value too deep or too large to walk, or with an object in it that is no data.
 
-    Shared parts count at each visit.
+    Shared values count at each visit.
     """
     open_values, visits = [(value, 0)], 0
     while open_values:
@@ -340,10 +343,10 @@ def check_tree(value: Any, where: str) -> None:
 
 # -- Traps for the reader of ``torch.load(weights_only=True)``
 #
-# It runs no code, but it allocates the lengths that a pickle asks for, hashes tuples in tuples until
-# the C stack overflows, and fills dictionaries with keys of one hash. These are found before it reads,
-# by the instructions that it knows and what would be on its stack: for each value how deep its tuples
-# are, and whether it is a number, or something that makes memory of a number.
+# It runs no code, but it allocates the lengths that a pickle asks for, hashes nested tuples until
+# the C stack overflows, and fills dictionaries with keys of one hash. These traps are found before
+# it reads, by following its instructions and its stack: for each value the depth of its tuples, and
+# whether it is a number, or a global that allocates memory by a number.
 
 _NUMBER, _SIZED, _NUMBERS, _KINDS = 1, 2, 3, 4
 _MAX_TUPLES = 500
@@ -354,12 +357,12 @@ _SIZED_NAMES = re.compile(
 
 
 def refuse_traps(stream: BinaryIO, where: str, pickles: int = 1) -> None:
-    """Refuse what torch's reader of data would not survive; what it refuses itself is left to it.
+    """Refuse a file that would crash torch's reader of data; other errors are left to torch.
 
     Args:
-        stream: At the start of a pickle.
-        where: What the bytes are, for errors.
-        pickles: Number of them in the stream, one behind the other.
+        stream: File at the start of a pickle.
+        where: Description of the bytes, for errors.
+        pickles: Number of consecutive pickles in the stream.
 
     Raises:
         CheckpointError: There is a trap in one.
@@ -372,7 +375,7 @@ def refuse_traps(stream: BinaryIO, where: str, pickles: int = 1) -> None:
             f"{where} {error}: no run has saved that, and it is not read"
         ) from None
     except (IndexError, KeyError, ValueError):
-        return  # no pickle, as torch says better
+        return  # no pickle: torch has the better error
 
 
 class _TrapError(Exception):
@@ -434,7 +437,7 @@ _HASH_MODULUS = sys.hash_info.modulus
 _FILLING = frozenset(
     {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD", "PROTO", "FRAME"}
 )
-"""Instructions that put nothing on the stack."""
+"""Instructions that push nothing on the stack."""
 
 _POPPED = {
     **dict.fromkeys(("APPEND", "BUILD", "BINPERSID", "TUPLE1"), 1),
@@ -442,7 +445,7 @@ _POPPED = {
     **dict.fromkeys(("APPENDS", "SETITEMS", "ADDITEMS", "TUPLE", "FROZENSET"), -1),
     "TUPLE3": 3,
 }
-"""Values that an instruction takes from the stack; -1: all from the last mark on."""
+"""Values that an instruction pops; -1: all from the last mark on."""
 
 _SCANNED = {
     it.code.encode("latin-1"): (it.name, it.arg.reader if it.arg else None, _POPPED.get(it.name, 0))
@@ -453,30 +456,30 @@ _SCANNED = {
 
 # -- Items of ``torch.save``: a pickle and records of elements
 #
-# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. A record is
-# as long as the pickle says, and a tensor lies inside of its record, before an element is read.
+# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. Before an
+# element is read, the record has the length in the pickle, and the tensor lies inside its record.
 
 MAX_PICKLE_NBYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorView:
-    """A tensor as its pickle describes it: a view of a record."""
+    """Tensor as its pickle describes it: a view of a record."""
 
     record: str
     record_nbytes: int
-    """Of the record, as the pickle has it."""
+    """Size of the record, as the pickle has it."""
 
     dtype: torch.dtype
     offset: int
-    """First element, in elements of ``dtype``."""
+    """Offset of the first element in the record, in elements of ``dtype``."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first of a tensor to behind the last; 0 without elements."""
+    """Return the number of elements from a tensor's first to its last; 0 without elements."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -484,7 +487,7 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Storage:
-    """What a reference in the pickle stands for."""
+    """Storage that a persistent reference in the pickle describes."""
 
     record: str
     nbytes: int
@@ -492,28 +495,28 @@ class _Storage:
 
 
 class Archive:
-    """What ``torch.save`` wrote: all bytes of an item of a file that is open for reading."""
+    """Archive of ``torch.save``: all bytes of an item of a file that is open for reading."""
 
     def __init__(self, fd: int, item: Item) -> None:
         self._fd, self._item = fd, item
         records = records_of(fd, item)
-        # The folder of the first record is that of all, as torch reads them.
+        # As in torch, the folder of the first record is that of all.
         folder = records[0].name.partition("/")[0] + "/"
         self._records = {record.name.removeprefix(folder): record for record in records}
-        # torch.serialization.set_crc32_options(False) writes zeros.
+        # With torch.serialization.set_crc32_options(False) all CRCs are 0.
         self._has_crc = any(record.crc for record in records)
         if "byteorder" in self._records and bytes(self._read("byteorder")) not in (b"little", b""):
             raise CheckpointError("it was written on a big-endian machine, which is not supported")
 
     def load_view(self) -> tuple[TensorView, Record]:
-        """The description of the one tensor that the archive is, and where its elements are."""
+        """Return the view of the archive's one tensor, and the record of its elements."""
         view = self._unpickle(lambda view: view)
         if not isinstance(view, TensorView):
             raise CheckpointError(f"expected a tensor, found {type(view).__name__}")
         return view, self._record(view.record, view.record_nbytes)
 
     def load(self) -> Any:
-        """The value that was saved: plain containers of plain values and CPU tensors."""
+        """Return the saved value: plain containers of plain values and CPU tensors."""
         storages: dict[str, torch.Tensor] = {}
 
         def tensor(view: TensorView) -> torch.Tensor:
@@ -541,7 +544,7 @@ class Archive:
         return read_bytes(self._fd, self._item, where)
 
     def _record(self, name: str, nbytes: int | None = None) -> Record:
-        """A record, the CRC of which has been compared; without a length it is a small one."""
+        """Return a record after a CRC check; without ``nbytes`` it has to be a small one."""
         if (record := self._records.get(name)) is None:
             raise CheckpointError(f"it has no record {name[:100]!r}")
         if record.nbytes > MAX_PICKLE_NBYTES if nbytes is None else record.nbytes != nbytes:
@@ -553,10 +556,10 @@ class Archive:
 
 
 def _known(tensor: Callable[[TensorView], Any]) -> Mapping[str, Any]:
-    """The globals of an archive's pickle; ``tensor`` makes the values."""
+    """Return the globals of an archive's pickle; ``tensor`` makes the values."""
 
     def rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
-        # Version 2 has its metadata (bits of conjugation) where version 3 has the dtype.
+        # Version 2 has metadata (conjugation bits) in the position of version 3's dtype.
         _, _, dtype, metadata, *_ = (*rest, None, None)
         if not isinstance(storage, _Storage) or metadata or not is_dense(dtype or storage.dtype):
             raise ValueError("expected a plain tensor of a storage")
@@ -584,7 +587,7 @@ def _known(tensor: Callable[[TensorView], Any]) -> Mapping[str, Any]:
 
 
 def _storage(reference: Any) -> _Storage:
-    # Where the storage was does not matter: it comes to the host.
+    # The device of the storage is ignored: all elements come to the host.
     tag, dtype, key, _, numel = reference
     if tag != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("expected a reference to a storage")
@@ -607,4 +610,4 @@ _STORAGE_TYPES: Mapping[str, torch.dtype] = {
     "torch.ComplexDoubleStorage": torch.complex128,
     "torch.storage.UntypedStorage": torch.uint8,
 }
-"""The class of a storage stands for the type of its elements."""
+"""Dtype of each storage class."""

@@ -44,7 +44,7 @@ from shardeddp.tensor.views import GatheredView
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of one that may be sharded; a collective of all ranks if it is.
+    """Return the full tensor of one that may be sharded; if it is, a collective of all ranks.
 
     No gradient flows through it.
     """
@@ -54,9 +54,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def gather_full(state: Any, keep: bool) -> Any:
     """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
 
-    One tensor is whole on the device at a time. All ranks pass the same structure of mappings, lists
-    and tuples. The result is on the CPU; ranks that do not ``keep`` it have an empty tensor in each
-    place.
+    One tensor at a time is full on the device. All ranks pass the same structure of mappings, lists
+    and tuples. The result is on the CPU; ranks that do not ``keep`` it get empty tensors.
     """
 
     def gathered(leaf: Any) -> Any:
@@ -71,7 +70,7 @@ def gather_full(state: Any, keep: bool) -> Any:
 def with_plain_views(state: Any) -> Any:
     """Replace views of sharded tensors in a nested state by their elements.
 
-    It is a collective of all ranks where a parameter has changed since the view was taken.
+    It is a collective of all ranks if a parameter has changed since the view was taken.
     """
     if not any(isinstance(tensor, GatheredView) for tensor in tensors_of(state)):
         return state
@@ -86,11 +85,11 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
     """Gather a state and let rank 0 write it; every rank raises if that fails.
 
     Args:
-        state: As for :func:`gather_full`.
-        name: Of what is written, for the message.
+        state: State for :func:`gather_full`.
+        name: Name of the file, for the message.
         write: Called on rank 0 with the full state.
-        mesh: All ranks; None in the process that spawned the ranks, which holds full states and
-            writes by itself.
+        mesh: Mesh of all ranks; None in the process that spawned the ranks, which holds full states
+            and writes by itself.
     """
     keep = mesh is None or mesh.rank == 0
     full = gather_full(state, keep)
@@ -110,24 +109,24 @@ def stream_full(
 ) -> None:
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
 
-    One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under
-    its name when all of it is on the disk; until then what was there is still there.
+    One tensor at a time is full, on the device and in rank 0's host memory. The file gets its name
+    when it is complete and on the disk; until then an existing one is untouched.
 
-    For a store rank 0 writes it to its temporary directory first, and sends it from there.
+    For a store rank 0 writes it to its temporary directory first, and uploads it from there.
 
     Args:
         checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on
             every rank.
-        path: Of the file, as rank 0 has it.
-        mesh: All ranks.
-        names: Of the parameters of each optimizer in the checkpoint.
-        run: The training.
-        options: Permissions and durability.
+        path: Path of the file on rank 0.
+        mesh: Mesh of all ranks.
+        names: Fqns of the parameters of each optimizer in the checkpoint.
+        run: Description of the training run.
+        options: Options with permissions and durability.
 
     Raises:
-        RankError: The state could not be pickled, or the file not written, on some rank; on all.
-        Exception: A gather has failed on this rank. The others wait in it, until the process group
-            ends it: with this rank's error as the reason, where that has been told to them
+        RankError: Some rank could not pickle the state or write the file; raised on all ranks.
+        Exception: A gather has failed on this rank. The others wait in it until the process group
+            ends it, with this rank's error as the reason if they have received it
             (comm/propagation.py).
     """
 
@@ -182,11 +181,11 @@ def stream_full(
     failures: list[Exception] = []
     try:
         write()
-    except Exception as error:  # noqa: BLE001 - all ranks hear of it below
+    except Exception as error:  # noqa: BLE001 - raised on all ranks below
         failures.append(error)
     if not broken:
         deque(gathered, maxlen=0)  # the other ranks gather everything, even if the file has failed
-    if broken:  # they wait in this gather, and not for what this rank has to tell
+    if broken:  # they wait in this gather, and not for a message of this rank
         raise broken[0] from next((it for it in failures if it is not broken[0]), None)
 
     def end() -> None:
@@ -200,12 +199,12 @@ def stream_full(
 def new_checkpoint_file(
     path: Location, nbytes: int, options: CheckpointOptions
 ) -> Generator[BinaryIO]:
-    """A file that has its name, or is in a store, when the block ends, and is gone if that fails.
+    """Open a file that gets its name, or goes to a store, when the block ends; deleted on failure.
 
     Args:
-        path: Of a checkpoint that is replaced, or of nothing yet; anything else is refused.
-        nbytes: About as large it gets: a disk that has less is refused before.
-        options: How it is written.
+        path: Path of a checkpoint to replace, or unused; anything else is refused.
+        nbytes: Approximate size; refused beforehand if the disk has less.
+        options: Options with permissions and durability.
     """
     permissions = options.permissions or "umask"
     if not isinstance(path, RemotePath):
@@ -230,39 +229,39 @@ def new_checkpoint_file(
 
 # -- Streaming writer of the ``torch.save`` format
 #
-# ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are;
-# their elements are records of their own in the zip archive, so they can be read, checked and
-# written a chunk at a time.
+# ``torch.save`` needs every tensor in memory at once. The pickle only describes the tensors; their
+# elements are records of their own in the zip archive, so they can be read, checked and written a
+# chunk at a time.
 
 ROOT = "archive"
-"""The folder of all records."""
+"""Folder of all records."""
 
 _ALIGNMENT = 64
-"""Bytes; where elements start in the file, as ``torch.load(mmap=True)`` likes it."""
+"""Alignment in bytes of elements in the file, for ``torch.load(mmap=True)``."""
 
 _LOCAL_HEADER_NBYTES = 30
 _ZIP64_EXTRA_NBYTES = 20
 _ZIP64_NBYTES = 2**31 // 2
-"""Safely below where `zipfile` begins to write 64-bit sizes by itself."""
+"""Limit safely below the size from which `zipfile` writes 64-bit sizes by itself."""
 
 
 class TorchFile:
-    """A tree on its way into a file that ``torch.load`` reads.
+    """Writer of a tree as a file that ``torch.load`` reads.
 
     Args:
         tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or
             sharded ones.
-        memory: Equal for tensors that share their elements; they are stored once.
+        memory: Returns a key that is equal for tensors with the same elements, stored once.
     """
 
     def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
         self._pickler = TensorPickler(memory)
         self._content = self._pickler.pickled(tree)
         self.tensors = self._pickler.storages
-        """Those whose elements are stored, in the order in which they are written."""
+        """Tensors with stored elements, in the order of writing."""
 
     def record_of(self, tensor: torch.Tensor) -> int:
-        """The number of the record that has the elements of a tensor of the tree."""
+        """Return the number of the record with the elements of a tensor of the tree."""
         return self._pickler.key_of(tensor)
 
     def write(
@@ -272,14 +271,14 @@ class TorchFile:
         progress: Progress = silent,
         more: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """Write all of it.
+        """Write the file.
 
         Args:
-            file: Open for writing, empty, seekable.
-            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in
-                parts.
-            progress: Told of each part.
-            more: Records by name that ``torch.load`` does not look at.
+            file: Empty, seekable file, open for writing.
+            read: Called for each of :attr:`tensors`, in order; yields its elements as chunks of
+                bytes.
+            progress: Called with the bytes of each written chunk.
+            more: Further records by name, which ``torch.load`` ignores.
         """
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             archive.writestr(_info("data.pkl"), self._content)
@@ -302,7 +301,7 @@ def _info(name: str) -> zipfile.ZipInfo:
 
 
 def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
-    """A record whose data starts on a multiple of ``_ALIGNMENT``.
+    """Return a record with data at a multiple of ``_ALIGNMENT``.
 
     A private extra field pads it, as in ``torch.save``.
     """

@@ -47,14 +47,14 @@ from shardeddp.plan.layout import Box, Interval, check_cover, whole_of
 
 # -- The index of ``torch.distributed.checkpoint``, read without running it
 #
-# The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a
-# tensor is stored in; the path of keys that each name was made of; and where the bytes of each box
-# and each object are. All that follows from them is checked here, against each other and against
-# the sizes of the files, before a byte of a tensor is read.
+# The index, ``.metadata``, is a pickle of three mappings: the kind of each name, with the boxes
+# that a tensor is stored in; the path of keys that each name was made of; and the bytes of each box
+# and each object. These are checked here, against each other and against the sizes of the files,
+# before a byte of a tensor is read.
 
 
 class ForeignPiece(NamedTuple):
-    """A box of a tensor, and the archive of it."""
+    """Box of a tensor, and the archive of it."""
 
     box: Box
     item: Item
@@ -62,22 +62,22 @@ class ForeignPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignTensor:
-    """One tensor of a foreign checkpoint."""
+    """Tensor of a foreign checkpoint."""
 
     path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[ForeignPiece, ...]
-    """Those with elements: they cover the tensor and do not overlap."""
+    """Pieces with elements: they cover the tensor and do not overlap."""
 
     @property
     def name(self) -> str:
-        """The path as one word."""
+        """Path joined by dots."""
         return name_of(self.path)
 
 
 class ForeignIndex(NamedTuple):
-    """What a foreign checkpoint holds, by name; the paths are those that the tool has written."""
+    """Content of a foreign checkpoint by name; paths are as the tool has written them."""
 
     tensors: Mapping[str, ForeignTensor]
     objects: Mapping[str, StoredObject]
@@ -87,9 +87,12 @@ def read_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False
     """Read the content of a ``.metadata``.
 
     Args:
-        data: Its bytes.
+        data: Bytes of the file.
         files: Size of every data file of the directory.
-        trust_pickle: Run the pickle, as ``torch.distributed.checkpoint`` would.
+        trust_pickle: True to run the pickle, as ``torch.distributed.checkpoint`` would.
+
+    Raises:
+        CheckpointError: It is damaged, or does not fit the files.
     """
     try:
         root = pickle.loads(data) if trust_pickle else unpickle(data, DCP_METADATA, _KNOWN)
@@ -110,7 +113,7 @@ def _make_layout(name: Any) -> torch.layout:
 
 
 def _make_format(_: Any, name: Any) -> None:
-    """How Python 3.11.0 to 3.11.3 spell an enumeration's member; other attributes might be code."""
+    """Accept enum members as Python 3.11.0 to 3.11.3 pickles them; other attributes may be code."""
     formats = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
     if name not in formats:
         raise UnsafeGlobalError("builtins.getattr")
@@ -126,7 +129,7 @@ _CLASSES = {
     f"{_HOME}.metadata": _METADATA.split(),
     f"{_HOME}.filesystem": ["_StorageInfo", "_StoragePrefix"],
     "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
-    # Where the checkpoint was when it was written; under the second name in Python 3.13.
+    # Directory of the checkpoint at its writing; under the second name in Python 3.13.
     "pathlib": _PLACES,
     "pathlib._local": _PLACES,
 }
@@ -140,11 +143,10 @@ _KNOWN = {
     "torch.serialization._get_layout": Maker(_make_layout),
     "builtins.getattr": Maker(_make_format),
 }
-"""The globals of an index, as torch 2.0 and later write it."""
+"""Globals of an index, as torch 2.0 and later write it."""
 
 
-# The functions below raise ValueError for what they looked at, and whatever a value of the wrong
-# kind leads to.
+# The functions below raise ValueError for failed checks, any exception for values of a wrong kind.
 
 
 def _index(root: Any, files: Mapping[str, int]) -> ForeignIndex:
@@ -165,17 +167,17 @@ def _index(root: Any, files: Mapping[str, int]) -> ForeignIndex:
 
 
 def _kind(value: Any) -> str:
-    """The class of what was read, or was run."""
+    """Return the class name of a value that was read as data, or unpickled."""
     return value.kind if isinstance(value, Instance) else type(value).__name__
 
 
 def _fields(value: Any, kind: str) -> Mapping[Any, Any]:
-    """The attributes of an object of a class."""
+    """Return the attributes of an object of a class."""
     if _kind(value) != kind:
         raise ValueError(f"expected a {kind}, found a {_kind(value)}")
     fields = value.state if isinstance(value, Instance) else vars(value)
     if kind == "TensorProperties" and isinstance(fields, tuple):
-        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # three more do not matter
+        fields = dict(zip(("dtype", "layout"), fields, strict=False))  # the others are unused
     if not isinstance(fields, dict):
         raise ValueError(f"expected the attributes of a {kind}, found a {type(fields).__name__}")
     return fields
@@ -192,7 +194,7 @@ def _quote(name: str) -> str:
 
 
 def _path(name: str, paths: Any) -> ItemPath:
-    """The keys that a name was made of; joined, they are the name."""
+    """Return the keys that a name was made of; joined, they are the name."""
     if not paths:  # saved without flattening: names are keys
         return (name,)
     path = paths.get(name)
@@ -200,7 +202,7 @@ def _path(name: str, paths: Any) -> ItemPath:
         raise ValueError(f"planner_data has no path of keys for {_quote(name)}")
     numbers = [key for key in path if not isinstance(key, str)]
     known = all(type(key) is int and 0 <= key < 2**53 for key in numbers)
-    # Texts may be shared and long: they are joined when they cannot be longer than the name.
+    # Strings may be shared and long: they are joined only if they cannot be longer than the name.
     length = sum(len(key) for key in path if isinstance(key, str))
     if not known or length > len(name) or name_of(path) != name:
         raise ValueError(f"{_quote(name)} cannot be made of the keys that planner_data has for it")
@@ -208,7 +210,7 @@ def _path(name: str, paths: Any) -> ItemPath:
 
 
 def _check_lists(paths: Iterable[ItemPath]) -> None:
-    """Integers in paths are places in lists, which are filled from 0 on without a gap."""
+    """Check that integers in paths are list indexes, from 0 on without a gap."""
     indices: dict[str, set[int]] = {}
     for path in paths:
         for depth, key in enumerate(path):
@@ -223,15 +225,15 @@ def _check_lists(paths: Iterable[ItemPath]) -> None:
 
 
 def _key(name: str, offset: tuple[int, ...] | None) -> tuple[str, str]:
-    """Where an item belongs: at an offset for a box of a tensor, at none for an object.
+    """Return the key of an item: with the offset of a tensor's box, or without for an object.
 
-    In texts, because a file can choose numbers with equal hashes.
+    It is of strings, because a file can choose numbers with equal hashes.
     """
     return name, "" if offset is None else f" at {list(offset)}"
 
 
 def _items(stored: Mapping[Any, Any], files: Mapping[str, int]) -> dict[tuple[str, str], Item]:
-    """The items by what they belong to; all lie in the files, and none in another."""
+    """Return the items by key; checks that they lie in the files and do not overlap."""
     items: dict[tuple[str, str], Item] = {}
     for index, info in stored.items():
         fields = _fields(index, "MetadataIndex")
@@ -283,13 +285,13 @@ def _take(items: dict[tuple[str, str], Item], name: str, offset: tuple[int, ...]
 def _tensor(
     path: ItemPath, fields: Mapping[Any, Any], items: dict[tuple[str, str], Item]
 ) -> ForeignTensor:
-    """One tensor; takes its items out of those that are left."""
+    """Return one tensor; its items are removed from ``items``."""
     name, shape = name_of(path), make_size(fields["size"])
     properties = _fields(fields["properties"], "TensorProperties")
     dtype = properties["dtype"]
     if not is_dense(dtype) or properties["layout"] is not torch.strided:
         raise ValueError(f"{_quote(name)} is no dense tensor of a known element type")
-    if len(fields["chunks"]) > len(items):  # one list may be that of many tensors
+    if len(fields["chunks"]) > len(items):  # many tensors may share one list
         raise ValueError(f"{_quote(name)} has more boxes than there are bytes for")
     pieces: list[ForeignPiece] = []
     for chunk in fields["chunks"]:
@@ -317,12 +319,12 @@ def _tensor(
 # files are regular files of the directory itself. :class:`ForeignCheckpoint` gives it the layout of
 # a checkpoint of this package:
 #
-# - ``FSDPStrategy``: ``model``, ``optimizer_0``, ..., and ``meta.pt``; as it is.
-# - ``ModelParallelStrategy``: the same with ``state_dict`` in place of ``model``, which is what it becomes here.
-# - Anything else: if there is neither, tensors directly at the root (``layers.0.weight``) become those of ``model``.
+# - ``FSDPStrategy``: ``model``, ``optimizer_0``, ..., and ``meta.pt``; unchanged.
+# - ``ModelParallelStrategy``: the same with ``state_dict`` for ``model``; it is renamed.
+# - Others: without either, tensors directly at the root (``layers.0.weight``) go to ``model``.
 
 MAX_INDEX_NBYTES = 64 * 2**20
-"""Of ``.metadata``: some 400 thousand boxes, which take about 15 times as much memory."""
+"""Limit of ``.metadata``: some 400 thousand boxes, which take about 15 times as much memory."""
 
 MODEL = "model"
 _MODEL_PARALLEL = "state_dict"
@@ -333,16 +335,16 @@ log = logging.getLogger(__name__)
 
 
 class ForeignCheckpoint:
-    """A checkpoint directory of another tool, open for reading.
+    """Checkpoint directory of another tool, open for reading.
 
-    Opening reads the index and the sizes of the files, and refuses a checkpoint whose tensors are
-    not there in full. Reading an element of a piece for the first time compares the CRC of the
-    whole piece. A process may read while others do; there are no collectives.
+    Opening reads the index and the sizes of the files, and refuses a checkpoint with incomplete
+    tensors. Reading an element of a piece for the first time compares the CRC of the whole piece.
+    Several processes may read at once; there are no collectives.
 
     Args:
-        path: The directory; it may be a link to one.
-        trust_pickle: Run the pickles of the directory, which may then hold more than data. Only for
-            what you would run as a program, too.
+        path: Path of the directory, or of a link to it.
+        trust_pickle: True to run the pickles of the directory, which may then hold more than data.
+            Only for directories that you would run as a program, too.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, trust_pickle: bool = False) -> None:
@@ -369,18 +371,18 @@ class ForeignCheckpoint:
             data = bytes(read_bytes(fd, whole, Interval(0, whole.nbytes)))
             tensors, objects = _normalised(read_index(data, self._files, trust_pickle))
         self.tensors = MappingProxyType(tensors)
-        """By name: the path joined by dots."""
+        """Tensors by name: the path joined by dots."""
 
         self.objects = MappingProxyType(objects)
-        """What is not a tensor, by name: options of optimizers, for example."""
+        """Values other than tensors, by name: options of optimizers, for example."""
 
         self._payloads: dict[Item, tuple[int, tuple[int, ...]]] = {}
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
-        """What Lightning keeps beside the tensors (``meta.pt``); empty without it.
+        """Lightning's entries without tensors (``meta.pt``); empty if there are none.
 
-        It has loops, callbacks and hyperparameters.
+        They include loops, callbacks and hyperparameters.
         """
         if not os.path.lexists(os.path.join(self.path, LIGHTNING_META)):
             return {}
@@ -391,7 +393,7 @@ class ForeignCheckpoint:
         return value
 
     def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """Elements of a tensor; see :meth:`CheckpointReader.read`.
+        """Read elements of a tensor, 1D; see :meth:`CheckpointReader.read`.
 
         Raises:
             ValueError: The interval does not lie in the tensor.
@@ -401,13 +403,13 @@ class ForeignCheckpoint:
         return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)
 
     def read_object(self, name: str) -> Any:
-        """One of :attr:`objects`: plain containers of plain values and CPU tensors."""
+        """Read one of :attr:`objects`: plain containers of plain values and CPU tensors."""
         item = self.objects[name].item
         with self._open(item.file, _where(f"object {name!r}", item)) as (fd, _):
             return self._load(fd, item)
 
     def _read_box(self, tensor: ForeignTensor, piece: ForeignPiece, box: Box) -> torch.Tensor:
-        """A part of a piece, as a tensor of its shape."""
+        """Read a box within a piece, as a tensor of the box's shape."""
         item, itemsize = piece.item, tensor.dtype.itemsize
         with self._open(item.file, _where(f"a piece of {tensor.name!r}", item)) as (fd, _):
             if item not in self._payloads:
@@ -433,7 +435,7 @@ class ForeignCheckpoint:
             ) from error
 
     def _list(self) -> dict[str, int]:
-        """Bytes of every data file."""
+        """Return the size of every data file."""
         try:
             names = [name for name in os.listdir(self.path) if DATA_FILE.fullmatch(name)]
             found = {name: os.lstat(os.path.join(self.path, name)) for name in names}
@@ -445,7 +447,7 @@ class ForeignCheckpoint:
 
     @contextlib.contextmanager
     def _open(self, name: str, what: str = "") -> Generator[tuple[int, Item]]:
-        """A regular file of the directory, and all of its bytes; errors say what was read of it."""
+        """Open a regular file of the directory, with all of its bytes as an item."""
         try:
             with open_regular(os.path.join(self.path, name)) as (fd, nbytes):
                 if nbytes != self._files.get(name, nbytes):
@@ -460,7 +462,7 @@ def _where(what: str, item: Item) -> str:
 
 
 def _payload(fd: int, tensor: ForeignTensor, piece: ForeignPiece) -> tuple[int, tuple[int, ...]]:
-    """Where the elements of a piece start in its item, and their strides; the CRC is compared."""
+    """Return the byte offset of a piece's elements in its item, and strides; compares the CRC."""
     view, record = Archive(fd, piece.item).load_view()
     expected, found = (tensor.dtype, piece.box.sizes), (view.dtype, view.shape)
     if expected != found:
@@ -474,7 +476,7 @@ def _payload(fd: int, tensor: ForeignTensor, piece: ForeignPiece) -> tuple[int, 
 
 
 def _normalised(index: ForeignIndex) -> tuple[dict[str, ForeignTensor], dict[str, StoredObject]]:
-    """Tensors and objects by name, in the layout of this package."""
+    """Return tensors and objects by name, in the layout of this package."""
     roots = {it.path[0] for it in (*index.tensors.values(), *index.objects.values())}
     bare = not roots & {MODEL, _MODEL_PARALLEL}
 

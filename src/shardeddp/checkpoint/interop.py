@@ -34,11 +34,11 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import StorageInfo
 
 DCP_VERSION = "1.0.0"
-"""Of the layout that is written here, as ``torch.distributed.checkpoint`` counts."""
+"""Layout version of ``torch.distributed.checkpoint`` that is written."""
 
 
 def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
-    """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects."""
+    """Return the index with which ``torch.distributed.checkpoint`` loads tensors and objects."""
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
@@ -81,7 +81,7 @@ def write_metadata(path: Path, force: bool = False) -> int:
     """Write ``.metadata`` into a checkpoint that was saved without, since it has many pieces.
 
     Returns:
-        How many pieces it names. Each takes some kilobytes of memory meanwhile.
+        Number of pieces in it. Each takes some kilobytes of memory meanwhile.
     """
     manifest = read_manifest(path)
     if DCP_METADATA in manifest.files:
@@ -93,20 +93,20 @@ def write_metadata(path: Path, force: bool = False) -> int:
 
 
 def to_bytes(metadata: Metadata) -> bytes:
-    """The content of ``.metadata``."""
-    return pickle.dumps(metadata, protocol=4)  # what every supported Python reads
+    """Return the content of ``.metadata``."""
+    return pickle.dumps(metadata, protocol=4)  # every supported Python reads it
 
 
 def lightning_meta(tree: Any, kept: Container[int] = frozenset()) -> bytes:
-    """Content of ``meta.pt``: a checkpoint without the tensors of the model and the optimizers.
+    """Return the content of ``meta.pt``: a checkpoint without tensors of model and optimizers.
 
     Containers of other types become plain ones, and tensors come to the CPU without the rest of
-    their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless a value in
-    it is of a type that it refuses.
+    their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless it has a
+    value of a type that is refused.
 
     Args:
         tree: The checkpoint.
-        kept: Identities of containers that keep their class, since they are read from here.
+        kept: Ids of containers that keep their class, since they are read from here.
     """
     buffer = io.BytesIO()
     torch.save(plain(tree, _compact, kept), buffer, pickle_module=_PICKLE)
@@ -114,7 +114,7 @@ def lightning_meta(tree: Any, kept: Container[int] = frozenset()) -> bytes:
 
 
 class _PicklerOfOneRank(pickle.Pickler):
-    """Refuses what all ranks would have to gather."""
+    """Pickler that refuses tensors that all ranks would have to gather."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ShardTensor):
@@ -123,7 +123,7 @@ class _PicklerOfOneRank(pickle.Pickler):
 
 
 def pickled_alone(tensor: ShardTensor) -> str:
-    """Why what holds a sharded tensor cannot be pickled, for a message."""
+    """Return the reason, for a message, why a value with a sharded tensor cannot be pickled."""
     return (
         f"it leads to {tensor.spec.fqn}, which is sharded, and one rank pickles it alone. Keep "
         f"parameters in dicts, lists and tuples, and leave modules out, whose parameters are saved "
@@ -140,7 +140,7 @@ def _place(item: Item) -> StorageInfo:
 
 
 def _compact(value: Any) -> Any:
-    """A tensor without the rest of its storage, on the CPU; anything else as it is."""
+    """Return a tensor on the CPU without the rest of its storage; other values as they are."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
     tensor = value.detach().cpu()

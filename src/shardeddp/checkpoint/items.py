@@ -34,30 +34,30 @@ from shardeddp.torch_private import (
 
 # -- Checksums: xxh3 of 128 bits, block by block
 #
-# https://xxhash.com; they find accidents, not forgeries.
+# https://xxhash.com; they detect accidents, not forgeries.
 
 ALGORITHM = "xxh3_128"
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Of some bytes, in hexadecimal."""
+    """Return the checksum of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def memory_of(elements: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; writing to them changes the tensor."""
-    # One element is contiguous whatever its stride, of which a view as bytes takes no notice.
+    """Return the bytes of a contiguous host tensor; writing to them changes the tensor."""
+    # One element is contiguous with any stride, but a view as bytes needs stride 1.
     flat = elements.detach().as_strided((elements.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """The same as the 16 bytes that tables of pieces have."""
+    """Return the checksum of bytes as the 16 bytes in piece tables."""
     return xxhash.xxh3_128_digest(data)
 
 
 def block_digests(elements: torch.Tensor) -> list[bytes]:
-    """Checksums of every ``BLOCK_NBYTES`` of a contiguous host tensor; the last may be shorter."""
+    """Return digests of every ``BLOCK_NBYTES`` of a contiguous host tensor; the last is shorter."""
     data = memory_of(elements)
     return [
         digest(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES)
@@ -67,19 +67,19 @@ def block_digests(elements: torch.Tensor) -> list[bytes]:
 # -- Data files: items that ``torch.load`` reads, and a table at the end
 #
 # [Note: the frame of a tensor's item] An item is a zip archive of stored records, as ``torch.save``
-# writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. What surrounds the
-# payload depends only on dtype and shape, so it is made once for each of them::
+# writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. The bytes around
+# the payload depend only on dtype and shape, so they are made once for each pair::
 #
-#     head     three small records that say what the payload is, and the local header of the payload's own record,
+#     head     three small records that describe the payload, and the local header of its record,
 #              padded so that the payload starts on a multiple of 64 bytes
 #     payload  straight from the tensor's memory
-#     tail     data descriptor, central directory and its end: holds the payload's CRC, which is known by then
+#     tail     data descriptor, central directory and its end; with the payload's CRC, known by then
 
 ALIGNMENT = 64
-"""Bytes; where items start in a data file and payloads start in an item."""
+"""Alignment in bytes of items in a data file and of payloads in an item."""
 
 _ZIP64 = 0xFFFFFFFF
-"""A size or an offset from here on does not fit into the 32 bits of a plain zip archive."""
+"""Smallest size or offset that does not fit into the 32 bits of a plain zip archive."""
 
 _LOCAL, _CENTRAL, _DESCRIPTOR, _END = b"PK\3\4", b"PK\1\2", b"PK\7\x08", b"PK\5\6"
 _END_64, _END_64_LOCATOR = b"PK\6\6", b"PK\6\7"
@@ -87,17 +87,16 @@ _UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
 
 
 class DataFile:
-    """One data file while it is written.
+    """Writer of one data file.
 
-    After an error nothing more goes into it: what is on the disk by then is unknown.
+    It cannot be used after an error: the content of the disk is then unknown.
 
     Args:
-        fd: A file descriptor, open for writing at the start of an empty file, or an upload. It
-            stays the caller's: to sync and close.
-        name: Of the file in the checkpoint, ``"__0_0.distcp"``.
-        crc: Write the CRC of every tensor, with which other tools find damage (the checksums that
-            :meth:`put_tensor` returns do not depend on it). False writes zeros, as ``torch.save``
-            does when told to.
+        fd: File descriptor, open for writing at the start of an empty file, or an upload. The
+            caller syncs and closes it.
+        name: Name of the file in the checkpoint, ``"__0_0.distcp"``.
+        crc: True to write the CRC of every tensor, with which other tools detect damage (checksums
+            of :meth:`put_tensor` do not depend on it). False writes zeros, as ``torch.save`` can.
     """
 
     def __init__(self, fd: int | Upload, name: str, *, crc: bool = True) -> None:
@@ -108,10 +107,10 @@ class DataFile:
         self._frames = xxhash.xxh3_128()
 
     def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, list[bytes]]:
-        """Append a tensor, which is contiguous and on the CPU; nothing is copied but to the disk.
+        """Append a contiguous CPU tensor, without a copy in memory.
 
         Returns:
-            The item; where in the file its payload starts; the checksum of each ``BLOCK_NBYTES`` of
+            The item; the offset of its payload in the file; the digest of each ``BLOCK_NBYTES`` of
             the payload.
         """
         payload = _payload(tensor)
@@ -138,7 +137,7 @@ class DataFile:
         return item, offset + len(frame.head), digests
 
     def put_object(self, value: object) -> Item:
-        """Append a value as ``torch.save`` pickles it; a small one, for it is in memory once more."""
+        """Append a value pickled by ``torch.save``; a small one, as it is copied in memory."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
         gap = self._gap()
@@ -150,15 +149,15 @@ class DataFile:
     def close(
         self, rows: Sequence[tuple[int, ...]] = (), digests: Sequence[bytes] = ()
     ) -> StoredFile:
-        """Append the table of pieces; the file is whole then, but neither synced nor closed.
+        """Append the table of pieces: the file is complete, but neither synced nor closed.
 
         Args:
-            rows: The pieces, with the fields of ``PIECE``, sorted as it says.
-            digests: The checksums of their blocks, in the same order.
+            rows: Fields of ``PIECE`` of each piece, sorted by section and start.
+            digests: Digests of their blocks, in the same order.
 
         Returns:
-            The size of the file, the checksum of everything in it that is neither the payload of a
-            tensor nor the table, and what there is to know of the table.
+            Size of the file, checksum of everything in it but payloads of tensors and the table,
+            and size and checksum of the table.
         """
         table = np.array(list(rows), dtype=PIECE).tobytes() + b"".join(digests)
         self._write([table])
@@ -171,7 +170,7 @@ class DataFile:
         )
 
     def _gap(self) -> bytes:
-        """What is in front of the next item."""
+        """Return the padding before the next item."""
         gap = bytes(-self._nbytes % ALIGNMENT)
         self._frames.update(gap)
         return gap
@@ -180,27 +179,27 @@ class DataFile:
         try:
             self._nbytes += write_buffers(self._fd, buffers)
         except OSError as error:
-            error.filename = self._name  # a call on a descriptor does not know it
+            error.filename = self._name  # the error of a descriptor has no name
             raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What surrounds the payload of an item; see [Note: the frame of a tensor's item]."""
+    """Bytes around the payload of an item; see [Note: the frame of a tensor's item]."""
 
     head: bytes
     before_crc: bytes
     after_crc: bytes
 
     def tail(self, crc: int) -> bytes:
-        """What follows a payload with this CRC (0 for one that was not computed)."""
+        """Return the bytes after a payload with this CRC (0 if it was not computed)."""
         written = struct.pack("<I", crc)
         return b"".join((_DESCRIPTOR, written, self.before_crc, written, self.after_crc))
 
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
-    """The frame around a tensor, without its CRC."""
+    """Return the frame of a tensor, without its CRC."""
     nbytes = math.prod(shape) * dtype.itemsize
     head, entries = bytearray(), list[bytes]()
     small = {
@@ -222,7 +221,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
     last = record.central()
     directory = b"".join((*entries, last))
     end = _end(len(entries) + 1, len(directory), directory_offset)
-    # The CRC of the payload stands at byte 16 of its entry, which is the last one.
+    # The CRC of the payload is at byte 16 of its entry, which is the last one.
     return Frame(
         head=bytes(head),
         before_crc=sizes + b"".join(entries) + last[:16],
@@ -232,19 +231,19 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredRecord:
-    """A stored record of a zip archive."""
+    """Stored record of a zip archive."""
 
     name: str
     nbytes: int
     offset: int
-    """Of its local header in the archive."""
+    """Offset of its local header in the archive."""
 
     crc: int
     described: bool = False
-    """Whether the CRC follows the data, for it is not known before; such data is aligned."""
+    """True if the CRC follows the data, since it is not known before; such data is aligned."""
 
     def local(self) -> bytes:
-        """The header in front of the data."""
+        """Return the header before the data."""
         name, extra = self._name(), self._sizes_64()
         if self.described:
             # A private extra field of at least its own 4 bytes, as torch.save pads.
@@ -253,7 +252,7 @@ class _StoredRecord:
         return struct.pack("<4s", _LOCAL) + self._common(name, extra) + name + extra
 
     def central(self) -> bytes:
-        """The entry in the central directory."""
+        """Return the entry in the central directory."""
         name, extra = self._name(), self._sizes_64()
         made_by = struct.pack("<4sH", _CENTRAL, 45)
         return (
@@ -268,7 +267,7 @@ class _StoredRecord:
         flags = _UTF8 | (_HAS_DESCRIPTOR if self.described else 0)
         size = min(self.nbytes, _ZIP64)
         version = 45 if size == _ZIP64 else 20
-        # Stored; neither time nor date, so that equal tensors make equal items.
+        # Stored; without time and date, so that equal tensors make equal items.
         return struct.pack(
             "<5H3I2H", version, flags, 0, 0, 0, self.crc, size, size, len(name), len(extra)
         )
@@ -283,7 +282,7 @@ class _StoredRecord:
 
 
 def _end(count: int, nbytes: int, offset: int) -> bytes:
-    """The end of a central directory of so many entries and bytes."""
+    """Return the end of a central directory of ``count`` entries and ``nbytes`` bytes."""
     end = struct.pack("<4s4H2IH", _END, 0, 0, count, count, nbytes, min(offset, _ZIP64), 0)
     if offset < _ZIP64:
         return end
@@ -293,34 +292,34 @@ def _end(count: int, nbytes: int, offset: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Stands for the elements of a tensor in the pickle."""
+    """Reference to the elements of a tensor in the pickle."""
 
     key: int
     nbytes: int
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles tensors as references to records of their elements, as ``torch.save`` does.
+    """Pickler of tensors as references to records of their elements, as in ``torch.save``.
 
     Args:
-        memory: Equal for tensors that share their elements, which are one record.
+        memory: Returns a key that is equal for tensors with the same elements: one record for all.
     """
 
     def __init__(self, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
         self._buffer = io.BytesIO()
-        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
+        super().__init__(self._buffer, protocol=2)  # as `weights_only=True` requires
         self._memory = memory
         self._keys: dict[Hashable, int] = {}
         self.storages: list[torch.Tensor] = []
-        """Tensors whose elements are the records, in order; kept so that no identity is reused."""
+        """Tensors of the records, in order; kept alive so that no id is reused."""
 
     def pickled(self, tree: Any) -> bytes:
-        """The pickle of a tree."""
+        """Return the pickle of a tree."""
         self.dump(tree)
         return self._buffer.getvalue()
 
     def key_of(self, tensor: torch.Tensor) -> int:
-        """Number of the record of a tensor; a new one for elements that were not met before."""
+        """Return the record number of a tensor; a new one for new elements."""
         identity = self._memory(tensor), tensor.dtype, tuple(tensor.shape)
         key = self._keys.setdefault(identity, len(self.storages))
         if key == len(self.storages):
@@ -328,7 +327,7 @@ class TensorPickler(pickle.Pickler):
         return key
 
     def persistent_id(self, obj: Any) -> Any:
-        """Reference to a record."""
+        """Return the reference to a record; None for other objects."""
         if isinstance(obj, _Storage):
             return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
         if isinstance(obj, torch.UntypedStorage):
@@ -339,16 +338,16 @@ class TensorPickler(pickle.Pickler):
         return None
 
     def _record_of(self, storage: torch.UntypedStorage) -> str:
-        """Number of a record with all bytes of a storage."""
+        """Return the number of a record with all bytes of a storage."""
         elements = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return str(self.key_of(elements.set_(storage)))
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to rebuild a tensor."""
+        """Return function and arguments that rebuild a tensor."""
         if isinstance(obj, GatheredView):
             obj = obj.plain().detach().clone()
         if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided or obj.is_quantized:
-            # A sparse tensor is taken apart into strided ones, a quantized one has its whole storage.
+            # A sparse tensor is reduced to strided ones; a quantized one has its whole storage.
             return NotImplemented
         shape = tuple(obj.shape)
         strides = tuple(
@@ -356,12 +355,12 @@ class TensorPickler(pickle.Pickler):
         )
         storage = _Storage(self.key_of(obj), obj.numel() * obj.element_size())
         hooks: OrderedDict[int, Any] = OrderedDict()
-        # torch.save takes this function for its newer dtypes; it serves all of them.
+        # torch.save uses this function for its newer dtypes; it works for all of them.
         return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
 
 
 def _payload(tensor: torch.Tensor) -> memoryview:
-    """The elements as bytes, in the tensor's own memory."""
+    """Return the elements as bytes, in the tensor's own memory."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
     if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
@@ -375,14 +374,14 @@ def _payload(tensor: torch.Tensor) -> memoryview:
 
 # -- CRCs inside items and plain files, checked without torch
 #
-# They find damage where no manifest has checksums. ``fd`` is the file that an item is in, open for
-# reading; bytes of records are counted from the start of their item.
+# They detect damage where no manifest has checksums. ``fd`` is the file of an item, open for
+# reading; offsets of records are from the start of their item.
 
 CHUNK_NBYTES = 2**20
-"""Read and checked at a time; it stays in the processor's cache in between."""
+"""Bytes read and checked at once; few enough to stay in the processor's cache in between."""
 
 _ENTRY_NBYTES = 46 + 3 * 2**16
-"""The longest entry of a central directory: its fields, a name, extra fields and a comment."""
+"""Longest entry of a central directory: its fields, a name, extra fields and a comment."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 0x2041  # bits 0, 6 and 13 of the flags
@@ -391,28 +390,27 @@ _END_RECORD = struct.Struct("<4s4H2IH")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Stored bytes inside an item."""
+    """Stored bytes within an item."""
 
     name: str
     offset: int
-    """Of the first byte, from the start of the item."""
+    """Offset of the first byte, from the start of the item."""
 
     nbytes: int
     crc: int
 
 
 def check_item_crc(fd: Source, item: Item) -> bool:
-    """Compare the bytes of an item with the CRCs that ``torch.save`` has put there, if there are any.
+    """Compare the bytes of an item with the CRCs of ``torch.save``, if it has any.
 
-    They cover the records of the zip archive and not what lies around these. Nothing is unpickled
-    or unpacked, and no more is read than the item has bytes (and its directory once more).
+    They cover the records of the zip archive, not the bytes around them. Nothing is unpickled or
+    decompressed, and at most the item's bytes are read (and its directory once more).
 
     Returns:
-        False for an item that was written without: nothing in it was checked.
+        False for an item without CRCs: nothing in it was checked.
 
     Raises:
-        CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside
-            of it.
+        CheckpointError: A CRC is wrong, or the item is no archive of stored records within it.
     """
     records = records_of(fd, item)
     if not any(record.crc for record in records):
@@ -434,10 +432,10 @@ def check_record(fd: Source, item: Item, record: Record) -> None:
 
 
 def records_of(fd: Source, item: Item) -> list[Record]:
-    """The stored records of an item, in order, from its directory alone.
+    """Return the stored records of an item, in order, from its directory alone.
 
     Raises:
-        CheckpointError: The item is no archive of stored records that lie inside of it.
+        CheckpointError: The item is no archive of stored records within it.
     """
     window = _Window(fd, item)
     try:
@@ -451,14 +449,14 @@ def records_of(fd: Source, item: Item) -> list[Record]:
         if first.offset + first.nbytes > second.offset:
             claim = f"{second.name!r} starts inside of {first.name!r}"
             raise _damaged(item, f"its records claim more than bytes of their own: {claim}")
-    # torch and this package could take different ones of two records of one name.
+    # Of two records of one name, torch and this package could read different ones.
     if len({record.name for record in records}) < len(records):
         raise _damaged(item, "two of its records have the same name")
     return records
 
 
 def crc_of(fd: Source, item: Item, record: Record) -> int:
-    """The CRC of the bytes that a record has now."""
+    """Return the CRC of the bytes that a record has now."""
     window, buffer, crc = _Window(fd, item), bytearray(CHUNK_NBYTES), 0
     for start in range(0, record.nbytes, len(buffer)):
         view = memoryview(buffer)[: min(len(buffer), record.nbytes - start)]
@@ -468,7 +466,7 @@ def crc_of(fd: Source, item: Item, record: Record) -> int:
 
 
 def read_record(fd: Source, item: Item, record: Record) -> bytearray:
-    """The text of a record, held against its CRC."""
+    """Read the text of a record and compare its CRC."""
     start = item.offset + record.offset
     data = read_text(fd, Interval(start, start + record.nbytes), record.name)
     if zlib.crc32(data) != record.crc:
@@ -480,14 +478,14 @@ def read_record(fd: Source, item: Item, record: Record) -> bytearray:
 
 
 def read_bytes(fd: Source, item: Item, interval: Interval) -> bytearray:
-    """Bytes of an item, counted from its start; all of them lie inside of it."""
+    """Read bytes of an item, counted from its start; the interval has to be within it."""
     data = bytearray(interval.numel)
     _Window(fd, item).read_into(memoryview(data), interval.start)
     return data
 
 
 class _Window:
-    """An item as a file: what `zipfile` needs of one to read a central directory."""
+    """Item as the part of a file interface that `zipfile` needs to read a central directory."""
 
     def __init__(self, fd: Source, item: Item) -> None:
         self._fd = fd
@@ -516,7 +514,7 @@ class _Window:
         while len(data) < nbytes:
             part = bytearray(min(_ENTRY_NBYTES, nbytes - len(data)))
             self.read_into(memoryview(part), self._position + len(data))
-            # Memory is taken as entries come: a file can claim any size and have holes.
+            # Memory is allocated as entries arrive: a file can claim any size and have holes.
             if len(part) == _ENTRY_NBYTES and _CENTRAL not in part:
                 raise zipfile.BadZipFile(f"a directory of {nbytes:,} bytes is none of entries")
             data += part
@@ -524,7 +522,7 @@ class _Window:
         return bytes(data)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        """Fill a buffer with bytes of the item, all of which lie inside of it."""
+        """Fill a buffer with bytes of the item from ``offset``; it has to have that many."""
         start = self._item.offset + offset
         done = read_into(self._fd, view, start)
         if done < len(view):
@@ -532,9 +530,9 @@ class _Window:
 
 
 def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:
-    """Check that nothing is around the archive, and the directory as long as it says.
+    """Check that nothing surrounds the archive, and that the directory has its stated length.
 
-    `zipfile` does not look, and a wrong length hides some entries.
+    `zipfile` does not check, and a wrong length hides entries.
     """
     window.seek(-_END_RECORD.size, os.SEEK_END)
     signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
@@ -547,7 +545,7 @@ def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _locate(window: _Window, info: zipfile.ZipInfo, end: int) -> Record:
-    """Where the bytes of a record are, all in front of the directory."""
+    """Return the byte range of a record, which has to be before the directory."""
     window.seek(info.header_offset)
     header = window.read(_LOCAL_HEADER.size)
     signature, _, _, method, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)

@@ -1,13 +1,12 @@
 """Kept shards: sharded tensors outside of model and optimizer states, such as a home-made EMA.
 
-They are saved whole or in shards like everything else. A run that goes on shall find them sharded
-again, and not whole on every rank, so the checkpoint says where they are and like which parameter
-each was sharded::
+They are saved whole or in shards like all others. A resumed run needs them sharded again, and not
+whole on every rank, so the checkpoint has the path of each, and the parameter with its layout::
 
     checkpoint["shardeddp"]["kept_shards"] = [["blocks.0.up.weight", ["callbacks", "EMA", "average", "up"]], ...]
 
-They are read before the model is sharded, and callbacks take them then: Lightning gives each
-callback a deep copy. When the model is sharded, each becomes sharded where it is, whoever holds it.
+They are read, and passed to callbacks, before the model is sharded: Lightning gives each callback a
+deep copy. When the model is sharded, each becomes sharded in place, for all of its holders.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 _LOADED_BY_NAME = frozenset({WEIGHTS, OPTIMIZERS, TRAINED, KEY})
-"""Entries whose tensors are copied into those of the model, of its average and of optimizers."""
+"""Entries with tensors that are copied into those of model, average and optimizers."""
 
 Places: TypeAlias = list[list[Any]]
 """``[fqn of a parameter, [keys from the root of the checkpoint]]`` of each."""
 
 
 def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places:
-    """Where a checkpoint has tensors that are sharded like a parameter; no communication."""
+    """Return the paths of tensors that are sharded like a parameter; no communication."""
     named = module.named_parameters()
     names = {
         id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)
@@ -48,7 +47,7 @@ def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places
 
 
 class KeptShards:
-    """The kept shards of one checkpoint, from its reading until the model is sharded."""
+    """Kept shards of one checkpoint, from its reading until the model is sharded."""
 
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         own = checkpoint.get(KEY)
@@ -65,14 +64,14 @@ class KeptShards:
         self._found[id(tensor)] = tensor, fqn
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Whether this very tensor is one of them."""
+        """Return True if this very object is one of them."""
         return id(tensor) in self._found
 
     def shard(self, module: nn.Module) -> None:
-        """Make each of them sharded, like the parameter and on its device; no communication.
+        """Shard each of them like its parameter and on its device; no communication.
 
-        One whose parameter is gone or has another shape becomes whole, and so does one of which
-        somebody has a view.
+        It becomes whole instead if the parameter is gone or has another shape, or if the tensor has
+        a view.
 
         Raises:
             CheckpointError: One cannot be read as it was written. None has changed then.
@@ -86,7 +85,7 @@ class KeptShards:
             try:
                 torch.utils.swap_tensors(tensor, other)
             except RuntimeError:
-                # C++ or a weak reference (a view for example) holds the tensor, so it stays whole.
+                # C++ or a weak reference (of a view for example) holds the tensor: it stays whole.
                 if isinstance(tensor, LazyTensor):
                     tensor.keep()
 
@@ -94,7 +93,7 @@ class KeptShards:
 def _watched(
     tensor: torch.Tensor, holder: Any, keys: list[Any], copied: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """A tensor that tells of its deep copies, in the place of one that may not."""
+    """Replace a tensor in its holder by a lazy one that reports its deep copies; return it."""
     if isinstance(tensor, LazyTensor):
         lazy = tensor
     elif isinstance(holder, (dict, list)):
@@ -132,6 +131,6 @@ def _at(value: Any, keys: list[Any]) -> Any:
     for key in keys:
         try:
             value = value[key]
-        except (KeyError, IndexError, TypeError):  # who loads a checkpoint may have changed it
+        except (KeyError, IndexError, TypeError):  # the loading code may have changed it
             return None
     return value

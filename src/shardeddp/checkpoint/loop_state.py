@@ -22,14 +22,14 @@ from shardeddp.checkpoint.snapshot import ParameterNames
 from shardeddp.checkpoint.state_codec import versions_of, with_versions, without_prefix
 from shardeddp.errors import ConfigurationError
 
-_FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
+_FABRIC = "fabric"  # entry of a checkpoint: keys of the objects, and the state without tensors
 
 
 class LoopState:
-    """Modules, optimizers and values of a loop, as ``fabric.save`` and ``fabric.load`` take them.
+    """Modules, optimizers and values of a loop, in the form of ``fabric.save`` and ``fabric.load``.
 
     Args:
-        entries: By key.
+        entries: Objects by key.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
@@ -40,10 +40,10 @@ class LoopState:
     def plain(
         self, keeps: Mapping[str, Callable[[str, Any], bool]] | None = None
     ) -> dict[str, Any]:
-        """The same with the states of what has one.
+        """Return the entries, with state dicts instead of stateful objects.
 
         Args:
-            keeps: By key, which of its state's entries stay, as ``fabric.save(filter=...)`` has it.
+            keeps: Filter of each key's state dict, as in ``fabric.save(filter=...)``.
         """
         plain = {
             key: it.state_dict() if isinstance(it, Stateful) else it
@@ -55,14 +55,14 @@ class LoopState:
         return plain
 
     def names(self) -> ParameterNames:
-        """Names of the parameters of each optimizer."""
+        """Return the fqns of each optimizer's parameters."""
         return parameter_names(self._root, [self.entries[key] for key in self._optimizers])
 
     def checkpoint(self, version: str) -> dict[str, Any]:
-        """A checkpoint of the Trainer's kind.
+        """Return a checkpoint in the Trainer's form.
 
         Args:
-            version: Of Lightning.
+            version: Version of Lightning.
         """
         plain = self.plain()
         rest = {k: it for k, it in plain.items() if k not in (*self._modules, *self._optimizers)}
@@ -77,7 +77,7 @@ class LoopState:
         }
 
     def found_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint has by key; one of the Trainer has no keys, and gets those of here."""
+        """Return a checkpoint's entries by key; one of the Trainer gets the keys of this state."""
         if not {WEIGHTS, VERSION} <= checkpoint.keys():
             return checkpoint
         rest = {key: it for key, it in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
@@ -96,16 +96,16 @@ class LoopState:
         strict: bool,
         cast: bool,
     ) -> dict[str, Any]:
-        """Load what has a state.
+        """Load the entries of a checkpoint into modules, optimizers and stateful objects.
 
         Args:
-            found: By key; what is loaded or returned is taken out of it.
-            checkpoint: Where it was found.
-            strict: Whether modules need all of their entries, and no others.
-            cast: Whether tensors may have other dtypes.
+            found: Entries by key; each loaded or returned one is removed.
+            checkpoint: Checkpoint that contains them.
+            strict: True if modules need all of their entries, and no others.
+            cast: True if tensors may have other dtypes.
 
         Returns:
-            The new values of the rest, by key.
+            New values of all other keys.
 
         Raises:
             ConfigurationError: Two modules would have the same names in a checkpoint.
@@ -129,7 +129,7 @@ class LoopState:
 
     @cached_property
     def _root(self) -> nn.Module:
-        """The only module, or one that holds all of them by their keys."""
+        """Only module, or a parent of all modules with their keys as names."""
         modules = {key: self.entries[key] for key in self._modules}
         if len(modules) == 1:
             return next(iter(modules.values()))
@@ -140,12 +140,12 @@ class LoopState:
                     f"of them otherwise"
                 )
         root = nn.Module()
-        root._modules.update(modules)  # under any key, where nn.ModuleDict refuses dots and methods
+        root._modules.update(modules)  # any key is fine; nn.ModuleDict refuses dots and methods
         return root
 
 
 def _saved_names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Names of the parameters of each optimizer that Fabric has saved."""
+    """Return the parameter names of each optimizer saved by Fabric, by key."""
     keys, names = checkpoint.get(_FABRIC, {}).get("optimizers", ()), checkpoint.get(KEY, {})
     return dict(zip(keys, names.get(NAMES, ()), strict=False))
 

@@ -25,25 +25,25 @@ from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole
 # [Note: the files of a sharded checkpoint] A checkpoint is a directory, and it is one if and only
 # if its manifest is whole and its files have the sizes given there:
 #
-# - ``__{rank}_0.distcp``: data, a sequence of items, and at its end the table of its *pieces* with their checksums.
-#   A piece is a box of a tensor, stored in one item. An item is what ``torch.save`` makes of one tensor (or of one
-#   other object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw
-#   elements in row-major order, is what this package reads.
-# - ``placement.bin``: which data file has which elements of each tensor.
-# - ``manifest.json``: this module. It grows with the number of tensors and of files, and not with that of pieces.
-# - ``state.json``: everything that is not a tensor of the model or an optimizer, without pickle.
-# - ``.metadata``, ``meta.pt``: the indexes of ``torch.distributed.checkpoint`` and of Lightning over the same data.
-#   They are pickles; this package writes them and never reads them.
+# - ``__{rank}_0.distcp``: data, a sequence of items, and at its end the table of its *pieces* with
+#   their checksums. A piece is a box of a tensor, stored in one item. An item is an archive of
+#   ``torch.save``, of one tensor or one other object: a zip archive of uncompressed records. The
+#   *payload* of a tensor's item is its raw elements in row-major order, which this package reads.
+# - ``placement.bin``: the data files that have the elements of each tensor.
+# - ``manifest.json``: this module. It grows with the number of tensors and files, not of pieces.
+# - ``state.json``: all values that are not tensors of the model or an optimizer, without pickle.
+# - ``.metadata``, ``meta.pt``: indexes of the same data for ``torch.distributed.checkpoint`` and
+#   for Lightning. They are pickles; this package writes them and never reads them.
 #
-# A rank reads the manifest, the rows of the placement of tensors that it wants elements of, and the
-# tables of the files that have them: at 4,096 ranks and 405 billion parameters some 20 MB. Each of
-# them is under a checksum of its own, which is in the manifest. Tensors, elements of which are
-# stored once, are a *section*: those of tied parameters have one number, which rows of tables name.
+# A rank reads the manifest, the rows of the placement of the tensors that it needs, and the tables
+# of the files that have their elements: at 4,096 ranks and 405 billion parameters some 20 MB. Each
+# of them has a checksum of its own in the manifest. Elements that are stored once, of one tensor or
+# of tied parameters, are a *section*: rows of tables have its number.
 #
-# In an object store the manifest names a folder beside it, which has the other files.
+# In an object store the manifest names a folder in its directory, which has the other files.
 #
-# In checkpoints of version 1 (release 0.1.0) the manifest held all pieces. What it said is made
-# into placement and tables when it is read.
+# In checkpoints of version 1 (release 0.1.0) the manifest held all pieces. They are converted to
+# placement and tables when it is read.
 
 MANIFEST = "manifest.json"
 PLACEMENT = "placement.bin"
@@ -52,21 +52,21 @@ DCP_METADATA = ".metadata"
 LIGHTNING_META = "meta.pt"
 
 INDEX = "shardeddp.json"
-"""The record of a plain ``.ckpt`` file in which this package says what it has written there."""
+"""Record of a plain ``.ckpt`` file with the index of this package."""
 
 CRC = "crc32"
-"""The checksums of a plain file: those of its zip archive."""
+"""Algorithm name of a plain file's checksums: the CRCs of its zip archive."""
 
 FORMAT = "shardeddp"
 VERSION = 2
 INDEX_VERSION = 1
 BLOCK_NBYTES = 4 * 2**20
-"""Payload bytes under one checksum: what has to be read to check a part of a piece."""
+"""Payload bytes under one checksum; they have to be read to check any of them."""
 
 DATA_FILE = re.compile(r"__(0|[1-9]\d{0,8})_(0|[1-9]\d{0,8})\.distcp")
 
 FOLDER = re.compile(r"[0-9a-f]{32}")
-"""Names of folders that have the files of a checkpoint in an object store, one for each save."""
+"""Folder names of a checkpoint's files in an object store; each save has its own."""
 
 _OTHER_FILES = frozenset({PLACEMENT, STATE, DCP_METADATA, LIGHTNING_META})
 
@@ -77,25 +77,25 @@ PIECE = np.dtype(
         ("stop", "<u8"),
         ("item", "<u8"),  # bytes of the file
         ("item_nbytes", "<u8"),
-        ("payload", "<u8"),  # where the elements start in the file
+        ("payload", "<u8"),  # offset of the elements in the file
     ]
 )
-"""A row of a table, sorted by section and start; the checksums of all blocks follow the rows."""
+"""Row of a table, sorted by section and start; the checksums of all blocks follow the rows."""
 
 EXTENT = np.dtype([("start", "<u8"), ("file", "<u4")])
-"""A row of the placement: elements from ``start`` up to the next row's lie in one data file.
+"""Row of the placement: elements from ``start`` to the next row's are in one data file.
 
-Files are numbered as the manifest lists them.
+Files are numbered in the order of the manifest.
 """
 
 DIGEST_NBYTES = 16
 
 MAX_NBYTES = 2**62
-"""Of all files: the sum of any two sizes or places in them fits into 64 bits."""
+"""Limit of all files together: the sum of any two sizes or offsets in them fits into 64 bits."""
 
 
 def is_part(name: str) -> bool:
-    """Whether a checkpoint's directory has a file of this name."""
+    """Return True if a checkpoint may have a file of this name."""
     return name == MANIFEST or name in _OTHER_FILES or DATA_FILE.fullmatch(name) is not None
 
 
@@ -104,12 +104,12 @@ ItemPath: TypeAlias = tuple[str | int, ...]
 
 
 SHARDED_EXTRA, PLAIN_EXTRA = ("extra", "sharded"), ("extra", "plain")
-"""Under which paths tensors lie that belong neither to the model nor to an optimizer."""
+"""Path prefixes of tensors that belong neither to the model nor to an optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """Bytes of a data file that ``torch.load`` reads."""
+    """Byte range of a data file that ``torch.load`` reads."""
 
     file: str
     offset: int
@@ -119,75 +119,75 @@ class Item:
 class Section(NamedTuple):
     """Elements that are stored once, of one tensor or of several that share their memory.
 
-    Those of a tensor that ranks have cut along other dims than the first (a weight's columns) are
-    several sections, each a box of it.
+    A tensor that ranks have split along other dims than the first (a weight's columns) has several
+    sections, each a box of it.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
-    """Row of the placement; sections have all of its rows, one behind the other."""
+    """First row in the placement; the rows of all sections follow each other."""
 
     parts: int
-    """Rows: how many parts lie in different files; 0 for no elements."""
+    """Number of rows, one per interval of elements in one file; 0 without elements."""
 
     checksum: str
-    """Of those rows."""
+    """Checksum of the rows."""
 
     offsets: tuple[int, ...] = ()
-    """Where these elements, a box of a larger tensor, begin in it; empty: they are all of it."""
+    """Offsets of this box in a larger tensor; empty: the section is the whole tensor."""
 
     whole: tuple[int, ...] = ()
-    """Shape of that tensor; empty: this is no box of a larger one."""
+    """Shape of the larger tensor; empty: the section is the whole tensor."""
 
     @property
     def numel(self) -> int:
-        """Elements of the section."""
+        """Number of elements of the section."""
         return math.prod(self.shape)
 
     @property
     def box(self) -> Box:
-        """What its tensors have in it."""
+        """Box of the section in its tensors."""
         return Box(self.offsets, self.shape) if self.whole else whole_of(self.shape)
 
     @property
     def rows(self) -> Interval:
-        """Bytes of the placement."""
+        """Bytes of its rows in the placement."""
         return Interval(self.first * EXTENT.itemsize, (self.first + self.parts) * EXTENT.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """Tensor of a checkpoint."""
 
     path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     sections: tuple[int, ...]
-    """Number of its section, or of the record of a plain file; tied parameters have the same.
+    """Numbers of its sections, or of the record of a plain file; tied parameters have the same.
 
-    Several if ranks have cut it into boxes, which together are whole.
+    A tensor has several if ranks have split it into boxes, which together are the whole tensor.
     """
 
     @property
     def name(self) -> str:
-        """The path as one word, as ``torch.distributed.checkpoint`` has it."""
+        """Path joined by dots, as in ``torch.distributed.checkpoint``."""
         return name_of(self.path)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """A pickled non-tensor for ``torch.distributed.checkpoint``; never read by this package."""
+    """Pickled non-tensor for ``torch.distributed.checkpoint``; never read by this package."""
 
     path: ItemPath
     item: Item
@@ -195,11 +195,11 @@ class StoredObject:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """One file of a checkpoint."""
+    """File of a checkpoint."""
 
     nbytes: int
     checksum: str
-    """Of all bytes that are not under the checksum of a piece."""
+    """Checksum of all bytes outside of payloads and of the table."""
 
     pieces: int = 0
     """Rows of the table at its end."""
@@ -208,20 +208,20 @@ class StoredFile:
     """Checksums in that table."""
 
     table: str = ""
-    """The checksum of the table."""
+    """Checksum of the table; empty without one."""
 
     @property
     def table_nbytes(self) -> int:
-        """Bytes of the table."""
+        """Size of the table."""
         return self.pieces * PIECE.itemsize + self.blocks * DIGEST_NBYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """Which training wrote a checkpoint, and where it stood."""
+    """Training run that wrote a checkpoint, and its progress."""
 
     uuid: str
-    """Of the save."""
+    """Unique id of the save."""
 
     step: int
     """Optimizer steps taken (Lightning's ``global_step``)."""
@@ -231,46 +231,46 @@ class TrainingRun:
     shard_size: int
     sharding_strategy: str
     versions: Mapping[str, str]
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     run: TrainingRun
     algorithm: str
-    """Of the checksums."""
+    """Algorithm of the checksums."""
 
     files: Mapping[str, StoredFile]
     """All files but the manifest."""
 
     tensors: Mapping[str, StoredTensor]
-    """By name."""
+    """Tensors by name."""
 
     objects: Mapping[str, StoredObject]
-    """By name."""
+    """Other values by name."""
 
     sections: Sequence[Section] = ()
     folder: str = ""
-    """Folder of the other files, beside the manifest; empty: they lie there themselves."""
+    """Folder of the other files, in the manifest's directory; empty: that directory itself."""
 
     inline: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Placement and tables by file, where they are not in the files: in checkpoints of 0.1.0."""
+    """Placement and tables by file, if they are not in the files: in checkpoints of 0.1.0."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Size of all files but the manifest."""
         return sum(file.nbytes for file in self.files.values())
 
     @cached_property
     def data_files(self) -> tuple[str, ...]:
-        """The names of those that hold tensors, in the order of their numbers."""
+        """Names of the files with tensors, in the order of their numbers."""
         return tuple(name for name in self.files if DATA_FILE.fullmatch(name))
 
     @cached_property
     def owners(self) -> Mapping[int, str]:
-        """By section, the name of the first tensor of its elements."""
+        """Name of the first tensor of each section."""
         found: dict[int, str] = {}
         for name, tensor in self.tensors.items():
             for section in tensor.sections:
@@ -278,14 +278,14 @@ class Manifest:
         return found
 
     def table_of(self, name: str) -> Interval:
-        """Where the table of a data file lies in the file; behind its end if it is not in it."""
+        """Return the bytes of a data file's table; after its end if the table is inline."""
         file = self.files[name]
         end = file.nbytes + (file.table_nbytes if name in self.inline else 0)
         return Interval(end - file.table_nbytes, end)
 
 
 def name_of(path: Sequence[str | int]) -> str:
-    """A path as one word."""
+    """Return a path joined by dots."""
     return ".".join(map(str, path))
 
 
@@ -296,7 +296,7 @@ _PREFIX_NBYTES = len('{"sha256":"",\n"manifest":') + 64
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """The content of ``manifest.json``; the sha256 in it is the identity of the checkpoint."""
+    """Return the content of ``manifest.json``; its sha256 identifies the checkpoint."""
     body = json.dumps(
         {
             "format": FORMAT,
@@ -330,7 +330,7 @@ def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
 
 
 def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
-    """Read what :func:`manifest_to_bytes` has made."""
+    """Parse and check the result of :func:`manifest_to_bytes`."""
     digest = _DIGEST.match(data)
     if digest is None or not data.endswith(b"}"):
         raise CheckpointError(
@@ -357,12 +357,12 @@ def index_to_bytes(
     tensors: Iterable[tuple[ItemPath, torch.dtype, Sequence[int], int]],
     objects: Iterable[ItemPath],
 ) -> bytes:
-    """The record of a plain file that says which training wrote it and what its other records are.
+    """Return the record of a plain file with its training run and the content of its records.
 
     Args:
-        run: The training.
-        tensors: Path, dtype and shape of each, and the number of the record that has its elements.
-        objects: The paths of what is no tensor and belongs to the model or an optimizer.
+        run: Description of the training run.
+        tensors: Path, dtype, shape and record number of each tensor.
+        objects: Paths of the model's and optimizers' values that are no tensors.
     """
     document = {
         "format": FORMAT,
@@ -380,16 +380,16 @@ def index_to_bytes(
 def index_from_bytes(
     data: bytes | bytearray, file: str, nbytes: int, records: Mapping[int, Interval]
 ) -> Manifest:
-    """Read what :func:`index_to_bytes` has made of a plain file.
+    """Parse and check the result of :func:`index_to_bytes` in a plain file.
 
     Args:
-        data: The record.
-        file: The name of the file.
-        nbytes: Of the file.
-        records: The bytes of the file that each numbered record has.
+        data: Content of the record.
+        file: Name of the file.
+        nbytes: Size of the file.
+        records: Bytes in the file of each numbered record.
 
     Returns:
-        One file, a record for each tensor, and no checksums: the archive has CRCs.
+        Manifest of one file, a record for each tensor, and no checksums: the archive has CRCs.
     """
     whole = Item(file=file, offset=0, nbytes=nbytes)
     try:
@@ -441,9 +441,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _manifest_of(document: dict[str, Any]) -> Manifest:
-    """A manifest of the parsed document; everything is checked that can be without other files.
+    """Return the manifest of a parsed document, after all checks that need no other file.
 
-    Raises KeyError, TypeError or ValueError where the document is wrong.
+    Raises KeyError, TypeError or ValueError for a wrong document.
     """
     _check_format(document, 1, VERSION)
     if document["block_nbytes"] != BLOCK_NBYTES:
@@ -504,7 +504,7 @@ def _sections(
         sections.append(section)
         first += section.parts
     placement = files[PLACEMENT].nbytes if sections else 0
-    # Whose rows overlap could be read in any amount of time.
+    # Overlapping rows could take any amount of time to read.
     if first * EXTENT.itemsize != placement:
         raise ValueError(
             f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
@@ -523,14 +523,14 @@ def _item(files: Mapping[str, StoredFile], file: Any, offset: Any, nbytes: Any) 
 def stored_tensors(
     places: Iterable[tuple[ItemPath, int]], sections: Sequence[Section]
 ) -> list[StoredTensor]:
-    """The tensors that sections make.
+    """Return the tensors that consist of sections.
 
     Args:
-        places: Path of each tensor with the number of its section; once for each of its sections.
-        sections: All of them.
+        places: Path and section number of each tensor; an entry for each of its sections.
+        sections: All sections.
 
     Raises:
-        ValueError: Those of a tensor are not all of its elements once.
+        ValueError: The sections of a tensor do not cover its elements once.
     """
     numbers: defaultdict[ItemPath, list[int]] = defaultdict(list)
     for path, number in places:
@@ -556,7 +556,7 @@ def _data_nbytes(files: Mapping[str, StoredFile]) -> int:
 
 
 def _check_section(section: Section, data_nbytes: int) -> None:
-    # Bounds the memory that a manifest can make a reader allocate.
+    # Limits the memory that a manifest can make a reader allocate.
     if section.numel * section.dtype.itemsize > data_nbytes:
         raise ValueError(
             f"a tensor of shape {section.shape} has more than the {data_nbytes} bytes of all data "
@@ -593,7 +593,7 @@ def _file(
 
 
 def _converted(manifest: Manifest, entries: Sequence[Any]) -> tuple[Manifest, list[StoredTensor]]:
-    """A manifest of version 1, which held all pieces itself, with tables like those of today."""
+    """Convert a manifest of version 1, which held all pieces, to placement and tables."""
     if any(file.pieces or file.blocks or file.table for file in manifest.files.values()):
         raise ValueError("a manifest of version 1 has tables of pieces in its files")
     numbers = {name: number for number, name in enumerate(manifest.data_files)}

@@ -37,40 +37,40 @@ from shardeddp.plan.layout import Box, Interval, boxes
 
 Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
-"""Of a structured dtype."""
+"""Array of a structured dtype."""
 
 RUN = np.dtype([("section", "<u4"), ("start", "<u8"), ("stop", "<u8")])
-"""Elements of a section that lie in one file, in as many pieces as it takes."""
+"""Row of consecutive elements of a section in one file, in any number of pieces."""
 
 _HOLE_NBYTES = 64
-"""Zero bytes that follow each other in no table: every row and every checksum has others."""
+"""Consecutive zero bytes that no table has: every row and every checksum has others."""
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, stored in one go."""
+    """Box of a tensor, stored in one go."""
 
     interval: Interval
     """Elements of the flattened tensor."""
 
     item: Item
     payload: int
-    """Where the elements start in the file; row-major, without gaps."""
+    """Offset of the elements in the file; row-major, without gaps."""
 
     checksums: tuple[str, ...]
-    """Of each ``BLOCK_NBYTES`` of the payload; the last block may be shorter."""
+    """Checksum of each ``BLOCK_NBYTES`` of the payload; the last block may be shorter."""
 
 
 # -- Piece table of one data file
 
 
 class PieceTable:
-    """The pieces in one data file; a table that contradicts itself or the manifest is refused.
+    """Table of the pieces in one data file; refused if it contradicts itself or the manifest.
 
     Args:
-        name: Of the file.
-        data: The table, which has the checksum that the manifest gives.
-        manifest: Of the checkpoint.
-        place: Of the file, for errors.
+        name: Name of the file.
+        data: Content of the table, compared with its checksum before.
+        manifest: Manifest of the checkpoint.
+        place: Path of the file, for errors.
     """
 
     def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, place: str) -> None:
@@ -88,11 +88,11 @@ class PieceTable:
         self._check(manifest.sections, stored.blocks, manifest.table_of(name).start)
 
     def runs(self) -> Rows:
-        """What of each section lies in the file; pieces that follow each other are one."""
+        """Return the file's elements by section as ``RUN`` rows; consecutive pieces are one."""
         return runs_of(self.sections, self.starts, self.stops)
 
     def of(self, section: int, interval: Interval) -> Iterator[Piece]:
-        """The pieces that have some of these elements, in their order."""
+        """Yield the pieces with any of these elements, in order."""
         first, last = np.searchsorted(self.sections, [section, section + 1]).tolist()
         first += int(np.searchsorted(self.stops[first:last], interval.start, side="right"))
         for row in range(first, last):
@@ -101,12 +101,12 @@ class PieceTable:
             yield self[row]
 
     def by_payload(self) -> Iterator[tuple[int, Piece]]:
-        """The pieces with their sections, in the order in which they lie in the file."""
+        """Yield the pieces with their sections, in the order of the file."""
         for row in np.argsort(self.payloads, kind="stable").tolist():
             yield int(self.sections[row]), self[row]
 
     def __getitem__(self, row: int) -> Piece:
-        """One of them."""
+        """Return the piece of a row."""
         blocks = range(self._blocks[row], self._blocks[row + 1])
         return Piece(
             Interval(int(self.starts[row]), int(self.stops[row])),
@@ -123,7 +123,7 @@ class PieceTable:
         )
 
     def _check(self, sections: Sequence[Section], blocks: int, end: int) -> None:
-        """Each check relies on those before it: differences and sums do not overflow."""
+        """Check all rows; each check relies on earlier ones, so that sums do not overflow."""
         self._require(self.sections < len(sections), f"one of {len(sections)} sections")
         wanted, places = np.unique(self.sections, return_inverse=True)
         found = [sections[number] for number in wanted.tolist()]
@@ -141,7 +141,7 @@ class PieceTable:
         self._require(inside, "a payload inside of its item")
         order = np.argsort(self.payloads, kind="stable")
         alone = (self.payloads + self._nbytes)[order][:-1] <= self.payloads[order][1:]
-        # Pieces that overlap could ask for any amount of memory.
+        # Overlapping pieces could demand any amount of memory.
         self._require(np.append(alone, True), "bytes that no other row has as well", order)
         counts = -(-self._nbytes // BLOCK_NBYTES)
         self._blocks: list[int] = [0, *np.cumsum(counts).tolist()]
@@ -170,7 +170,7 @@ _REQUESTS_AT_ONCE = 16
 
 
 class Pieces:
-    """Finds pieces in a directory; reads no more of placement and tables than are asked for."""
+    """Locates pieces in a directory; reads only the needed rows of placement and tables."""
 
     def __init__(self, path: StrPath | RemotePath, manifest: Manifest) -> None:
         self._path: Location = location(path)
@@ -179,7 +179,7 @@ class Pieces:
         self._extents: dict[int, tuple[Integers, Integers]] = {}
 
     def of(self, section: int, interval: Interval) -> list[Piece]:
-        """The pieces that have these elements of a section, in their order."""
+        """Return the pieces with these elements of a section, in order."""
         numel, found = self._manifest.sections[section].numel, list[Piece]()
         if interval.stop > numel:
             raise ValueError(f"expected elements below {numel}, found {interval}")
@@ -195,7 +195,7 @@ class Pieces:
             wanted = interval.intersect(Interval(start, stop))
             end = wanted.start
             for piece in self.table(name).of(section, wanted):
-                # One that several rows of the placement find could be read any number of times.
+                # A piece found by several rows of the placement could be read any number of times.
                 if not start <= piece.interval.start <= end or piece.interval.stop > stop:
                     break
                 found.append(piece)
@@ -208,18 +208,18 @@ class Pieces:
         return found
 
     def table(self, name: str) -> PieceTable:
-        """The table of a data file, which is kept."""
+        """Return the table of a data file, which is cached."""
         if name not in self._tables:
             self._tables[name] = self.read_table(name)
         return self._tables[name]
 
     def read_tables(self) -> None:
-        """Read the tables of all data files; in a store several at once, as each takes a while."""
+        """Read the tables of all data files; several at once, since a store's requests are slow."""
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE, "shardeddp-tables") as threads:
             deque(threads.map(self.table, self._manifest.data_files), maxlen=0)
 
     def read_table(self, name: str) -> PieceTable:
-        """The table of a data file."""
+        """Read the table of a data file."""
         where, expected = self._manifest.table_of(name), self._manifest.files[name].table
         data = self._manifest.inline.get(name)
         if data is None:
@@ -227,16 +227,16 @@ class Pieces:
         return PieceTable(name, data, self._manifest, str(self._path / name))
 
     def extents(self, section: int) -> tuple[Integers, Integers]:
-        """The placement of a section: where parts of it start, and the numbers of their files."""
+        """Return the placement of a section: first elements of its intervals, and their files."""
         if section not in self._extents:
             self._extents[section] = self._read_extents(section)
         return self._extents[section]
 
     def check(self, runs: Sequence[Rows]) -> None:
-        """Refuse a placement that is not the one of the tables of all data files.
+        """Refuse a placement that does not match the tables of all data files.
 
         Args:
-            runs: Those of each table, in the order of files.
+            runs: Rows ``RUN`` of each table, in the order of files.
         """
         names = [_name(self._manifest, each) for each in range(len(self._manifest.sections))]
         numels = [section.numel for section in self._manifest.sections]
@@ -290,22 +290,22 @@ def _name(manifest: Manifest, section: int) -> str:
     return manifest.owners.get(section, f"section {section}")
 
 
-# -- Wanted boxes from stored ones
+# -- Boxes assembled from stored boxes
 
 ReadBox = Callable[[Box], torch.Tensor]
-"""Reads a box of a tensor, which is inside of a stored one, as a tensor of its sizes."""
+"""Reads a box of a tensor that is inside of a stored one, in the box's shape."""
 
 
 def assemble(
     interval: Interval, box: Box, dtype: torch.dtype, stored: Sequence[tuple[Box, ReadBox]]
 ) -> torch.Tensor:
-    """Elements of a tensor that is stored in boxes: 1D, on the host.
+    """Return elements of a tensor that is stored in boxes: 1D, on the host.
 
     Args:
-        interval: Of the flattened box.
-        box: Of the tensor.
-        dtype: Of the tensor.
-        stored: Boxes that cover the tensor and do not overlap, and what reads parts of them.
+        interval: Interval of elements in the flattened box.
+        box: Box of the tensor.
+        dtype: Dtype of the tensor.
+        stored: Boxes that cover the tensor and do not overlap, each with its reader.
     """
     wanted = [each.outside(box) for each in boxes(interval, box.sizes)]
     flat = torch.empty(interval.numel, dtype=dtype, device="cpu")
@@ -323,7 +323,7 @@ def assemble(
 
 
 def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
-    """Pieces, sorted, with those that follow each other as one: rows ``RUN``."""
+    """Merge consecutive sorted pieces to rows ``RUN``."""
     begins = np.ones(len(starts), dtype=bool)
     begins[1:] = (sections[1:] != sections[:-1]) | (starts[1:] != stops[:-1])
     ends = np.append(begins[1:], True)[: len(starts)]
@@ -333,24 +333,24 @@ def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
 
 
 _AT_A_TIME = 2**17
-"""Runs that are sorted in one go: all of thousands of ranks would take a hundred megabytes."""
+"""Rows ``RUN`` sorted at once: sorting those of thousands of ranks together would take 100 MB."""
 
 
 def placement_of(
     runs: Sequence[Rows], numels: Sequence[int], names: Sequence[str]
 ) -> tuple[Rows, list[int]]:
-    """Which file has which elements, from what each file has.
+    """Return the placement of all elements, from the elements in each file.
 
     Args:
-        runs: Of each file, in the order of their numbers; rows ``RUN``, sorted by section.
-        numels: Elements of each section.
-        names: Of each section, for errors.
+        runs: Rows ``RUN`` of each file, in the order of their numbers; sorted by section.
+        numels: Number of elements of each section.
+        names: Name of each section, for errors.
 
     Returns:
-        Rows ``EXTENT`` by section and start, and how many each section has.
+        Rows ``EXTENT`` by section and start, and the number of rows of each section.
 
     Raises:
-        CheckpointError: Elements of a section are there twice, or not at all.
+        CheckpointError: Elements of a section are stored twice, or not at all.
     """
     total = sum(map(len, runs))
     step = max(1, len(numels) * _AT_A_TIME // max(1, total))
@@ -370,7 +370,7 @@ def placement_of(
 def _placement_of(
     runs: Sequence[Rows], first: int, numels: Sequence[int], names: Sequence[str]
 ) -> tuple[Rows, list[int]]:
-    """The same of some sections, from the first of them on."""
+    """Return the placement of some sections, from number ``first`` on."""
     found = np.concatenate([np.empty(0, dtype=RUN), *runs])
     files = np.repeat(np.arange(len(runs)), [len(each) for each in runs])
     order = np.lexsort((found["start"], found["section"]))
@@ -392,7 +392,7 @@ def _placement_of(
     missing = np.setdiff1d(np.flatnonzero(wanted), sections)
     if len(missing):
         raise CheckpointError(f"no element of {names[missing[0]]} is stored")
-    # What follows in the same file needs no row of its own.
+    # Consecutive elements in the same file need no row of their own.
     kept = begins | np.append(True, files[1:] != files[:-1])[: len(found)]
     rows = np.empty(int(kept.sum()), dtype=EXTENT)
     rows["start"], rows["file"] = starts[kept], files[kept]

@@ -20,42 +20,42 @@ from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
 
 PLAIN_SUFFIX = ".ckpt"
-"""How names of checkpoints end, of those that are one file as well."""
+"""Suffix of checkpoint names, also of those that are directories."""
 
 _ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One place where a checkpoint is not what was written."""
+    """One range of a checkpoint, or file of it, that is not as it was written."""
 
     file: str
-    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
+    """Name of the file in the checkpoint; empty for the checkpoint as a whole."""
 
     tensor: str = ""
-    """Tensor with bytes there, or record of an archive where it is no tensor's; empty if none."""
+    """Tensor with bytes there, or the archive's record if no tensor has; empty if neither."""
 
     where: Interval | None = None
-    """Bytes of the file; None if it is the file as a whole."""
+    """Bytes of the file; None for the file as a whole."""
 
     expected: str
     found: str
 
     def __str__(self) -> str:
-        """All of it in one line."""
+        """Return the damage as one line."""
         where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
         of = f" of {self.tensor}" if self.tensor else ""
         return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
 
 
 def read_index(path: StrPath | RemotePath) -> Manifest:
-    """What this package says of a plain checkpoint that it has written; elements are not read."""
+    """Return the index that this package wrote into a plain checkpoint; elements are not read."""
     with opened_file(path) as (descriptor, item):
         return _index(descriptor, item, records_of(descriptor, item))[0]
 
 
 def require_data(path: StrPath) -> None:
-    """Refuse a file of ``torch.save`` that ``torch.load(weights_only=True)`` would not survive."""
+    """Refuse a file of ``torch.save`` that would crash ``torch.load(weights_only=True)``."""
     with opened_file(path) as (descriptor, item), open(path, "rb") as file:
         if not zipfile.is_zipfile(path):
             refuse_traps(file, str(path), _PICKLES_BEFORE_1_6)
@@ -67,11 +67,11 @@ def require_data(path: StrPath) -> None:
 
 
 _PICKLES_BEFORE_1_6 = 5
-"""Of a file that torch wrote before 1.6: a number, a version, the system, the state, and its storages."""
+"""Pickles in a file of torch before 1.6: magic number, version, system, state, storage keys."""
 
 
 def is_archive_of_torch(path: Path) -> bool:
-    """Whether a file is what ``torch.save`` writes, by the names of its records."""
+    """Return True if a file has the record names of ``torch.save``."""
     try:
         with opened_file(path) as (descriptor, item):
             return any(it.name.endswith("/data.pkl") for it in records_of(descriptor, item))
@@ -80,7 +80,7 @@ def is_archive_of_torch(path: Path) -> bool:
 
 
 def carries_index(path: StrPath | RemotePath) -> bool:
-    """Whether a file is a plain checkpoint that this package has written."""
+    """Return True if a file is a plain checkpoint of this package."""
     try:
         with opened_file(path) as (descriptor, item):
             return any(_is_index(record) for record in records_of(descriptor, item))
@@ -93,15 +93,15 @@ def damaged_records(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Damage]:
-    """Compare the records of a plain checkpoint with their CRCs.
+    """Compare the records of a plain checkpoint with their CRCs; return the damages, in order.
 
-    ``torch.save`` has written those, or this package. Where CRCs were left out
-    (``torch.serialization.set_crc32_options``), nothing is compared.
+    ``torch.save`` or this package has written the CRCs. A file without them
+    (``torch.serialization.set_crc32_options``) is not checked.
 
     Args:
-        path: The file, or a link to it.
-        part: Which records: ``(1, 3)`` is the second of three parts.
-        progress: Told how many more bytes have been compared.
+        path: Path of the file, or of a link to it.
+        part: Share of the records to check: ``(1, 3)`` is the second of three.
+        progress: Called with the number of newly compared bytes.
     """
     damaged: list[Damage] = []
     with opened_file(path) as (descriptor, item):
@@ -126,7 +126,7 @@ def damaged_records(
 
 
 def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
-    """Refuse a plain checkpoint of which a record, among a part of them, is not what its CRC says."""
+    """Refuse a plain checkpoint with a damaged record in the given share of its records."""
     damaged = damaged_records(path, part)
     if damaged:
         raise DamagedCheckpointError(
@@ -135,7 +135,7 @@ def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
 
 
 def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, str]:
-    """Names of tensors by where their elements are, if this package has written the file."""
+    """Return names of tensors by the offset of their elements, if this package wrote the file."""
     try:
         manifest, elements = _index(descriptor, item, records)
     except CheckpointError:
@@ -147,7 +147,7 @@ def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, s
 def _index(
     descriptor: Source, item: Item, records: list[Record]
 ) -> tuple[Manifest, dict[int, Interval]]:
-    """What the package says of a file, and the bytes of each numbered record."""
+    """Return the index that this package wrote, and the bytes of each numbered record."""
     record = next(filter(_is_index, records), None)
     if record is None:
         raise CheckpointError(
@@ -169,7 +169,7 @@ def _is_index(record: Record) -> bool:
 
 @contextmanager
 def opened_file(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
-    """A plain file, or the one that a link leads to, and all of its bytes as an item."""
+    """Open a plain file, or the target of a link, with all of its bytes as an item."""
     place = location(path)
     real = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
     try:

@@ -22,27 +22,27 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
 RandomState = dict[str, torch.Tensor]
-"""Name of a generator -> its state, 1D uint8."""
+"""State of each generator by its name, 1D uint8."""
 
 RandomStates = dict[str, torch.Tensor]
-"""Name of a generator -> its states, uint8 ``(ranks, 4 + bytes)``.
+"""States of all ranks by the generator's name, uint8 ``(ranks, 4 + bytes)``.
 
 A row begins with the number of bytes of the state, 0 for a rank that has none. So a checkpoint of
-thousands of ranks has a few tensors of them, of which a rank reads its row.
+thousands of ranks has a few tensors of states, and a rank reads its row of each.
 """
 
 _COUNT = struct.Struct("<I")
 
-# Version, words and position, whether a normal number is left over, that number.
+# Version, words and position, presence of a spare normal number, that number.
 _PYTHON = struct.Struct("<I625I?d")
-# Words, position, whether a normal number is left over, that number.
+# Words, position, presence of a spare normal number, that number.
 _NUMPY = struct.Struct("<624Ii?d")
 _BEFORE_FETCH = "before_fetch."
-"""Prefix of the states in force when the batch that the training loop has in hand was fetched."""
+"""Prefix of states captured before the fetch of the batch that the training loop has in hand."""
 
 
 def capture_random_state(device: torch.device) -> RandomState:
-    """The state of this process's generators, in fresh tensors on the host.
+    """Return the state of this process's generators, in fresh tensors on the host.
 
     Keys are ``python``, ``numpy`` if its generator is the usual Mersenne twister, ``torch``, and
     ``accelerator`` if there is one.
@@ -63,7 +63,7 @@ def capture_random_state(device: torch.device) -> RandomState:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put generators back to where they were; those without a state stay as they are."""
+    """Restore the states of generators; those without a saved state are unchanged."""
     if "python" in state:
         version, *words, has_gauss, gauss = _PYTHON.unpack(_bytes(state["python"]))
         random.setstate((version, tuple(words), gauss if has_gauss else None))
@@ -79,7 +79,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 
 def gather_random_states(state: RandomState, group: HostGroup) -> RandomStates:
-    """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB."""
+    """Gather all ranks' states on rank 0 ({} on others); a collective. A rank sends about 10 KB."""
     own = {name: _bytes(tensor) for name, tensor in state.items()}
     sent = gather_to_first("saving random states", lambda: pickle.dumps(own), group)
     states: list[dict[str, bytes]] = list(map(pickle.loads, sent))
@@ -102,36 +102,35 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class ResumeRandomness:
-    """Continues the random numbers of a run that was saved, at the very number where it left off.
+    """Continues the random numbers of a saved run exactly at the point of the save.
 
     Between the load of a checkpoint and the first batch, numbers are drawn that the uninterrupted
     run did not draw: to set up the model, for the first iterator of the loader, in hooks. So states
     are held, and restored last:
 
-    - :meth:`begin`, when training starts, puts all generators to where they were when the
-      checkpoint was saved.
+    - :meth:`begin`, when training starts, restores all generators as they were at the save.
     - In the middle of an epoch a stateful loader begins to iterate anew, and draws a seed for its
       workers: it gets a generator of its own for that, until :meth:`began`.
     - A loader without a length is one batch ahead of the training. :meth:`watch` makes its state
-      that of the batch which comes next; the generators have then to be where they were when that
-      batch was fetched first.
+      that of the next batch. The generators then have to be restored as they were when that batch
+      was first fetched.
     """
 
     def __init__(self) -> None:
         self._held: RandomState | None = None
-        # Loaders with a generator of ours, until the first batch.
+        # Loaders with a temporary generator, until the first batch.
         self._lent: list[DataLoader[Any]] = []
         self._watched: list[PrefetchedLoader] = []
 
     @property
     def holds(self) -> bool:
-        """Whether there are states that have not been restored yet."""
+        """True if there are states that have not been restored yet."""
         return self._held is not None
 
     def capture(self, device: torch.device) -> RandomState:
-        """What a checkpoint of this moment needs of this rank."""
+        """Return this rank's states for a checkpoint at this moment."""
         if self._held is not None:
-            return self._held  # nothing has been trained since they were loaded
+            return self._held  # no training has happened since they were loaded
         state = capture_random_state(device)
         for loader in self._watched[:1]:
             state |= {
@@ -141,14 +140,14 @@ class ResumeRandomness:
         return state
 
     def hold(self, states: object, rank: int, world_size: int) -> None:
-        """Keep the states of a checkpoint until training starts; forget what was held before.
+        """Hold the states of a checkpoint until training starts; drop those held before.
 
         Args:
-            states: As saved, or by rank, as release 0.1.0 has saved them; None: the checkpoint has
-                none, which changes nothing.
-            rank: This rank.
-            world_size: Number of ranks now. If there were more or fewer, their states mean nothing
-                now: rank 0 warns.
+            states: Saved states of all ranks, also in the list form of release 0.1.0; None: the
+                checkpoint has none, and none are restored.
+            rank: Rank of this process.
+            world_size: Number of ranks now. If the checkpoint has another number, its states do not
+                apply: rank 0 warns.
         """
         self._held = None
         if states is None:
@@ -169,20 +168,20 @@ class ResumeRandomness:
     def watch(
         self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]
     ) -> object:
-        """The loader to iterate instead of one of the training's; only a stateful one matters.
+        """Return the loader to iterate instead of a training loader; only stateful ones differ.
 
         Args:
-            loader: As the Trainer has it.
-            device: Where this rank computes.
-            mid_epoch: Whether the held states are those of the middle of an epoch.
-            in_hand: Says whether the training loop has fetched a batch that it has not trained on
-                yet.
+            loader: Loader of the Trainer.
+            device: Device of this rank.
+            mid_epoch: True if the held states are those of the middle of an epoch.
+            in_hand: Returns True if the training loop has fetched a batch that it has not trained
+                on yet.
         """
         if not isinstance(loader, Stateful):
             return loader
         resumes = self._held is not None and mid_epoch
         if resumes and isinstance(loader, DataLoader) and loader.generator is None:
-            # Seeded by numbers that are thrown away with all others drawn before `begin`.
+            # Seeded by numbers that are discarded with all others drawn before `begin`.
             loader.generator = torch.Generator().manual_seed(
                 int(torch.randint(2**62, (), device="cpu"))
             )
@@ -198,51 +197,51 @@ class ResumeRandomness:
         return self._watched[0]
 
     def begin(self, device: torch.device) -> None:
-        """Restore what is held.
+        """Restore the held states.
 
-        Call it last before the first batch, or the first epoch's end, of a run.
+        It has to be called last before the first batch, or the first epoch's end, of a run.
         """
         if self._held is not None:
             held, self._held = self._held, None
             restore_random_state(held, device)
 
     def began(self) -> None:
-        """Give loaders their own generator back; to be called when the first batch is there."""
+        """Remove the loaders' temporary generators; to be called at the first batch."""
         while self._lent:
             self._lent.pop().generator = None
 
     def forget(self) -> None:
-        """Let go of a run's loaders."""
+        """Release a run's loaders and held states."""
         self.began()
         self._held, self._watched = None, []
 
 
 class LoaderProxy:
-    """A loader but for what subclasses change; what they know is in ``vars(self)``."""
+    """Proxy of a loader, which subclasses change; its own attributes are in ``vars(self)``."""
 
     def __init__(self, loader: Any, **own: Any) -> None:
         vars(self).update(loader=loader, **own)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's."""
+        """Return an attribute of the loader."""
         return getattr(vars(self)["loader"], name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
+        """Set an attribute of the loader, for example Lightning's function that seeds workers."""
         setattr(vars(self)["loader"], name, value)
 
 
 class PrefetchedLoader(LoaderProxy):
-    """A stateful loader without a length; a batch is fetched before the previous one is trained on.
+    """Stateful loader without a length: it fetches a batch before the previous one is trained on.
 
-    While a batch is in hand, the state of the loader is the one before that batch: a run that
-    resumes has to fetch it again. In everything else this is the loader itself.
+    While a batch is in hand, the loader's state is the one before that batch: a run that resumes
+    has to fetch it again. All else is the loader's.
 
     Args:
-        loader: What is iterated.
-        device: Where this rank computes.
-        before: What generators are put to before the first batch is fetched; nothing for none.
-        in_hand: Says whether a batch is in hand.
+        loader: Loader to iterate.
+        device: Device of this rank.
+        before: States of generators to restore before the first fetch; empty for none.
+        in_hand: Returns True if a batch is in hand.
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class PrefetchedLoader(LoaderProxy):
         super().__init__(loader, device=device, before=before, in_hand=in_hand, previous=None)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the loader's batches, noting where it was before each."""
+        """Yield the loader's batches; record states of loader and generators before each."""
         own = vars(self)
         batches = iter(own["loader"])
         while True:
@@ -270,24 +269,24 @@ class PrefetchedLoader(LoaderProxy):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is in the loader."""
+        """Return the loader's state at the training's position."""
         own = vars(self)
         if own["previous"] is not None and own["in_hand"]():
             return own["previous"][0]
         return own["loader"].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the loader be there again."""
+        """Restore the loader's state."""
         vars(self)["loader"].load_state_dict(state_dict)
 
     def random_state_in_hand(self) -> RandomState:
-        """Where generators were before the batch in hand was fetched; nothing if there is none."""
+        """Return the generators' states before the fetch of the batch in hand; {} without one."""
         own = vars(self)
         return own["previous"][1] if own["in_hand"]() and own["previous"] is not None else {}
 
 
 def _num_ranks(states: object) -> int:
-    """Of how many ranks a checkpoint has states."""
+    """Return the number of ranks that a checkpoint has states of."""
     if isinstance(states, list):
         return len(cast("list[object]", states))
     shapes = [
@@ -304,7 +303,7 @@ def _num_ranks(states: object) -> int:
 
 
 def _state_of(states: Any, rank: int) -> RandomState:
-    """That of one rank, which is all that is read."""
+    """Return the state of one rank; no other state is read."""
     if isinstance(states, list):
         found: Any = states[rank]
         state = cast("dict[str, Any]", found if isinstance(found, dict) else {"": found})
@@ -327,7 +326,7 @@ def _state_of(states: Any, rank: int) -> RandomState:
 
 
 def _size_of(name: str) -> int | None:
-    """Bytes of a generator's state; None if they are up to the accelerator, -1 for no generator."""
+    """Return the bytes of a generator's state; None: the accelerator decides, -1: unknown name."""
     sizes = {
         "python": _PYTHON.size,
         "numpy": _NUMPY.size,
@@ -345,7 +344,7 @@ def _damaged(expected: str, found: str) -> CheckpointError:
 
 
 def has_length(loader: object) -> bool:
-    """Whether a loader knows how many batches it has."""
+    """Return True if a loader knows its number of batches."""
     try:
         len(cast(Any, loader))
     except (TypeError, NotImplementedError):

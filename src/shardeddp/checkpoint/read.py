@@ -47,15 +47,15 @@ from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch
 
 
 _SLAB_NBYTES = 4 * BLOCK_NBYTES
-"""What is read in one go of a box whose rows do not follow each other."""
+"""Bytes read at once of a box with rows that are not contiguous."""
 
 
 class CheckpointReader:
-    """Reads a sharded checkpoint of this package.
+    """Reader of a sharded checkpoint of this package.
 
     Args:
-        path: Its directory, or its address in a store.
-        part: Which part of its files is looked for here, see :func:`read_manifest`.
+        path: Directory of the checkpoint, or its address in a store.
+        part: Share of the files to look for, ``(index, count)``; see :func:`read_manifest`.
     """
 
     def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:
@@ -75,11 +75,11 @@ class CheckpointReader:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By name."""
+        """Tensors of the checkpoint by name."""
         return self.manifest.tensors
 
     def tree(self) -> Any:
-        """What ``state.json`` holds: JSON with names in place of tensors."""
+        """Return the JSON of ``state.json``: the state tree, with names instead of tensors."""
         expected = self._listed(STATE)
         whole = Interval(0, expected.nbytes)
         with self._opened(STATE) as descriptor:
@@ -88,7 +88,7 @@ class CheckpointReader:
         return parse_json(text, STATE)
 
     def file(self, name: str) -> bytes:
-        """All of a file that holds no tensors, checked."""
+        """Return the bytes of a file without tensors, checked."""
         expected = self._listed(name)
         data = bytearray(expected.nbytes)
         with self._opened(name) as descriptor:
@@ -105,14 +105,17 @@ class CheckpointReader:
         return self.manifest.files[name]
 
     def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """Elements of a flattened tensor, or of a box of it, flattened: 1D, on the host.
+        """Read an interval of a flattened tensor, or of a flattened box of it: 1D, on the host.
 
-        Each block of them is compared with its checksum.
+        Each block is compared with its checksum.
 
         Args:
-            name: One of :attr:`tensors`.
-            interval: The elements.
-            box: That box; None: the whole tensor.
+            name: Name of the tensor, a key of :attr:`tensors`.
+            interval: Interval of elements to read.
+            box: Box that the interval counts in; None: the whole tensor.
+
+        Raises:
+            DamagedCheckpointError: A file is too short, or a checksum differs.
         """
         tensor = self.tensors[name]
         if box is None and len(tensor.sections) == 1:
@@ -125,9 +128,9 @@ class CheckpointReader:
         return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)
 
     def _read_box(self, name: str, section: int, place: Box, box: Box) -> torch.Tensor:
-        """A part of a section that is stored at a place, as a tensor of its sizes.
+        """Read a box of a section, which covers ``place`` of the tensor, in the box's shape.
 
-        Rows of it that are apart are read with what lies between them, a slab at a time.
+        Rows that are not contiguous are read with the bytes between them, a slab at a time.
         """
         inner, dtype = box.inside(place), self.manifest.sections[section].dtype
         strides = [math.prod(place.sizes[dim + 1 :]) for dim in range(len(place.sizes))]
@@ -149,8 +152,8 @@ class CheckpointReader:
         return found
 
     def _read_section(self, name: str, section: int, interval: Interval) -> torch.Tensor:
-        # The placement says which files have these elements. They are found before memory is taken:
-        # pieces have bytes of their own, all of which are there.
+        # The placement says which files have these elements. They are located before memory is
+        # allocated: pieces have bytes of their own, all of which exist.
         pieces = self._pieces.of(section, interval)
         dtype = self.manifest.sections[section].dtype
         elements = torch.empty(interval.numel, dtype=dtype, device="cpu")
@@ -168,7 +171,7 @@ class CheckpointReader:
     def _read_piece(
         self, name: str, piece: Piece, nbytes: int, wanted: Interval, out: memoryview
     ) -> None:
-        """Read bytes of a payload by blocks: in place if a block is wanted whole, else beside."""
+        """Read bytes of a payload by blocks: whole blocks into ``out``, others through a buffer."""
         with self._opened(piece.item.file) as descriptor:
             for index in range(wanted.start // BLOCK_NBYTES, -(-wanted.stop // BLOCK_NBYTES)):
                 block = Interval(index * BLOCK_NBYTES, min(nbytes, (index + 1) * BLOCK_NBYTES))
@@ -197,7 +200,7 @@ class CheckpointReader:
         out: memoryview,
         expected: str,
     ) -> None:
-        """Fill ``out`` with some bytes of a file and compare their checksum."""
+        """Fill ``out`` with the bytes of a file from ``where`` and compare their checksum."""
         done = read_into(descriptor, out, where.start)
         if done < len(out):
             raise DamagedCheckpointError(
@@ -221,37 +224,37 @@ class CheckpointReader:
 
 
 class Read(Protocol):
-    """Reads elements of one tensor, as :meth:`CheckpointReader.read` does."""
+    """Function that reads elements of one tensor, as :meth:`CheckpointReader.read` does."""
 
     def __call__(self, interval: Interval, box: Box | None = None, /) -> torch.Tensor:
-        """1D, on the host."""
+        """Read the interval: 1D, on the host."""
         ...
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose elements are read on use: an interval for a shard, all for anything else.
+    """Tensor of a checkpoint that is read on use: an interval for a shard, else all elements.
 
-    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU. An
-    operation on it works on a plain tensor that is read for it. Once an operation has written to
-    that, or given out its memory (a view, a numpy array), it is kept: from then on it is what this
-    tensor holds.
+    For code that renames, drops or inspects entries of a checkpoint it is a tensor on the CPU. An
+    operation on it runs on a plain tensor that is read for it. Once an operation has written to
+    that tensor, or returned its memory (a view, a numpy array), it is kept and holds the elements
+    from then on.
 
     Args:
-        path: Where it is in the checkpoint.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        read: Reads an interval of the flattened elements, or of those of a box, 1D.
+        path: Path of the tensor in the checkpoint.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        read: Function that reads an interval of the flattened elements, or of a box of them, 1D.
     """
 
     path: ItemPath
-    """Where it is in the checkpoint."""
+    """Path of the tensor in the checkpoint."""
 
     _read: Read
     _read_before: dict[tuple[Interval, Box | None], torch.Tensor]
     copied: Callable[[LazyTensor], None] | None
-    """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
+    """Callback for each deep copy, which is then lazy; None: a deep copy is a plain tensor."""
 
-    _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
+    _kept: torch.Tensor | None  # the elements, in this shape, instead of those on the disk
 
     def __new__(  # noqa: D102
         cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read
@@ -265,12 +268,12 @@ class LazyTensor(torch.Tensor):
         return made
 
     def read_ahead(self, interval: Interval, box: Box | None = None) -> None:
-        """Read an interval now, for the next :meth:`elements` of it."""
+        """Read an interval now, for the next :meth:`elements` call with the same arguments."""
         if self._kept is None:
             self._read_before[interval, box] = self._from_disk(interval, box)
 
     def elements(self, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """An interval of the flattened tensor, or of a box of it, 1D; for the caller to keep."""
+        """Return an interval of the flattened tensor or of a box of it, 1D; the caller owns it."""
         if self._kept is not None:
             kept = self._kept if box is None else self._kept[box.slices]
             return kept.flatten()[interval.start : interval.stop].clone()
@@ -281,11 +284,11 @@ class LazyTensor(torch.Tensor):
         return self._read(interval) if box is None else self._read(interval, box)
 
     def whole(self) -> torch.Tensor:
-        """All elements, in the tensor's shape."""
+        """Return all elements, in the tensor's shape; the caller owns them."""
         return self.elements(self.all_of_it).view(self.shape)
 
     def keep(self) -> torch.Tensor:
-        """The plain tensor that this one is from now on, whatever becomes of the checkpoint."""
+        """Read all elements and hold them from now on, even if the checkpoint is deleted."""
         if self._kept is None:
             self._kept = self.whole()
         return self._kept
@@ -333,7 +336,7 @@ class LazyTensor(torch.Tensor):
 
 
 def elements_of(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
-    """Elements of a flattened tensor, 1D; of a lazy one no others are read."""
+    """Return elements of a flattened tensor, 1D; of a lazy tensor only these are read."""
     if isinstance(tensor, LazyTensor):
         return tensor.elements(interval)
     return tensor.reshape(-1)[interval.start : interval.stop]
@@ -365,14 +368,14 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
         ):
             lazy._kept = tensor
     lazy_of = {id(tensor): lazy for lazy, tensor in read.values()}
-    # An operation in place returns the tensor that it was called on.
+    # An in-place operation returns the tensor that it was called on.
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), result
     )
 
 
 def _gives_out(result: Any, tensor: torch.Tensor) -> bool:
-    """Whether a result may lead to the memory of a tensor."""
+    """Return True if a result may reference the memory of a tensor."""
     memory = tensor.untyped_storage().data_ptr()
     return any(
         type(leaf) in _PLAIN and leaf.untyped_storage().data_ptr() == memory
@@ -395,28 +398,28 @@ _VALUES = (
     torch.device,
     torch.layout,
 )
-"""What holds no memory; numpy arrays, storages and the like do."""
+"""Types that hold no memory; numpy arrays, storages and the like do."""
 
 
 # -- Tensors as checked streams of bytes, for exports
 
 CHUNK_NBYTES = 32 * 2**20
-"""Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
+"""Chunk of a tensor in memory at a time; several blocks, as one cut by a chunk is read twice."""
 
 Progress = Callable[[int], object]
-"""Told how many more bytes have been read, checked or written."""
+"""Callback that gets the number of bytes read, checked or written since its last call."""
 
 
 def silent(nbytes: int) -> None:
-    """Progress callback that does nothing."""
+    """Ignore the progress."""
 
 
 def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """Elements of a tensor as bytes, in row-major order; a chunk's view is valid until the next.
+    """Yield elements of a tensor as bytes, in row-major order; a view is valid until the next one.
 
     Args:
-        tensor: Any, on the host; of a lazy one no more than a chunk is read at a time.
-        dtype: To convert the elements to.
+        tensor: Tensor on the host; of a lazy tensor one chunk is read at a time.
+        dtype: Dtype to convert the elements to; None: the tensor's own.
     """
     numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
     take = tensor.elements if isinstance(tensor, LazyTensor) else _taker(tensor)

@@ -17,21 +17,21 @@ from typing import Any, TypeVar
 
 from shardeddp.errors import ConfigurationError
 
-# -- What a store does, and what it does not
+# -- Capabilities of a store
 #
 # [Note: object stores] A store maps names to objects. An object appears whole under its name, when
-# its upload ends, and takes the place of the one before in one step. There is no rename, no lock,
-# and a directory is no more than the beginning of names. fsspec has a client for each kind of store
-# and lets all of them look alike: nothing here knows more of one than its protocol.
+# its upload ends, and replaces the former one in one step. There is no rename and no lock, and a
+# directory is just a prefix of names. fsspec has a client for each kind of store with one
+# interface: this file knows no more of a store than its protocol.
 #
-# Requests fail now and then: a store that is busy says so. What can be repeated without harm is
-# repeated a few times; every error that is left is an ``OSError``, as those of files are.
+# Requests fail now and then, for example when a store is busy. Requests that can be repeated
+# without harm are repeated a few times; a remaining error is an ``OSError``.
 
 READ_ONLY = ("http", "https")
-"""Protocols from which checkpoints are read only."""
+"""Protocols that checkpoints are only read from."""
 
 _DELAYS_S = (0.2, 1.0, 3.0, 8.0)
-"""Waits between tries; each is shortened by chance, so that ranks do not come back at once."""
+"""Delays between tries in seconds; each is shortened at random, to spread the ranks' requests."""
 
 _FINAL = (
     FileNotFoundError,
@@ -43,36 +43,36 @@ _FINAL = (
     TypeError,
     ValueError,
 )
-"""Errors that come again."""
+"""Errors that a repetition would not change."""
 
 WINDOW_NBYTES = 32 * 2**20
-"""Read in one request."""
+"""Bytes read in one request."""
 
 _WINDOWS_AHEAD = 1
 _KEPT_NBYTES = 7 * WINDOW_NBYTES // 2
-"""Of what was read last: three windows of a large object, and small objects besides."""
+"""Bytes of recent windows to keep: three of a large object, and small objects besides."""
 
 PART_NBYTES = 50 * 2**20
-"""Uploaded in one request, about half of the memory of an upload; more for objects of which stores
-would need too many."""
+"""Bytes uploaded in one request, about half of the memory of an upload; more for objects that would
+need more parts than stores allow."""
 
 _MOST_PARTS = 9_000  # S3 takes 10,000
-_SENT_NBYTES = 16 * 2**20  # handed to the client in one go
-_SENT_AHEAD = 2  # of these that wait for the client, which takes long at the end of each part
+_SENT_NBYTES = 16 * 2**20  # handed to the client at once
+_SENT_AHEAD = 2  # writes waiting for the client, which takes long at the end of each part
 
 ResultT = TypeVar("ResultT")
 
 
 class RemotePath:
-    """An address in a store, such as ``s3://bucket/run/last.ckpt``; joined like a ``Path``.
+    """Address in a store, such as ``s3://bucket/run/last.ckpt``; joined like a ``Path``.
 
-    It is no ``os.PathLike``: the system would take it for a file of its own. Whatever asks the
-    store raises an ``OSError`` where that does not answer or refuses, and a ``FileNotFoundError``
-    where there is no object of this name.
+    It is no ``os.PathLike``: the system would take it for a local file. Methods that send requests
+    raise an ``OSError`` if the store does not answer or refuses, and a ``FileNotFoundError`` if it
+    has no object of this name.
 
     Args:
         url: Protocol and name.
-        windows: Bytes that were read already, for those who read on; None: nothing is kept.
+        windows: Cache of windows for sequential reads; None: nothing is kept.
     """
 
     def __init__(self, url: str, windows: Windows | None = None) -> None:
@@ -101,42 +101,42 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part of the name."""
+        """Last component of the name."""
         return posixpath.basename(self._rest)
 
     @property
     def suffix(self) -> str:
-        """Ending of the name, with its dot."""
+        """Suffix of the name, with its dot."""
         return posixpath.splitext(self._rest)[1]
 
     @property
     def parent(self) -> RemotePath:
-        """What it lies in."""
+        """Address without the last component of its name."""
         return RemotePath(f"{self.protocol}://{posixpath.dirname(self._rest)}", self._windows)
 
     def reading_ahead(self) -> RemotePath:
-        """The same path; what is read of objects under it is kept for a while, and read ahead."""
+        """Return the same path with a cache, which keeps windows for a while and reads ahead."""
         return RemotePath(str(self), Windows())
 
     def is_relative_to(self, other: RemotePath) -> bool:
-        """Whether it lies in another, or is that."""
+        """True if this address equals the other or is below it."""
         return f"{self}/".startswith(f"{other}/")
 
     # -- Objects
 
     def nbytes(self) -> int:
-        """Size of the object."""
+        """Return the size of the object."""
         # A client that has listed the names before may answer from that list.
         try:
             info = self._try(lambda fs, path: _fresh(fs).info(path))
-        except NotADirectoryError:  # another object has the beginning of the name
+        except NotADirectoryError:  # a prefix of the name is an object
             info = {}
         if info.get("type") == "directory" or info.get("size") is None:
             raise FileNotFoundError(errno.ENOENT, "no object has this name", str(self))
         return int(info["size"])
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Return True if there is an object of this name."""
         try:
             self.nbytes()
         except FileNotFoundError:
@@ -144,11 +144,11 @@ class RemotePath:
         return True
 
     def open(self) -> StoreFile:
-        """The object, for reading at any place; nothing has to be closed."""
+        """Open the object for reading at any offset; it need not be closed."""
         return StoreFile(self, self._windows)
 
     def get(self, start: int, stop: int) -> bytes:
-        """Some bytes of the object, all of which it has."""
+        """Read bytes ``start`` to ``stop`` of the object, which has to be that long."""
         if start >= stop:
             return b""
         data = self._try(lambda fs, path: fs.cat_file(path, start=start, end=stop))
@@ -157,7 +157,7 @@ class RemotePath:
         return data
 
     def put(self, data: bytes) -> None:
-        """Make the object with this content, or put it in the place of the one that is there.
+        """Make the object with this content, or replace it.
 
         After an error the store may have it nevertheless.
         """
@@ -165,13 +165,13 @@ class RemotePath:
 
     @contextlib.contextmanager
     def upload(self, nbytes: int) -> Generator[Upload]:
-        """Make an object from what is written while the block runs.
+        """Make an object from the bytes written within the block.
 
-        It appears when the block ends; if that fails, nothing of it is left that has a name, where
-        the store allows that.
+        It appears when the block ends. If the block fails, no named object remains, if the store
+        allows that.
 
         Args:
-            nbytes: About how much is going to be written.
+            nbytes: Approximate number of bytes to be written.
         """
         size = max(PART_NBYTES, -(-nbytes // _MOST_PARTS))
         file = self._try_writing(lambda fs, path: fs.open(path, "wb", block_size=size))
@@ -184,11 +184,11 @@ class RemotePath:
             raise
 
     def put_file(self, file: str) -> None:
-        """Make the object from a file of this machine; it appears when all of it is there."""
+        """Make the object from a local file; it appears when it is complete."""
         self._try_writing(lambda fs, path: fs.put_file(file, path))
 
     def get_file(self, file: str) -> None:
-        """Copy the object to a file of this machine."""
+        """Copy the object to a local file."""
         self._try(lambda fs, path: fs.get_file(path, file))
 
     def delete(self) -> None:
@@ -197,15 +197,15 @@ class RemotePath:
             self._try(lambda fs, path: fs.rm_file(path))
 
     def modified(self) -> float:
-        """When the object was put there, in seconds since 1970 by the clock of the store."""
+        """Return the time of the last upload, in seconds since 1970 by the clock of the store."""
         return self._try(lambda fs, path: _fresh(fs).modified(path)).timestamp()
 
     # -- Names
 
     def list(self) -> dict[str, int | None]:
-        """Names directly under this one, sorted: the size of an object, None for further names.
+        """Return names directly below this one, sorted: sizes of objects, None for prefixes.
 
-        http lists nothing: an ``OSError``.
+        http cannot list: an ``OSError``.
         """
         try:
             entries = self._try(lambda fs, path: _fresh(fs).ls(path, detail=True))
@@ -215,18 +215,18 @@ class RemotePath:
         _, here = self._client()
         for entry in entries:
             full = str(entry["name"]).rstrip("/")
-            if full.strip("/") != here.strip("/"):  # the object that stands for a folder, or itself
+            if full.strip("/") != here.strip("/"):  # the marker object of a folder, or itself
                 size = None if entry.get("type") == "directory" else int(entry["size"])
                 found[posixpath.basename(full)] = size
         return dict(sorted(found.items()))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Sizes of objects directly under this name; None for those that are not there."""
+        """Return sizes of objects directly below this name; None for missing ones."""
         if self.protocol not in READ_ONLY:
             found = self.list()
             return {name: found.get(name) for name in names}
         sizes: dict[str, int | None] = {}
-        for name in names:  # nothing is listed there
+        for name in names:  # these protocols cannot list
             try:
                 sizes[name] = (self / name).nbytes()
             except FileNotFoundError:
@@ -234,7 +234,7 @@ class RemotePath:
         return sizes
 
     def delete_folder(self) -> None:
-        """Delete the folder of this name where stores have such, if it is empty."""
+        """Delete the folder of this name if it is empty and the file system has folders."""
         fs, path = self._client()
         if not getattr(fs, "async_impl", False):
             with contextlib.suppress(Exception):
@@ -250,10 +250,9 @@ class RemotePath:
             raise _as_os_error(error, self) from error
 
     def _try_writing(self, action: Callable[[Any, str], ResultT]) -> ResultT:
-        """The same of what makes an object.
+        """Run an action that makes an object, with its folder made first if the system has folders.
 
-        The folder that it is in is made where the file system has such. Stores (asynchronous) do
-        not: with them that could make a bucket.
+        Stores (asynchronous clients) have none: with them this could make a bucket.
         """
 
         def write(fs: Any, path: str) -> ResultT:
@@ -264,8 +263,8 @@ class RemotePath:
         return self._try(write)
 
     def _client(self) -> tuple[Any, str]:
-        """The client of fsspec, which keeps one for each process, and the name as that has it."""
-        fsspec: Any = importlib.import_module("fsspec.core")  # takes a while, and few need it
+        """Return fsspec's client, which it keeps for each process, and the client's name for it."""
+        fsspec: Any = importlib.import_module("fsspec.core")  # slow to import, and rarely needed
 
         try:
             return fsspec.url_to_fs(str(self))
@@ -276,11 +275,11 @@ class RemotePath:
 def repeated(
     action: Callable[[], ResultT], errors: tuple[type[Exception], ...] = (Exception,)
 ) -> ResultT:
-    """The result of something that may be done again if it fails.
+    """Return the result of an action, which is repeated after transient errors.
 
     Args:
-        action: What is done.
-        errors: Those after which it is done again, unless they or their causes come every time.
+        action: Action to run; a second run must do no harm.
+        errors: Errors to repeat it after, except permanent ones (or with such a cause).
     """
     for delay in _DELAYS_S:
         try:
@@ -293,7 +292,7 @@ def repeated(
 
 
 class StoreFile:
-    """An object of a store, open for reading at any place."""
+    """Object of a store, open for reading at any offset."""
 
     def __init__(self, path: RemotePath, windows: Windows | None) -> None:
         self._path = path
@@ -301,7 +300,7 @@ class StoreFile:
         self.nbytes = path.nbytes() if windows is None else windows.nbytes(path)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill a buffer from a byte of the object on; how many bytes there were."""
+        """Fill a buffer with bytes from ``offset`` of the object; return the number read."""
         stop, done = min(offset + len(view), self.nbytes), 0
         while offset + done < stop:
             part = self._part(offset + done, stop)
@@ -312,7 +311,7 @@ class StoreFile:
         return done
 
     def _part(self, start: int, stop: int) -> memoryview:
-        """Bytes from one place on, at least one of them."""
+        """Return at least one byte from ``start``, and at most those up to ``stop``."""
         if self._windows is None:
             return memoryview(self._path.get(start, min(stop, start + WINDOW_NBYTES)))
         number, offset = divmod(start, WINDOW_NBYTES)
@@ -321,9 +320,9 @@ class StoreFile:
 
 
 class Windows:
-    """Windows of objects that were read last, and those that are read ahead; for any threads.
+    """Cache of recent windows of objects, with read-ahead; thread-safe.
 
-    Objects that others replace meanwhile are not for it: files of a checkpoint never are.
+    It is for objects that are not replaced meanwhile, like the files of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -333,20 +332,20 @@ class Windows:
         self._threads: ThreadPoolExecutor | None = None
 
     def nbytes(self, path: RemotePath) -> int:
-        """Size of an object, which is asked for once."""
+        """Return the size of an object; the store is asked once."""
         found = self._sizes.get(str(path))
         if found is None:
             found = self._sizes[str(path)] = path.nbytes()
         return found
 
     def get(self, path: RemotePath, number: int) -> bytes:
-        """One window; those behind it are read along if the one before it was."""
+        """Return one window; the next ones are read ahead if the previous one was read before."""
         with self._lock:
             onward = (str(path), number - 1) in self._found
             wanted = self._window(path, number)
             for ahead in range(1, _WINDOWS_AHEAD + 1) if onward else ():
                 self._window(path, number + ahead)
-            # A window may be asked for by its pieces: the one before it stays for as long.
+            # A window may be read in several calls, so the previous one stays as long.
             while sum(map(self._nbytes_of, self._found)) > _KEPT_NBYTES:
                 self._found.popitem(last=False)
         try:
@@ -357,7 +356,7 @@ class Windows:
             raise
 
     def _nbytes_of(self, key: tuple[str, int]) -> int:
-        path, number = key  # there may be an empty one behind the last
+        path, number = key  # there may be an empty one after the last
         return max(0, min(WINDOW_NBYTES, self._sizes[path] - number * WINDOW_NBYTES))
 
     def _window(self, path: RemotePath, number: int) -> Future[bytes]:
@@ -375,9 +374,9 @@ class Windows:
 
 
 class Upload:
-    """An object on its way into a store; see :meth:`RemotePath.upload`.
+    """Object being uploaded to a store; see :meth:`RemotePath.upload`.
 
-    A thread sends what was collected, while more is.
+    A thread sends the collected bytes while more are collected.
     """
 
     def __init__(self, path: RemotePath, file: Any) -> None:
@@ -387,13 +386,13 @@ class Upload:
         self._waiting: deque[Future[Any]] = deque()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append some bytes."""
+        """Append bytes."""
         self._collected.write(data)
         if self._collected.tell() >= _SENT_NBYTES:
             self._send()
 
     def close(self) -> None:
-        """End it: the object appears."""
+        """Finish the upload: the object appears."""
         self._send()
         self._wait(0)
         with self._errors():
@@ -401,7 +400,7 @@ class Upload:
         self._thread.shutdown()
 
     def discard(self) -> None:
-        """Give it up. The file's own end, and that of its life, would make an object of it."""
+        """Abort the upload. Closing or collecting the client's file would make an object of it."""
         self._thread.shutdown(cancel_futures=True)
         with contextlib.suppress(Exception):
             self._file.discard()
@@ -414,7 +413,7 @@ class Upload:
         self._waiting.append(self._thread.submit(self._file.write, full.getbuffer()))
 
     def _wait(self, count: int) -> None:
-        """Until no more than so many are on their way."""
+        """Wait until at most ``count`` writes are pending."""
         while len(self._waiting) > count:
             with self._errors():
                 self._waiting.popleft().result()
@@ -434,7 +433,7 @@ def _nothing() -> Future[bytes]:
 
 
 def _fresh(fs: Any) -> Any:
-    """The client without the names that it has listed before: others write, too."""
+    """Return the client without its cached listings, as other processes write, too."""
     fs.invalidate_cache()
     return fs
 
@@ -448,23 +447,23 @@ _NUMBERS = {
 
 
 def _as_os_error(error: Exception, path: RemotePath) -> Exception:
-    """An error of a client, whose classes are its own, as the system would raise it."""
+    """Return a client's own error as the ``OSError`` that the system would raise."""
     if isinstance(error, ConfigurationError) or (isinstance(error, OSError) and error.errno):
         return error
-    # OSError makes the class that belongs to a number.
+    # OSError makes the subclass of an error number.
     number = next((it for kind, it in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
     return OSError(number, f"{type(error).__name__}: {error}", str(path))
 
 
-# -- Refusal of stores in which nothing can be saved
+# -- Refusal of stores that cannot be saved to
 
 
 def require_writable(folder: RemotePath, processes: int) -> None:
-    """Refuse a store in which checkpoints could not be saved; writes an object and deletes it.
+    """Refuse a store in which checkpoints cannot be saved; a probe object is written and deleted.
 
     Args:
-        folder: Where checkpoints are going to lie.
-        processes: How many write to it.
+        folder: Folder of the future checkpoints.
+        processes: Number of processes that write to it.
     """
     advice = "Save to s3://, gs:// or another object store, or to a local path"
     if folder.protocol in READ_ONLY:

@@ -18,47 +18,47 @@ from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
-# [Note: how a checkpoint is committed to a store] ``last.ckpt`` is the beginning of names there:
-# ``last.ckpt/manifest.json``, and the files that the manifest speaks of in ``last.ckpt/<uuid>/``.
-# Every save has a ``<uuid>`` of its own, into which each rank uploads its file. When all have done
-# so, rank 0 lists what is there, and puts the manifest: one object, which appears, or takes the
-# place of the one before, in one step. After that the folder of the one before is deleted.
+# [Note: how a checkpoint is committed to a store] ``last.ckpt`` is a prefix of names there: of
+# ``last.ckpt/manifest.json``, and of the manifest's files in ``last.ckpt/<uuid>/``. Every save has
+# a ``<uuid>`` of its own, under which each rank uploads its file. When all have done so, rank 0
+# lists the uploaded files and puts the manifest: one object, which appears, or replaces the former
+# one, in one step. After that the folder of the former one is deleted.
 #
-# A process that dies anywhere leaves the old checkpoint or the new one, and folders that no
-# manifest speaks of. There are no locks that would say whether somebody still writes to one, so a
-# sweep takes it for abandoned when the newest of its objects is a day old. Uploads in parts that
-# were cut short have no name; rules of the bucket clear them away.
+# A process that dies at any point leaves the old checkpoint or the new one, and folders that no
+# manifest names. No lock can show that a folder is still written to, so a sweep takes it for
+# abandoned when its newest object is a day old. Interrupted multipart uploads have no name;
+# lifecycle rules of the bucket delete them.
 
 _DELETIONS = 16
-"""Objects that are deleted at a time."""
+"""Objects deleted at a time."""
 
 ABANDONED_S = 24 * 3600.0
-"""After so long without a new object, a folder that no manifest speaks of is deleted."""
+"""Age in seconds of the newest object after which a folder that no manifest names is deleted."""
 
 
 @dataclass
 class RemoteStaging:
-    """Checkpoint that is written to a store; made by :func:`stage`."""
+    """Checkpoint being written to a store; made by :func:`stage`."""
 
     target: RemotePath
-    """What it becomes."""
+    """Path of the checkpoint after the commit."""
 
     path: RemotePath
-    """Where its files are written, and stay."""
+    """Folder of its files, where they stay after the commit."""
 
     attempted: bool = False
-    """Whether the manifest may be there: nothing that it speaks of is deleted from then on."""
+    """True once the manifest may exist: from then on none of its files is deleted."""
 
 
 def stage(target: RemotePath) -> RemoteStaging:
-    """Begin a checkpoint; one that is there, or a plain ``.ckpt`` object, will be replaced."""
+    """Begin a checkpoint that will replace an existing one, or a plain ``.ckpt`` object."""
     with disk_errors("looking for a checkpoint at", target):
         require_replaceable(target)
     return RemoteStaging(target, target / uuid.uuid4().hex)
 
 
 def require_replaceable(target: RemotePath) -> None:
-    """Refuse to replace what may not be a checkpoint."""
+    """Refuse to replace an object or folder that may not be a checkpoint."""
     plain = target.suffix == PLAIN_SUFFIX or not target.is_file()
     if not plain or not (
         carries_manifest(target) or all(FOLDER.fullmatch(name) for name in target.list())
@@ -71,15 +71,15 @@ def require_replaceable(target: RemotePath) -> None:
 
 
 def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) -> tuple[str, ...]:
-    """Put the manifest of a written checkpoint, then delete what was there.
+    """Put the manifest of a written checkpoint, then delete the one that it replaces.
 
     Args:
         staging: The checkpoint.
-        sizes: Bytes of each file that the manifest speaks of.
+        sizes: Bytes of each file in the manifest.
         manifest: Content of the manifest.
 
     Returns:
-        What could not be deleted, in sentences to be logged once.
+        Sentences on objects that could not be deleted, to be logged once.
     """
     target, replaced = staging.target, list[RemotePath]()
     with disk_errors("committing", target):
@@ -89,7 +89,7 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
                 f"{target} was not committed: the store has {first_three(wrong)} not as written "
                 f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
             )
-        with contextlib.suppress(CheckpointError):  # there is none, or one that nobody reads
+        with contextlib.suppress(CheckpointError):  # there is none, or one that cannot be read
             former = read_manifest_alone(target)
             replaced = [target / former.folder / name for name in former.files]
         staging.attempted = True
@@ -100,7 +100,7 @@ def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) ->
 
 
 def _put_manifest(path: RemotePath, content: bytes) -> None:
-    """Put it; an error after which the store has it nevertheless is none."""
+    """Put the manifest; ignore an error if the store has it nevertheless."""
     try:
         path.put(content)
     except OSError:
@@ -113,9 +113,9 @@ def _put_manifest(path: RemotePath, content: bytes) -> None:
 
 
 def discard(staging: RemoteStaging) -> None:
-    """Delete what was written and never committed; for the handling of an error, so it raises none.
+    """Delete the files of a save that was never committed; for error handling, so no OSError.
 
-    Where the manifest may be there, everything stays: a later sweep knows.
+    If the manifest may exist, all files stay: a later sweep can tell.
     """
     if not staging.attempted:
         with contextlib.suppress(OSError):
@@ -123,12 +123,12 @@ def discard(staging: RemoteStaging) -> None:
 
 
 def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> str | None:
-    """Delete a checkpoint, the manifest first; why not, if it is not one of this run.
+    """Delete a checkpoint, the manifest first; return the reason if it is not one of this run.
 
     Args:
         target: A sharded checkpoint or a plain object.
-        roots: It has to lie in one of them.
-        written: This run has written it: it may lie anywhere.
+        roots: Folders, one of which has to contain it.
+        written: True if this run has written it: it may then be anywhere.
     """
     if not written and not any(target.parent.is_relative_to(root) for root in roots):
         return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
@@ -145,7 +145,7 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
 
 
 def remove_directory(target: RemotePath) -> tuple[str, ...]:
-    """Delete a sharded checkpoint, the manifest first; what is left, in sentences."""
+    """Delete a sharded checkpoint, the manifest first; return sentences on remains."""
     if not carries_manifest(target):
         return ()
     parts = list[RemotePath]()
@@ -157,10 +157,10 @@ def remove_directory(target: RemotePath) -> tuple[str, ...]:
 
 
 def sweep(folder: RemotePath) -> tuple[str, ...]:
-    """Delete what killed saves have left in a folder of checkpoints a day ago and earlier.
+    """Delete remains of killed saves in a folder of checkpoints, if they are a day old or older.
 
     Returns:
-        What could not be done, in sentences.
+        Sentences on remains that could not be deleted.
     """
     left = list[str]()
     if folder.protocol in READ_ONLY:
@@ -175,7 +175,7 @@ def sweep(folder: RemotePath) -> tuple[str, ...]:
 
 
 def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:
-    """Folders of saves that no manifest speaks of; none where the manifest cannot be understood."""
+    """Return folders of saves that no manifest names; none if the manifest cannot be read."""
     names = checkpoint.list()
     found = [name for name, nbytes in names.items() if nbytes is None and FOLDER.fullmatch(name)]
     if found and MANIFEST in names:
@@ -188,7 +188,7 @@ def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:
 
 
 def _is_abandoned(folder: RemotePath) -> bool:
-    """Whether all of it is older than any save takes; not where something else lies in it."""
+    """Return True if a folder has checkpoint files only, all older than the longest save."""
     names = folder.list()
     if not all(is_part(name) for name in names):
         return False
@@ -197,7 +197,7 @@ def _is_abandoned(folder: RemotePath) -> bool:
 
 
 def _delete(objects: Sequence[RemotePath]) -> tuple[str, ...]:
-    """Delete objects, and the folders that are empty then; what is left, in sentences."""
+    """Delete objects, and folders that are empty then; return sentences on remains."""
     try:
         with ThreadPoolExecutor(_DELETIONS) as threads:
             deque(threads.map(RemotePath.delete, objects), maxlen=0)

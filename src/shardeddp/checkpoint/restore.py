@@ -1,6 +1,6 @@
 """Restoring a sharded model: read into shards before anything of the model is changed.
 
-The way back is here too: what the model was before can be put back.
+The values that a load replaces can be restored as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardeddp.wrap.tree import first_three
 
 
 class Replaced:
-    """What the parameters and buffers of a model were before a load: this rank's part of them."""
+    """Values of a model's parameters and buffers before a load, as this rank holds them."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -40,18 +40,18 @@ class Replaced:
         parts: dict[str, Any],
         read: Collection[str],
     ) -> None:
-        """Keep them, just before parts of a checkpoint are loaded.
+        """Keep the values just before a state dict is loaded.
 
-        What was read for this load alone changes places with what it replaces: a third of the
-        memory of a load under AdamW, and a pass over it. That is done on the host, for parameters
-        with one name, and where no module may do anything else with the parts than load them.
+        Values that were read for this load alone are swapped with those that they replace: this
+        saves a third of the memory of a load under AdamW, and a pass over it. Only parameters on
+        the host with one name are swapped, and only if no module may use the state dict otherwise.
 
         Args:
             module: The model.
-            own: Its state dict of parameters and buffers themselves.
-            parts: What is about to be loaded, by fqn. A part that is loaded by this already is
-                replaced by the parameter, which is loaded into itself then.
-            read: The names of parts whose memory nobody else has.
+            own: The model's state dict, with the parameters and buffers themselves.
+            parts: The state dict about to be loaded, by fqn. A swapped entry is replaced by the
+                parameter itself, which is then loaded into itself.
+            read: Names in ``parts`` of tensors that nothing else references.
         """
         places = Counter(map(id, own.values()))
         kept: dict[int, torch.Tensor] = {}
@@ -71,13 +71,13 @@ class Replaced:
 
     @torch.no_grad()
     def restore_values(self) -> None:
-        """Make the model what it was, without communication."""
+        """Restore the kept values, without communication."""
         for tensor, was in self._kept:
             tensor.copy_(was)
 
 
 def _exchange(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Let the values of two tensors on the host change places; whether they could."""
+    """Swap the values of two tensors on the host; False if they cannot be swapped in place."""
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False
     if one.device.type != "cpu" or not (one.is_contiguous() and other.is_contiguous()):
@@ -91,28 +91,28 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 _BLOCK_NUMEL = 2**16
-"""Elements that are exchanged at a time, so that they stay in the processor's cache."""
+"""Elements swapped at a time, few enough to stay in the processor's cache."""
 
 
 # -- Restoring of a sharded model
 
 _COMPILED = "_orig_mod."
-"""What ``torch.compile`` puts into the names of a module's parameters."""
+"""Prefix that ``torch.compile`` puts into parameter names."""
 
 _SHOWN = 20
-"""Of the lines that say what does not fit."""
+"""Problems listed in an error message at most; also characters shown of a wrong value."""
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""What schedulers of torch write into the groups of an optimizer."""
+"""Keys that torch's schedulers write into an optimizer's parameter groups."""
 
 _FLAGS = {"fused", "capturable", "foreach"}
-"""Options of optimizers of torch that change how they compute, and not what."""
+"""Options of torch's optimizers that change the implementation of a step, not its result."""
 
 
 def read_shards_ahead(state: Any, module: nn.Module) -> None:
-    """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
+    """Read and check the elements that this rank needs of each lazy tensor in a state.
 
-    What is stored for a parameter of the sharded model is read for this rank's shard.
+    For a tensor of a sharded parameter's shape, this rank's shard alone is read.
     """
     named = module.named_parameters(remove_duplicate=False)
     specs = {
@@ -130,7 +130,7 @@ def read_shards_ahead(state: Any, module: nn.Module) -> None:
 def parameter_names(
     module: nn.Module | None, optimizers: Sequence[optim.Optimizer]
 ) -> list[list[str]]:
-    """Names in the module of the parameters of each optimizer."""
+    """Return the fqns in ``module`` of each optimizer's parameters, in the order of its groups."""
     if module is None:
         raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -146,7 +146,7 @@ def parameter_names(
 
 
 def materialize_expanded_buffers(module: nn.Module) -> None:
-    """Let buffers whose elements share memory (expanded ones) have their own, to load into."""
+    """Replace expanded buffers by contiguous copies to load into: their elements share memory."""
     for owner in module.modules():
         for name, buffer in [*owner._buffers.items()]:
             if isinstance(buffer, torch.Tensor) and overlaps_itself(buffer):
@@ -164,13 +164,13 @@ def load_model(
 
     Args:
         module: The model.
-        state: By fqn.
-        strict: Whether both have to have the same names.
-        cast: Whether dtypes may differ.
-        replaced: Keeps what the model was before.
+        state: The state dict, by fqn.
+        strict: True if both must have the same names.
+        cast: True if dtypes may differ.
+        replaced: Keeper of the model's values before the load; None: they are not kept.
 
     Raises:
-        CheckpointError: Names, shapes or dtypes differ; lists what. Nothing has been changed.
+        CheckpointError: Names, shapes or dtypes differ; lists them. Nothing has been changed.
     """
     own = module.state_dict(keep_vars=True)
     _check_fit(module, own, state, strict, cast)
@@ -182,10 +182,10 @@ def load_model(
 
 
 def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The weights of a file under the names that a model has for them.
+    """Return the weights of a file under the model's names for them.
 
-    The file may be of a submodule, and tensors that the model has twice are once in it. Those that
-    have no place in the model keep their names.
+    The file may be of a submodule, and may have tied tensors once. Names that the model does not
+    have stay as they are.
     """
     own = module.state_dict(keep_vars=True)
     places = names_in_model(weights, own)
@@ -198,7 +198,7 @@ def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
-    """Load as :func:`load_model` does, when all that this rank needs has been read and checked."""
+    """Load as :func:`load_model` does, after this rank's elements have been read and checked."""
     read_shards_ahead([state], module)
     materialize_expanded_buffers(module)
     load_model(module, state, strict, cast)
@@ -212,14 +212,14 @@ def load_optimizer(
 ) -> None:
     """Load a state dict of whole, lazy or sharded tensors into an optimizer of sharded parameters.
 
-    States belong to parameters by name, and by number where they have none.
+    States belong to parameters by name, and by index where they have no names.
 
     Args:
-        optimizer: Any.
-        state: As ``Optimizer.state_dict()`` has it.
-        saved: The names of the parameters when it was saved, in the order of its groups; None:
-            those that lazy tensors know.
-        names: The same of the optimizer's parameters now.
+        optimizer: The optimizer.
+        state: State dict in the form of ``Optimizer.state_dict()``.
+        saved: Parameter names at the time of saving, in the order of the groups; None: the names in
+            the paths of lazy tensors.
+        names: Parameter names of the optimizer now, in the same order.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if missing := {"state", "param_groups"} - state.keys():
@@ -253,14 +253,14 @@ def _is_place(key: object, parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose parameters are numbered by their places in the groups, as torch numbers them."""
+    """Return a state with parameters numbered by position in the groups, as torch does it."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     places = {number: place for place, number in enumerate(numbers)}
     unknown = [
         number for number in state["state"] if isinstance(number, int) and number not in places
     ]
-    # An optimizer may keep states under any key. Where only that of some parameter is missing, it may
-    # be under another number.
+    # An optimizer may keep states under any key. Where only some parameters lack a state, theirs
+    # may be under another number.
     have = {number in state["state"] for number in numbers}
     if len(places) < len(numbers) or (unknown and len(have) > 1):
         what = (
@@ -287,7 +287,7 @@ def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_in(state: Mapping[str, Any]) -> list[str] | None:
-    """Names of parameters by what is stored for them; None: nothing is under a name."""
+    """Return parameter names from the paths of lazy tensors; None if no path has one."""
     names: dict[int, str] = {}
     for index, values in state["state"].items():
         paths = [
@@ -304,7 +304,7 @@ def _names_in(state: Mapping[str, Any]) -> list[str] | None:
 def _by_name(
     state: Mapping[str, Any], saved: Sequence[str], names: Sequence[str]
 ) -> Mapping[str, Any]:
-    """A state with the numbers that parameters have now; groups keep their options."""
+    """Return a state renumbered for the parameters of the same names; groups keep their options."""
     saved, names = ([name.replace(_COMPILED, "") for name in each] for each in (saved, names))
     if saved == names or len(saved) != len(names):
         return state
@@ -326,9 +326,9 @@ def _by_name(
 
 
 def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Groups are matched by number.
+    """Compare saved groups with the optimizer's, by index.
 
-    One that lacks what the optimizer has, and has what it lacks, is of another optimizer.
+    A group that both lacks keys of the optimizer and has unknown ones is of another optimizer.
     """
     kind = type(optimizer).__name__
     advice = "train with the optimizer that it was saved with, or load its weights alone"
@@ -353,7 +353,7 @@ def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]
 
 
 def _check_flags(kind: str, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """How a step is computed, which decides at the first one whether it can be."""
+    """Check the flags of the implementation, which could make the first step fail."""
     for name in sorted(found.keys() & own.keys() & _FLAGS):
         value, device = found[name], next((it.device.type for it in own["params"]), "cpu")
         if value is not None and type(value) is not bool:
@@ -374,7 +374,7 @@ def _check_flags(kind: str, found: Mapping[str, Any], own: Mapping[str, Any]) ->
 def _check_states(
     optimizer: optim.Optimizer, parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
-    """States are those that a step makes: one number, or elements of the parameter's shape."""
+    """Check that states are such as a step makes: one number, or the parameter's shape."""
     kept: list[Mapping[str, Any]] = []
     for group in saved["param_groups"]:
         states = _after_a_step(type(optimizer), group)
@@ -393,7 +393,7 @@ def _check_states(
 
 
 def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
-    """What is wrong with a state, given what a step has made under its name; nothing if it fits."""
+    """Return the problem of a state compared with one made by a step; "" if it fits."""
     if not isinstance(value, torch.Tensor):
         fits = not isinstance(like, torch.Tensor) or (
             name in SCALAR_STATES and type(value) in (int, float)
@@ -413,7 +413,7 @@ def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
 
 
 def _after_a_step(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an optimizer with these options keeps of a parameter of one element."""
+    """Return the state that an optimizer with these options keeps of a parameter of one element."""
     parameter = torch.zeros(1, requires_grad=True, device="cpu")
     parameter.grad = torch.zeros(1, device="cpu")
     try:
@@ -463,7 +463,7 @@ def _check_fit(
 
 
 def _loads_in_its_own_way(module: nn.Module) -> bool:
-    """Whether a module may rename or invent entries while it loads, so that names say nothing."""
+    """True if a module may rename or add entries while it loads; names prove nothing then."""
     known = ("torch.", "torchmetrics.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
     if "load_state_dict" in vars(module) or not type(module).load_state_dict.__module__.startswith(
         known
@@ -484,10 +484,10 @@ def _listed(problems: Sequence[str]) -> str:
 
 
 def _shard_like(value: Any, target: Any) -> Any:
-    """Part of a stored tensor to load into a target; reads no more than this rank holds of that.
+    """Return the value to load into a target; of a lazy tensor this rank's shard alone is read.
 
-    The rank that loads decides which: the interval of its layout now (``spec.interval``). The reader
-    copies it from whichever files have it, as many ranks as have written them.
+    The shard is that of the current layout (``spec.interval``). Its elements come from the
+    files that have them, written by any number of ranks.
     """
     if not isinstance(value, LazyTensor):
         return value
@@ -498,10 +498,7 @@ def _shard_like(value: Any, target: Any) -> Any:
 
 
 def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """The same for optimizer state of a parameter.
-
-    Whole tensors are cut before they reach a device.
-    """
+    """Return the value to load as state of a parameter; whole tensors are cut on the host."""
     if name in SCALAR_STATES:
         return value.whole() if isinstance(value, LazyTensor) else value
     if (

@@ -3,8 +3,8 @@
 https://github.com/huggingface/safetensors
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of each tensor), and the elements of one tensor behind the other. Several files have an index
-(JSON: the file of each tensor).
+byte offsets of each tensor), and the elements of all tensors in sequence. Several files have an
+index (JSON: the file of each tensor).
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ DTYPES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 _ALIGNMENT = 8
-"""Bytes; where the elements start in the file."""
+"""Alignment in bytes of the elements in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor to be written."""
+    """Tensor to be written."""
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
-    """In the file."""
+    """Dtype in the file."""
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         return self.tensor.numel() * self.dtype.itemsize
 
 
@@ -75,10 +75,13 @@ def write_safetensors(
     """Write one file.
 
     Args:
-        file: Open for writing, empty.
-        entries: The tensors, in the order of the file.
-        metadata: About them.
-        progress: Told of each chunk.
+        file: Empty file, open for writing.
+        entries: Tensors, in the order of the file.
+        metadata: Free-form strings for the header.
+        progress: Called with the bytes of each written chunk.
+
+    Raises:
+        NotImplementedError: Safetensors has no such dtype, or the machine is big-endian.
     """
     if sys.byteorder != "little":
         raise NotImplementedError("safetensors files are written on little-endian machines only")
@@ -121,7 +124,7 @@ def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
 
 
 def file_paths(path: Path, count: int) -> list[Path]:
-    """Paths of that many files, like ``model-00001-of-00003.safetensors``; one keeps its name."""
+    """Return paths like ``model-00001-of-00003.safetensors``; a single file keeps its name."""
     if count == 1:
         return [path]
     return [
@@ -131,12 +134,12 @@ def file_paths(path: Path, count: int) -> list[Path]:
 
 
 def index_path(path: Path) -> Path:
-    """Where the index over several files goes: ``model.safetensors.index.json``."""
+    """Return the path of the index of several files: ``model.safetensors.index.json``."""
     return path.with_name(f"{path.name}.index.json")
 
 
 def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
-    """The index over several files."""
+    """Return the content of the index of several files."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     places = {entry.name: name for name, entries in files.items() for entry in entries}
     return (
@@ -148,11 +151,11 @@ def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str
 # -- Reading
 
 _NAME = "model.safetensors"
-"""Of the one file of a folder; an index over several has ``.index.json`` behind it."""
+"""Name of a folder's single file; an index of several adds ``.index.json``."""
 
 
 def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
-    """The file or index of safetensors that a path stands for; None: it stands for none.
+    """Return the safetensors file or index that a path refers to; None if it is neither.
 
     Args:
         path: A file, an index, or a folder with ``model.safetensors`` or the index of several.
@@ -165,7 +168,7 @@ def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file, or of all files of an index, by name; mapped, not read into memory."""
+    """Return tensors of a file, or of all files of an index, by name; mapped, not read at once."""
     try:
         if path.suffix != ".json":
             return _read_file(path)
@@ -190,7 +193,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
         if length > size - 8:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         header: dict[str, Any] = json.loads(file.read(length))
-        # Private and copied on write: whatever is written to a tensor stays in this process.
+        # Private, copy-on-write: writes to a tensor stay in this process.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
@@ -210,31 +213,31 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# -- Which weights of a model they are
+# -- Names of the weights in a model
 
 
 def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
-    """Names in a model of the tensors of a file, which may be of a submodule of it.
+    """Map tensor names of a file to the model's names; the file may be of a submodule.
 
-    A file has the names of the model that was saved, as ``layers.0.weight``. In a LightningModule
-    they have the place of that model in front, as ``model.layers.0.weight``; and where the file is
-    of a model with a head and the module holds the body alone, the file's names have a part in
-    front that those of the module lack. Tensors that the model has no place for are left out.
+    A file has the names of the saved model, as ``layers.0.weight``. A LightningModule has them with
+    the path of that model as a prefix, as ``model.layers.0.weight``. If the file is of a model with
+    a head and the module holds the body alone, the file's names have a first component that those
+    of the module lack. Tensors that the model does not have are left out.
 
     Raises:
-        CheckpointError: None has a place, or two submodules have places for the same ones.
+        CheckpointError: The model has none of them, or two submodules fit equally well.
     """
     ends: dict[str, list[str]] = defaultdict(list)
     for name in own:
         parts = name.split(".")
         for start in range(len(parts)):
             ends[".".join(parts[start:])].append("".join(f"{part}." for part in parts[:start]))
-    fits: Counter[tuple[str, str]] = Counter()  # of (part that is dropped, part in front)
+    fits: Counter[tuple[str, str]] = Counter()  # of (dropped prefix, added prefix)
     for dropped in {"", *(f"{name.partition('.')[0]}." for name in stored if "." in name)}:
         for name in stored:
             if name.startswith(dropped):
                 rest = name[len(dropped) :]
-                # A place that ends with the dropped part is the one of the whole name.
+                # A prefix that ends with the dropped one is the match of the whole name.
                 fits.update(
                     (dropped, front)
                     for front in ends.get(rest, ())
@@ -245,7 +248,7 @@ def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, s
             f"none of {first_three(sorted(stored))} is in the model, nor in a submodule of it, "
             f"which has {first_three(sorted(own))}"
         )
-    # Whole names come first: one name without its first part is found in many places.
+    # Whole names come first: one name without its first component matches in many modules.
     rank = {pair: (count, not pair[0]) for pair, count in fits.items()}
     best = sorted(pair for pair in fits if rank[pair] == max(rank.values()))
     if len(best) > 1:

@@ -19,43 +19,45 @@ from shardeddp.errors import CheckpointError
 WEIGHTS = "state_dict"
 OPTIMIZERS = "optimizer_states"
 TRAINED = "current_model_state"
-"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
+"""Entry of the trained model under Lightning's weight averaging; the averages are WEIGHTS."""
 
 VERSION = "pytorch-lightning_version"
-"""Of the Lightning that wrote it; in every checkpoint of a Trainer, and in directories."""
+"""Version of Lightning that wrote it; in every checkpoint of a Trainer, and in directories."""
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""Entries that are needed to construct the module, and for nothing else."""
+"""Entries that only the construction of the module needs."""
 
 KEY = "shardeddp"
-"""Everything that Lightning does not know of, under the names that follow."""
+"""Entry of this package's own values, under the names below."""
 
 NAMES = "optimizer_parameters"
-"""For each optimizer the names of its parameters in the order of its groups."""
+"""Fqns of each optimizer's parameters, in the order of its groups."""
 
 KEPT = "kept_shards"
-"""Where there are shards outside of model and optimizers, see ``kept_shards.py``."""
+"""Paths of shards outside of model and optimizers, see ``kept_shards.py``."""
 
 STATES = "random_states"
-"""Those of all ranks, see ``random_state.py``."""
+"""Random states of all ranks, see ``random_state.py``."""
 
 LOADERS = "loader_states"
-"""Those of all ranks, where they are not the same."""
+"""Loader states of all ranks, if they differ."""
 
 # -- Checks
 
 
 def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
-    """Check the fields that are used as a checkpoint is read; others may be anything.
+    """Check the fields that are used while a checkpoint is read; others may be anything.
 
-    What hooks of the user's see before it is used is checked as it is used: hooks may undo there what
-    they have done to a checkpoint as it was saved. A field may be missing: files that other tools have
-    put together leave some out.
+    Fields that the user's hooks see before their use are checked at their use: the hooks may undo
+    their own changes to a saved checkpoint. A field may be missing: files of other tools lack some.
 
     Args:
-        checkpoint: As it was read; it is returned.
-        source: Its path, for errors.
-        loads: Whether Lightning is going to load it, which takes weights and a version.
+        checkpoint: Checkpoint that was read; it is returned.
+        source: Path of the checkpoint, for errors.
+        loads: True if Lightning is going to load it, which requires weights and a version.
+
+    Raises:
+        CheckpointError: A field has a wrong type or value, or a required one is missing.
     """
     with _named(source):
         _check(checkpoint, _READ, "")
@@ -63,7 +65,7 @@ def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dic
             _check(checkpoint, _LOADED, "")
         release = checkpoint.get(VERSION)
         if release is not None and release.split(".")[0] in ("0", "1"):
-            # Lightning brings it up to date before anybody sees it.
+            # Lightning migrates it before any other code sees it.
             _check(checkpoint, _MIGRATED, "")
     return checkpoint
 
@@ -75,7 +77,7 @@ def check_optimizers(checkpoint: Mapping[str, Any], source: object) -> None:
 
 
 def optimizers_in(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """States of optimizers; none where a hook of the user's keeps them in a form of its own."""
+    """Return the states of optimizers; none if a user's hook keeps them in a form of its own."""
     states = checkpoint.get(OPTIMIZERS, ())
     try:
         _check(states, [_OPTIMIZER], "")
@@ -90,14 +92,14 @@ def check_run(
     source: object,
     kept: Mapping[Any, tuple[Any, int]] = MappingProxyType({}),
 ) -> None:
-    """Check counters, and the states that callbacks of Lightning's own are going to load.
+    """Check counters, and the states that Lightning's own callbacks are going to load.
 
     Args:
-        checkpoint: As the hooks of the module have left it.
-        classes: Names of their classes by the keys of the states; states under other keys are of
-            anybody's callbacks, and may be anything.
+        checkpoint: Checkpoint after the hooks of the module.
+        classes: Names of callback classes by the keys of their states; states under other keys
+            belong to other callbacks, and may be anything.
         source: Path of the checkpoint, for errors.
-        kept: By key, where a callback keeps how many of the best checkpoints.
+        kept: Directory and number of best checkpoints that a callback keeps, by key.
     """
     with _named(source):
         _check(checkpoint, _RUN, "")
@@ -107,13 +109,13 @@ def check_run(
             if isinstance(state, torch.Tensor) or state:  # else Lightning loads nothing
                 _check(checkpoint, _BESIDE.get(name), "")
                 _check(state, _CALLBACKS[name], f"callbacks.{name}")
-                # Those of another directory are not loaded.
+                # States of another directory are not loaded.
                 if key in kept and cast("Any", state).get("dirpath") == kept[key][0]:
                     _check_worst(cast("Any", state), kept[key][1], f"callbacks.{name}")
 
 
 def _check_worst(state: Mapping[str, Any], most: int, path: str) -> None:
-    """See that the checkpoint which gives way to a better one is among those that are kept."""
+    """Check that the checkpoint to be replaced by a better one is among those that are kept."""
     best, worst = state.get("best_k_models") or {}, state.get("kth_best_model_path") or ""
     if worst not in best and 0 < most <= len(best):
         raise _WrongError(
@@ -123,19 +125,22 @@ def _check_worst(state: Mapping[str, Any], most: int, path: str) -> None:
 
 
 def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:
-    """A count of a checkpoint, such as its step; ``otherwise`` where a hook has left no such thing."""
+    """Return a count of a checkpoint, such as its step; ``otherwise`` if missing or invalid."""
     value = checkpoint.get(name)
     return value if type(value) is int and value >= 0 else otherwise
 
 
 def check_like(saved: Any, own: Any, path: str, *, optional: bool = True) -> None:
-    """Check that a saved state has values of the kinds that its owner has now.
+    """Check that a saved state has values of the same kinds as its owner's current state.
 
     Args:
-        saved: As it was read.
-        own: The state of the object that is going to load it, of the same class.
-        path: Where it is in the checkpoint, for errors.
-        optional: Whether any value may be None.
+        saved: State that was read.
+        own: State of the object that is going to load it, of the same class.
+        path: Path of the state in the checkpoint, for errors.
+        optional: True if any value may be None.
+
+    Raises:
+        CheckpointError: A value is of another kind.
     """
     if optional and saved is None:
         return
@@ -149,15 +154,15 @@ def check_like(saved: Any, own: Any, path: str, *, optional: bool = True) -> Non
         for name in own.keys() & saved.keys():
             check_like(saved[name], own[name], f"{path}.{name}", optional=optional)
     elif expected == "a list" == found and len({*map(_kind, own)}) == 1:
-        # In lists of one length, items are of the same owner: schedulers of a sequence, functions of
-        # parameter groups. Of a list that grows, they are all alike.
+        # In lists of one length, items have the same owners: schedulers of a sequence, functions of
+        # parameter groups. Items of a growing list are all alike.
         owners = own if len(own) == len(saved) else [own[0]] * len(saved)
         for index, (item, owner) in enumerate(zip(saved, owners, strict=True)):
             check_like(item, owner, f"{path}.{index}", optional=optional)
 
 
 def _kind(value: Any) -> str:
-    """In a word, of the values that have one; nothing of the others, which may be anything."""
+    """Return the kind of a value in words; "" for kinds that may be anything."""
     if isinstance(value, (bool, int, float, np.generic)):
         return "a number"
     if isinstance(value, torch.Tensor):
@@ -190,10 +195,10 @@ def _fail(value: Any, path: str, expected: str) -> None:
 
 # -- Specifications and their interpreter
 #
-# A string is the kind of a value, as errors call it; with `?` it may be None. A list has its items'
-# specification; if there is more in it, an empty mapping will do, too: whoever goes through either
-# finds nothing. A mapping has those of fields: of all of a name, or of an ending after `*`, the first
-# that fits; with `!` the field must be there. None stands for anything; a function checks by itself.
+# A string is the kind of a value, in the words of errors; with `?` it may be None. A list has the
+# specification of its items; with a second entry, an empty mapping is fine, too: a loop over either
+# finds nothing. A mapping has specifications of fields: by name, or by suffix after `*`; the first
+# match counts; with `!` the field is required. None accepts anything; a function checks by itself.
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "a mapping": (Mapping,),
@@ -226,7 +231,7 @@ def _check(value: Any, spec: Any, path: str) -> None:
 
 
 def _check_kind(value: Any, kind: str, path: str) -> None:
-    # A bool is an int for Python, and no count for anybody.
+    # A bool is an int for Python, but not a count.
     wrong = not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "a flag")
     if isinstance(value, torch.Tensor):
         wrong |= bool(value.ndim) if kind == "a scalar tensor" else value.numel() != 1
@@ -278,7 +283,7 @@ def _names(value: Any, path: str) -> None:
 
 def _states(value: Any, path: str) -> None:
     _check(value, "a mapping", path)
-    if any(isinstance(key, torch.Tensor) for key in value):  # known by identity: no state is found
+    if any(isinstance(key, torch.Tensor) for key in value):  # keys by identity: no state is found
         raise _WrongError(f"{path}: expected numbers or names of parameters, found a Tensor")
 
 
@@ -330,10 +335,10 @@ _CALLBACKS: dict[str, Any] = {
     "StochasticWeightAveraging": _STOCHASTIC,
     "WeightAveraging": {"latest_update_step!": "a count"},
 }
-"""Of Lightning's own, by class."""
+"""Specifications of the states of Lightning's own callbacks, by class."""
 
 _BESIDE = {"WeightAveraging": {TRAINED: _names, "averaging_state": "a mapping"}}
-"""Further entries of a checkpoint that one of them loads."""
+"""Specifications of further entries of a checkpoint that one of them loads."""
 
 _OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
 _LOOPS = {

@@ -40,13 +40,13 @@ _CHUNK_NBYTES = 1 << 30
 
 
 class HostMemory:
-    """Keeps its memory: pages new from the system cost ten times a copy into known pages.
+    """Host memory that is reused: new pages of the system cost ten times a copy into known pages.
 
-    It is pinned where there are devices to copy from. It is made of chunks: pinned memory is
-    allocated in powers of two, which for one of 140 GB would be 256.
+    It is pinned if there are devices to copy from. It consists of chunks, as pinned memory is
+    allocated in powers of two: one block for 140 GB would take 256 GB.
 
     Args:
-        chunk_nbytes: Of all chunks but those for a single larger tensor.
+        chunk_nbytes: Size of a chunk; a single larger tensor gets a larger one.
     """
 
     def __init__(self, chunk_nbytes: int = _CHUNK_NBYTES) -> None:
@@ -55,9 +55,9 @@ class HostMemory:
         self._is_pinned = False
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors, 1D and contiguous, to the host; return when they have arrived.
+        """Copy tensors, 1D and contiguous, to the host; return when the copies are complete.
 
-        The copies are valid until the next call.
+        They are valid until the next call.
         """
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         places, chunks = self._layout(tensors)
@@ -65,8 +65,8 @@ class HostMemory:
             nbytes <= chunk.numel() for nbytes, chunk in zip(chunks, self._chunks, strict=False)
         )
         if not fits or (devices and not self._is_pinned):
-            # Freed before new ones are allocated; no copy into them is under way (each call waits
-            # for its own), and no save reads them (one is begun when the one before has ended).
+            # Old chunks are freed before new ones are allocated. No copy into them is under way
+            # (each call waits for its own), and no save reads them (the one before has ended).
             self._chunks = []
             self._is_pinned = bool(devices)
             self._chunks = [
@@ -84,7 +84,7 @@ class HostMemory:
         return copies
 
     def _layout(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Chunk and offset of every tensor, and bytes of every chunk."""
+        """Return chunk and offset of every tensor, and the size of every chunk."""
         places: list[tuple[int, int]] = []
         chunks: list[int] = [0]
         for tensor in tensors:
@@ -99,7 +99,7 @@ class HostMemory:
 # -- Replica check: equal elements have equal bits
 
 _Held: TypeAlias = tuple[int, Interval, bool, bytes]
-"""A share by its section and interval, whether its rank writes it, and its checksum."""
+"""Section and interval of a share, True if its rank writes it, and its digest."""
 
 
 def compare_replicas(
@@ -109,16 +109,19 @@ def compare_replicas(
     names: Sequence[str],
     group: HostGroup,
 ) -> None:
-    """Refuse what ranks that hold the same elements hold otherwise; a collective of all ranks.
+    """Refuse a save if replicas differ; a collective of all ranks.
 
-    A rank tells one checksum. Only where they differ each tells that of every share.
+    Each rank sends one digest. Only if digests differ, each sends that of every share.
 
     Args:
-        shares: What this rank holds.
-        digests: Gives the checksum of each; asked once.
-        part: Number of the elements: ranks with the same one hold the same.
-        names: Of sections, for the error.
+        shares: Shares of this rank.
+        digests: Returns the digest of each share; called once.
+        part: Index of this rank's shards, equal on replicas, see :func:`part_of`.
+        names: Names of the sections, for the error.
         group: Host group of all ranks.
+
+    Raises:
+        CheckpointError: Replicas differ; raised on all ranks.
     """
     step, own = "comparing replicas", list[bytes]()
 
@@ -139,7 +142,7 @@ def compare_replicas(
 
 
 def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) -> None:
-    """The same of the shares that ranks have of a checkpoint; a collective of all ranks."""
+    """Compare the replicas of a checkpoint's shares; a collective of all ranks."""
     part = part_of(mesh)
     if part is not None:
 
@@ -150,24 +153,24 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 
 
 def part_of(mesh: Mesh) -> int | None:
-    """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
+    """Return the index of this rank's shards, which is equal on replicas; None: no replicas."""
     axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
     if all(it.num_slices == it.data_size for it in axes):
         return None
     part = 0
-    for it in axes:  # ranks hold the same if they do on both
+    for it in axes:  # ranks are replicas if they are on both
         part = part * it.tensor_size + it.tensor_rank(mesh.rank)
         part = part * it.num_slices + it.slice_rank(mesh.rank)
     return part
 
 
 def digest_of(digests: Iterable[bytes]) -> bytes:
-    """The checksum of a share, from those of its blocks."""
+    """Return the digest of a share, from those of its blocks."""
     return digest(b"".join(digests))
 
 
 def plain_elements(elements: torch.Tensor) -> torch.Tensor:
-    """In host memory, one after the other, without a conjugation that is still to come."""
+    """Return elements on the host, contiguous, with pending conjugation and negation applied."""
     return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -195,7 +198,7 @@ def _refuse(held: Sequence[Sequence[_Held]], names: Sequence[str]) -> None:
 
 
 class SectionSpec(NamedTuple):
-    """What is known of a section before it is written; see :class:`Section`."""
+    """Description of a section before it is written; see :class:`Section`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -204,37 +207,37 @@ class SectionSpec(NamedTuple):
 
 
 ParameterNames = Sequence[Sequence[str]]
-"""For each optimizer, the fqns of its parameters in the order of its groups."""
+"""Fqns of each optimizer's parameters, in the order of its groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An interval of a tensor that lies with this rank."""
+    """Interval of a tensor that this rank holds."""
 
     section: int
-    """Number of the tensor among those that are stored, see :class:`Snapshot`."""
+    """Index of the tensor's section, see :class:`Snapshot`."""
 
     interval: Interval
     elements: torch.Tensor
-    """1D, row-major; what training goes on with, or a copy of it."""
+    """Elements, 1D, row-major: the memory that training goes on with, or a copy of it."""
 
     written: bool
-    """Whether this rank writes the elements; else a replica does.
+    """True if this rank writes the elements; else a replica does.
 
-    In that case they are compared with what the replica writes.
+    In that case they are compared with those of the replica.
     """
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank has of a checkpoint.
+    """One rank's share of a checkpoint.
 
-    Tensors that are stored once, tied parameters, are one section. Sections of sharded tensors have
-    the first numbers, the same on every rank. The others are rank 0's, and so are names and tree.
+    Tensors that are stored once, tied parameters, are one section. Sections of sharded tensors come
+    first, the same on every rank. Only rank 0 has the others, and the names and the tree.
     """
 
     tree: Any = None
-    """The checkpoint as JSON, with names in place of tensors."""
+    """The checkpoint as JSON, with names instead of tensors."""
 
     objects: list[tuple[ItemPath, Any]] = field(default_factory=list[tuple[ItemPath, Any]])
     """Non-tensors of model and optimizers, for other readers; this package does not use them."""
@@ -246,26 +249,26 @@ class Snapshot:
     """
 
     sections: list[SectionSpec] = field(default_factory=list[SectionSpec])
-    """Dtype and shape of each."""
+    """Dtype and shape of each section."""
 
     tensors: list[tuple[ItemPath, int]] = field(default_factory=list[tuple[ItemPath, int]])
-    """Where each tensor lies in the checkpoint, and its section; once for each section it has."""
+    """Path of each tensor and its section; a tensor of several sections has several entries."""
 
     shares: list[Share] = field(default_factory=list[Share])
-    """By section."""
+    """Shares of this rank, by section."""
 
     num_sharded: int = 0
-    """How many of the sections are of sharded tensors."""
+    """Number of sections of sharded tensors."""
 
     layout: bytes = b""
-    """Checksum of those, which are the same on every rank."""
+    """Digest of these sections, which are the same on every rank."""
 
     part: int | None = None
-    """Which elements of them this rank holds; None: no other rank holds the same."""
+    """Index of this rank's shards, see :func:`part_of`; None: no replicas."""
 
     @cached_property
     def names(self) -> list[str]:
-        """The first name of each section."""
+        """First name of each section."""
         found: dict[int, str] = {}
         for path, section in self.tensors:
             found.setdefault(section, name_of(path))
@@ -277,30 +280,29 @@ class Snapshot:
         return sum(share.elements.nbytes for share in self.shares if share.written)
 
     def copied(self, memory: HostMemory) -> Snapshot:
-        """The snapshot with its own elements in host memory, for a write in the background."""
+        """Return the snapshot with its elements copied to ``memory``, for a background write."""
         copies = memory.copies([share.elements for share in self.shares])
         shares = [
             replace(share, elements=own) for share, own in zip(self.shares, copies, strict=True)
         ]
-        # Callbacks go on with the very objects that they have handed out; the rest was pickled
-        # already.
+        # Callbacks go on with the objects that they have returned; the rest is pickled already.
         return replace(self, shares=shares, objects=copy.deepcopy(self.objects))
 
 
 def take_snapshot(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh, codecs: Sequence[Codec] = ()
 ) -> Snapshot:
-    """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
+    """Name every tensor of a checkpoint and cut it into shares of the ranks; no communication.
 
-    Replicas of a shard take turns by the bytes that each has been given so far. What is not sharded
-    is written by rank 0, whose values count, as in a checkpoint of DDP.
+    Replicas of a shard take turns, by the bytes assigned to each so far. Tensors that are not
+    sharded are written by rank 0 with its values, as in a checkpoint of DDP.
 
     Args:
-        checkpoint: As Lightning has put it together: ``state_dict``, ``optimizer_states`` and
-            anything else; the same sharded tensors in the same order on every rank.
-        names: Of the parameters of each optimizer in it.
-        mesh: The ranks that save it.
-        codecs: For values of further types in it.
+        checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` and others; the
+            same sharded tensors in the same order on every rank.
+        names: Fqns of the parameters of each optimizer in it.
+        mesh: Mesh of the ranks that save it.
+        codecs: Codecs for values of further types.
 
     Raises:
         CheckpointError: The model or an optimizer has a state that JSON and tensors cannot hold.
@@ -325,11 +327,11 @@ def take_snapshot(
 def describe(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
-    """Content of a plain file, and the shards that replicas have in common; no communication.
+    """Describe the content of a plain file, and the shards of replicas; no communication.
 
     Returns:
-        Each tensor with its path; the paths of what is no tensor and belongs to the model or an
-        optimizer; and what this rank has of the sharded tensors, with the names of these.
+        All tensors with their paths; paths of the model's and optimizers' values that are no
+        tensors; this rank's shares of sharded tensors; and the first name of each section.
     """
     collector = _Collector(_paths(checkpoint, names), mesh)
     tensors = list[tuple[torch.Tensor, ItemPath]]()
@@ -343,19 +345,19 @@ def describe(
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested mappings and sequences."""
+    """Return all tensors in nested mappings and sequences."""
     return [tensor for tensor, _ in tensors_in(tree)]
 
 
 def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> None:
-    """Refuse tensors that could not be saved, or not be loaded again, by their place.
+    """Refuse tensors that could not be saved or loaded again; the error has their path.
 
     Args:
-        checkpoint: As for :func:`take_snapshot`.
-        pickled: Whether they go into a file of torch, which has more kinds of them.
+        checkpoint: Checkpoint as for :func:`take_snapshot`.
+        pickled: True for a file of torch, which can hold more kinds of tensors.
 
     Raises:
-        CheckpointError: One has no values, or is of a layout or a class that is not stored.
+        CheckpointError: A tensor has no values, or a layout or class that is not stored.
     """
     for tensor, keys in tensors_in(checkpoint):
         if why := _why_not_saved(tensor, pickled):
@@ -375,7 +377,7 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
     if type(tensor) not in _STORED and tensor.layout is torch.strided:
         try:
             memory_of(plain_elements(tensor.detach().reshape(-1)[:1]))
-        except Exception as error:  # noqa: BLE001 - a class of anybody refuses in any way
+        except Exception as error:  # noqa: BLE001 - a foreign class may raise anything
             said = (str(error).splitlines() or [""])[0]
             return f"gives no elements ({said[:200]}): keep the plain tensors that it consists of"
     return None
@@ -385,20 +387,20 @@ _STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)
 
 
 def where_pickling_fails(tree: Any, pickled: Callable[[Any], object]) -> str:
-    """The first value of a tree that cannot be pickled, with its place."""
+    """Return class and path of the first value of a tree that cannot be pickled."""
     found: list[tuple[str, Any]] = []
-    with suppress(CheckpointError):  # what contains itself ends the search
+    with suppress(CheckpointError):  # a value that contains itself ends the search
         encode(tree, lambda tensor: "", (), found)
     for place, value in found:
         try:
             pickled(value)
-        except Exception:  # noqa: BLE001 - a class of anybody refuses in any way
+        except Exception:  # noqa: BLE001 - a foreign class may raise anything
             return f"the {type(value).__name__} at {place}"
     return "something in it"
 
 
 def _pickled(rest: Mapping[str, Any], opaque: Sequence[tuple[str, Any]]) -> bytes:
-    """What Lightning reads, with the values that only pickle can hold."""
+    """Return the pickle that Lightning reads, with the values that only pickle can hold."""
     try:
         pickled = lightning_meta(rest, {id(value) for _, value in opaque})
     except Exception as error:
@@ -418,7 +420,7 @@ def _pickled(rest: Mapping[str, Any], opaque: Sequence[tuple[str, Any]]) -> byte
 
 
 def nbytes_of(tree: Any) -> int:
-    """Bytes of all tensors in nested mappings and sequences, on all ranks; shared memory once."""
+    """Return the bytes of all tensors in a tree, over all ranks; shared memory counts once."""
     parts = [
         part
         for tensor in tensors_of(tree)
@@ -434,31 +436,31 @@ class _Collector:
         self._paths = paths
         self._rank, self._part = mesh.rank, part_of(mesh)
         self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
-        # By kind, sharded or not, because the numbers of the others begin behind all of these.
+        # Sharded and others apart: the numbers of the others begin after all sharded ones.
         self._sections: dict[bool, list[tuple[ItemPath, SectionSpec]]]
         self._sections = {True: [], False: []}
         self._shares: dict[bool, list[Share]] = {True: [], False: []}
         self._stored: dict[tuple[Any, ...], tuple[bool, range]] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
-        # Heaps: bytes that each rank writes which holds the same elements as this one, or the same
-        # of another box, and the rank.
+        # Heaps of (bytes to write so far, rank): of this rank's replicas, and of each box's ranks
+        # with the same slice of it.
         self._turns = _turns(mesh)
         self._turns_by_box = {mesh.topology: _turns_by_box(mesh)}
         if mesh.experts is not None:
             self._turns_by_box[mesh.experts.topology] = _turns_by_box(mesh.experts)
 
     def put(self, tensor: torch.Tensor) -> str:
-        """Name a tensor that has been met; the value that stands for it in the tree."""
+        """Take a tensor and return its name, which replaces it in the tree."""
         path = self.path_of(tensor)
         self.add(path, tensor)
         return name_of(path)
 
     def path_of(self, tensor: torch.Tensor) -> ItemPath:
-        """Where a tensor that has been met lies; asked once for each occurrence."""
+        """Return the path of a tensor; called once for each occurrence."""
         return self._paths.get(id(tensor)) or self._extra(tensor)
 
     def add(self, path: ItemPath, tensor: torch.Tensor) -> None:
-        """Take this rank's share of a tensor, unless its memory is stored already."""
+        """Take this rank's share of a tensor, unless its memory was taken before."""
         key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
         if key not in self._stored:
             sections, shape = self._sections[sharded], tuple(tensor.shape)
@@ -479,7 +481,7 @@ class _Collector:
         self._tensors.append((path, self._stored[key]))
 
     def snapshot(self) -> Snapshot:
-        """All tensors that were met."""
+        """Return a snapshot of all tensors taken."""
         sharded, plain = self._sections[True], self._sections[False]
         first = {True: 0, False: len(sharded)}
         return Snapshot(
@@ -499,8 +501,7 @@ class _Collector:
         )
 
     def _extra(self, tensor: torch.Tensor) -> ItemPath:
-        # Counted apart: the sharded ones have to have the same names on all ranks, the others are
-        # rank 0's.
+        # Counted apart: sharded tensors need the same names on all ranks, the others are rank 0's.
         kind = SHARDED_EXTRA if isinstance(tensor, ShardTensor) else PLAIN_EXTRA
         self._extras[kind] += 1
         return (*kind, str(self._extras[kind]))
@@ -512,7 +513,7 @@ class _Collector:
                 self._shares[False].append(Share(number, whole, elements, True))
             return
         interval = tensor.spec.interval
-        # Replicas take turns by the bytes that each has been given so far.
+        # Replicas take turns, by the bytes assigned to each so far.
         writers: list[int] = []
         of_boxes = self._turns_by_box[tensor.spec.mesh.topology] if tensor.spec.boxes else ()
         for turns in of_boxes or [self._turns]:
@@ -547,7 +548,7 @@ def _turns_by_box(mesh: Mesh) -> list[_Turns]:
 
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that would be stored as the same bytes; on all ranks or on none."""
+    """Return a key that is equal for tensors stored as the same bytes; consistent across ranks."""
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
         return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
@@ -557,7 +558,7 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:
-    """Names of model and optimizer tensors by identity, as in Lightning's FSDPStrategy."""
+    """Return paths of model and optimizer tensors by id, as in Lightning's FSDPStrategy."""
     values = _values(checkpoint, names)
     return {id(value): path for path, value in values if isinstance(value, torch.Tensor)}
 
@@ -571,18 +572,18 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
 
 
 def _values(checkpoint: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[ItemPath, Any]]:
-    """Every value of the model, and those of optimizers under the names of parameters."""
+    """Yield every value of the model, and of optimizers under the names of parameters."""
     for key, value in checkpoint.get(WEIGHTS, {}).items():
         yield ("model", key), value
     optimizers = zip(optimizers_in(checkpoint), names, strict=False)
     for number, (optimizer, fqns) in enumerate(optimizers):
         root = f"optimizer_{number}"
         for index, state in optimizer.get("state", {}).items():
-            # Else it is kept of no parameter.
+            # Other keys belong to no parameter.
             if isinstance(index, int) and 0 <= index < len(fqns):
                 for key, value in state.items():
                     yield (root, "state", fqns[index], key), value
-        # A placeholder of Lightning, for a module without optimizers, has no groups.
+        # Lightning's placeholder for a module without optimizers has no groups.
         groups = optimizer.get("param_groups", ())
         named = [{**it, "params": [fqns[index] for index in it["params"]]} for it in groups]
         yield (root, "param_groups"), named

@@ -24,33 +24,32 @@ from shardeddp.checkpoint.strict_json import MAX_INTEGER
 from shardeddp.errors import CheckpointError
 from shardeddp.torch_private import STATE_VERSIONS
 
-# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the
-# *parts* of the value, a simpler value that is encoded in turn, so the codec of a type says only
-# how to take it apart and put it together. Nothing in the data names what is imported or called:
-# tags are looked up in a table.
+# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. It holds the *parts* of
+# the value, a simpler value that is encoded in turn, so the codec of a type only takes values apart
+# and puts them together. No name in the data is imported or called: tags are looked up in a table.
 #
 #     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
 
 TAG = "$"
 MAX_DEPTH = 200
-"""JSON levels of a tree that is saved; an interpreter that reads it has room for more."""
+"""Limit of JSON levels in a saved tree; Python's reader has room for more."""
 
 _TENSOR = "tensor"
 _OPAQUE = "opaque"
 _MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse", "strings"})
 _DATA_NBYTES = 2**12
-"""From here on, bytes, and lists and dicts of numbers and text, are stored as tensors."""
+"""Size from which bytes, and lists and dicts of numbers and text, are stored as tensors."""
 
 _MANY = _DATA_NBYTES // 8
-"""From here on, values are many: numbers of 8 bytes, texts, and pairs of a dict."""
+"""Length from which lists and dicts are stored as tensors: numbers of 8 bytes, texts, pairs."""
 
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which is no text."""
+"""Half of a surrogate pair, which is not valid text."""
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 _MAX_SAME_HASH = 16
-"""Keys of one dict with the same hash; more of them would cost quadratic time.
+"""Limit of keys of one dict with the same hash; more would cost quadratic time.
 
 Such keys can be made, as hashes of numbers are not randomized.
 """
@@ -58,34 +57,34 @@ Such keys can be made, as hashes of numbers are not randomized.
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A value that could not be encoded.
+    """Value that could not be encoded.
 
-    Equal to itself alone: two values of one class need not be equal.
+    It equals itself alone: two values of one class need not be equal.
     """
 
     type_name: str
-    """Its class; for reading, never for importing."""
+    """Name of its class, for messages; never imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How values of one exact class are written; subclasses are other classes, and may be code."""
+    """Encoding of values of one exact class; subclasses are other classes, and may be code."""
 
     kind: type
     tag: str
     parts: Callable[[Any], Any]
-    """To a simpler value, which is encoded in turn.
+    """Takes a value apart into a simpler one, which is encoded in turn.
 
-    ``NotImplemented`` for a value that the next codec of the class takes, or JSON, or else becomes
-    :class:`Opaque`.
+    ``NotImplemented`` leaves a value to the next codec of the class or to JSON, or else it
+    becomes :class:`Opaque`.
     """
 
     build: Callable[[Any], Any]
-    """From the decoded parts, which may be anything; any exception refuses them."""
+    """Builds a value from decoded parts, which may be anything; any exception refuses them."""
 
 
 def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
-    """The codec of a dict class that is built from a dict and holds nothing else."""
+    """Return the codec of a dict class that is built from a dict and holds nothing else."""
     return Codec(kind=kind, tag=tag, parts=_pairs, build=lambda parts: kind(_dict(parts)))
 
 
@@ -97,18 +96,18 @@ def encode(
 ) -> Any:
     """Encode a state tree as a JSON value; :func:`decode` gives equal values (floats bit by bit).
 
-    A reference that is shared is written each time.
+    A shared reference is written each time.
 
     Args:
-        tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes
+        tree: Containers, numbers, text, tensors and values with a codec; all others become
             :class:`Opaque`.
         put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
         more: Codecs beside :data:`CODECS`.
-        opaque: Takes the values that become :class:`Opaque`, each behind its dotted path.
+        opaque: List to which ``(dotted path, value)`` of each :class:`Opaque` is added.
 
     Raises:
-        CheckpointError: It contains itself, is nested deeper than the parser allows, or has keys
-            that the decoder refuses: says where.
+        CheckpointError: A value contains itself, is nested deeper than the parser allows, or has
+            keys that the decoder refuses; the message has its path.
     """
     codecs: defaultdict[type, list[Codec]] = defaultdict(list)
     for codec in (*CODECS, *more):
@@ -119,7 +118,7 @@ def encode(
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
-    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`."""
+    """Decode a result of :func:`encode`; runs no code but the codecs and ``get``."""
     codecs = {codec.tag: codec for codec in (*CODECS, *more)}
     try:
         return _Decoder(get=get, codecs=codecs).decode(value)
@@ -130,9 +129,9 @@ def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec]
 
 
 def are_leaves(values: Iterable[Any]) -> bool:
-    """Whether none of the values holds another one, at the speed of C.
+    """Return True if no value contains another one, at the speed of C.
 
-    Whoever looks for tensors in a tree passes by a vocabulary of a million words in this way.
+    Searches for tensors skip a vocabulary of a million words in this way.
     """
     return _LEAVES.issuperset(map(type, values))
 
@@ -140,9 +139,9 @@ def are_leaves(values: Iterable[Any]) -> bool:
 def tensors_in(
     tree: Any, keys: tuple[Any, ...] = (), around: tuple[int, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Tensors in nested mappings, namespaces and sequences, each with the keys that lead to it.
+    """Yield tensors in nested mappings, namespaces and sequences, each with its path of keys.
 
-    Nothing of what contains itself or is too deep: whoever writes it says so.
+    Values that contain themselves or are too deep are skipped; encoding reports them.
     """
     if isinstance(tree, torch.Tensor):
         yield tree, keys
@@ -161,9 +160,9 @@ def tensors_in(
 
 
 def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:
-    """Versions of modules' states, by fqn, as torch notes them in a state dict.
+    """Return the versions of modules' states, by fqn, that torch keeps in a state dict.
 
-    ``nn.Module.load_state_dict`` hands them to modules, which convert states of older versions.
+    ``nn.Module.load_state_dict`` passes them to modules, which convert states of older versions.
     """
     return vars(state).get(STATE_VERSIONS) if isinstance(state, OrderedDict) else None
 
@@ -171,7 +170,7 @@ def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:
 def with_versions(
     state: dict[Any, Any], versions: Mapping[str, dict[str, Any]] | None
 ) -> dict[Any, Any]:
-    """A copy of a state dict with versions noted in it; the state dict itself where there are none."""
+    """Return a copy of a state dict with versions; without versions the state dict itself."""
     if versions is None:
         return state
     copied = OrderedDict(state)
@@ -180,10 +179,10 @@ def with_versions(
 
 
 def without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """A copy of a state dict, in which a prefix is gone from names of tensors and of modules."""
+    """Return a copy of a state dict without a prefix in the names of tensors and modules."""
     versions = versions_of(state)
     if versions is not None:
-        # The names with the prefix last: those that they become are theirs.
+        # Names with the prefix come last: they win where a shortened name exists already.
         names = sorted((f"{name}." for name in versions), key=lambda name: name.startswith(prefix))
         versions = {name.removeprefix(prefix)[:-1]: versions[name[:-1]] for name in names}
     return with_versions({name.removeprefix(prefix): it for name, it in state.items()}, versions)
@@ -194,12 +193,12 @@ def plain(
     leaf: Callable[[Any], Any] = lambda value: value,
     kept: Container[int] = frozenset(),
 ) -> Any:
-    """A tree in containers that ``weights_only=True`` reads.
+    """Return a tree in containers that ``weights_only=True`` reads.
 
     Args:
-        tree: Any.
-        leaf: Makes what is to be there of anything that is no container.
-        kept: Identities of values that keep their class.
+        tree: Nested containers.
+        leaf: Maps each value that is no container to its replacement.
+        kept: Ids of values that keep their class.
     """
     if id(tree) in kept:
         return with_leaves(tree, leaf)
@@ -221,11 +220,11 @@ def plain(
 
 
 def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A tree with other leaves, in containers of its own classes; itself where no leaf changes.
+    """Return a tree with replaced leaves, in containers of its classes; itself if none changes.
 
     Args:
         tree: Nested mappings, namespaces, lists, tuples and queues.
-        leaf: Makes what is to be there of anything that is no container, keys aside.
+        leaf: Maps each value that is no container, keys aside, to its replacement.
     """
     if isinstance(tree, Namespace):
         own = vars(tree)
@@ -256,7 +255,7 @@ def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
         return _copy_of(tree, lambda it: list.__setitem__(it, slice(None), made))
     if isinstance(tree, deque):
         return _copy_of(tree, lambda it: (it.clear(), it.extend(made)))
-    built = tuple.__new__(type(tree), made)  # also of a named one
+    built = tuple.__new__(type(tree), made)  # also a namedtuple
     if hasattr(tree, "__dict__"):
         vars(built).update(vars(tree))
     return built
@@ -269,7 +268,7 @@ def _copy_of(container: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def opaque_paths(tree: Any) -> list[str]:
-    """Dotted paths of missing values in a decoded tree; an opaque key is a path of its own."""
+    """Dotted paths of opaque values in a decoded tree; an opaque key is a path of its own."""
     return [".".join(path) for path in _opaque_paths(tree, ())]
 
 
@@ -279,7 +278,7 @@ class _Encoder:
     codecs: Mapping[type, Sequence[Codec]]
     opaque: list[tuple[str, Any]]
     open: set[int] = field(default_factory=set[int])
-    """Identities of the values around the current one."""
+    """Ids of the values around the current one."""
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         if _is_plain_scalar(value):
@@ -320,10 +319,10 @@ class _Decoder:
     get: Callable[[str], torch.Tensor]
     codecs: Mapping[str, Codec]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Those that were asked for, by name: what was one object is one again."""
+    """Decoded tensors by name: each occurrence is the same object again."""
 
     taken: set[int] = field(default_factory=set[int])
-    """Identities of those that a value was made of."""
+    """Ids of tensors that a value was made of."""
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -367,7 +366,7 @@ class _Decoder:
         return self.tensors[name]
 
     def _take(self, parts: Any) -> None:
-        """Each tensor may be used once: else a short document could demand many copies of a large one."""
+        """Use each tensor once: else a short document could demand many copies of a large one."""
         for part in parts:
             if isinstance(part, torch.Tensor):
                 if id(part) in self.taken:
@@ -384,18 +383,18 @@ def _refused(value: Any, path: tuple[str, ...], why: str) -> CheckpointError:
 
 
 def dotted(path: Sequence[str]) -> str:
-    """A path for the eye; the middle of a long one is left out."""
+    """Return a path for messages; the middle of a long one is left out."""
     if len(path) > 2 * _SHOWN:
         path = [*path[:_SHOWN], f"({len(path) - 2 * _SHOWN} more)", *path[-_SHOWN:]]
     return ".".join(path) or "its root"
 
 
 _SHOWN = 6
-"""Keys at each end of a long path."""
+"""Keys shown at each end of a long path."""
 
 
 def _is_plain_scalar(value: Any) -> bool:
-    """Whether JSON has it and keeps it exactly."""
+    """Return True if JSON has the value and keeps it exactly."""
     if value is None or type(value) is bool:
         return True
     if type(value) is int:
@@ -404,8 +403,8 @@ def _is_plain_scalar(value: Any) -> bool:
 
 
 def _is_plain_text(value: Any) -> bool:
-    # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser
-    # refuses.
+    # File names may hold bytes that are not valid text, as halves of surrogate pairs, which the
+    # parser refuses.
     return type(value) is str and (value.isascii() or not _HALF.search(value))
 
 
@@ -430,7 +429,7 @@ def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]
 
 
 def _is_table(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict is stored as two lists: many words or numbers, and no containers."""
+    """Return True if a dict is stored as two lists: many words or numbers, and no containers."""
     kinds = set(map(type, value)) if len(value) >= _MANY else set()
     return (kinds == {str} or kinds == {int}) and are_leaves(value.values())
 
@@ -451,7 +450,7 @@ def _pairs(value: Mapping[Any, Any]) -> Any:
 
 
 def _state_dict(value: OrderedDict[Any, Any]) -> Any:
-    """Pairs, and what torch has noted of the modules that they are of: versions of their states."""
+    """Return the pairs, and the versions of modules' states that torch keeps beside them."""
     noted = vars(value)
     if not noted.get(STATE_VERSIONS) or len(noted) > 1:
         return NotImplemented
@@ -482,14 +481,14 @@ def _dict(parts: Any) -> dict[Any, Any]:
 
 
 def _apart(keys: Collection[Any]) -> list[Any]:
-    """Keys whose hashes tell them apart."""
+    """Return the keys as a list; refuse many keys of one hash."""
     if keys and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
         raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
     return list(keys)
 
 
 def _distinct(parts: Any) -> list[Any]:
-    """Keys that a hash table takes in linear time and without losing one."""
+    """Return keys that a hash table takes in linear time and without losing one."""
     keys = _apart(_list(parts))
     if len(set(keys)) != len(keys):
         raise ValueError("a key stands there twice")
@@ -497,12 +496,12 @@ def _distinct(parts: Any) -> list[Any]:
 
 
 def _members(value: Collection[Any]) -> list[Any]:
-    # The order of text depends on the seed of the hashes, and the bytes of a checkpoint should not.
+    # The order of strings depends on the hash seed; the bytes of a checkpoint should not.
     return sorted(value) if set(map(type, value)) == {str} else _apart(value)
 
 
 def _list(parts: Any) -> list[Any]:
-    """Parts as they were written: what else can be iterated may never end."""
+    """Require a list, as was written: another iterable may never end."""
     if type(parts) is not list:
         raise TypeError(f"expected a list, found a {type(parts).__name__}")
     return cast("list[Any]", parts)
@@ -517,7 +516,7 @@ def _text(parts: Any) -> str:
 def _default_dict_parts(value: defaultdict[Any, Any]) -> Any:
     names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
     if value.default_factory is not None and not names:
-        return NotImplemented  # code of somebody's
+        return NotImplemented  # the user's code
     return [names[0] if names else None, _pairs(value)]
 
 
@@ -556,7 +555,7 @@ def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
 
 
 def sparse_parts(value: torch.Tensor) -> Any:
-    """The plain tensors that a sparse one consists of."""
+    """Return the layout, the shape and the plain tensors of a sparse tensor."""
     value, coalesced = value.detach(), True
     if value.layout is torch.sparse_coo:
         parts, coalesced = [value._indices(), value._values()], value.is_coalesced()
@@ -612,7 +611,7 @@ def _build_bytes(parts: Any) -> bytes:
 
 
 def _numbers(value: list[Any]) -> Any:
-    """A long list of floats, or of integers of 64 bits, as a tensor."""
+    """Return a long list of floats, or of 64-bit integers, as a tensor."""
     kind = type(value[0]) if len(value) >= _MANY else None
     if kind not in (int, float) or set(map(type, value)) != {kind}:
         return NotImplemented
@@ -623,7 +622,7 @@ def _numbers(value: list[Any]) -> Any:
 
 
 def _texts(value: list[Any]) -> Any:
-    """A list of much text as its letters and the length of each, in letters."""
+    """Return a list of much text as its letters, and the length of each text in letters."""
     if not value or set(map(type, value)) != {str}:
         return NotImplemented
     lengths = np.fromiter(map(len, value), dtype=np.int64, count=len(value))
@@ -710,7 +709,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     (bytes, "bytes", _bytes_parts, _build_bytes),
     (bytearray, "bytearray", bytes, lambda parts: bytearray(_bytes(parts))),
     (deque, "deque", lambda it: [list(it), it.maxlen], _build_deque),
-    # Of a tensor on the disk, numpy's list is made without a look at each number.
+    # Of a tensor on the disk, numpy makes the list without a look at each number.
     (list, "numbers", _numbers, lambda parts: parts.numpy().tolist()),
     (list, "strings", _texts, _build_texts),
     (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
@@ -750,4 +749,4 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
 CODECS: tuple[Codec, ...] = tuple(
     Codec(kind=kind, tag=tag, parts=parts, build=build) for kind, tag, parts, build in _BUILT_IN
 )
-"""What every version of the format can hold; a tag never changes its meaning."""
+"""Codecs of every version of the format; a tag never changes its meaning."""

@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 from shardeddp.errors import CheckpointError
 from shardeddp.garbage import collector_paused
 
-# The parser is :mod:`json`, with hooks for what is stricter here. What a document can cost is bounded
-# by its own size: a value takes at most some 60 bytes for each byte of its text (``[],``), and text
-# without end, wide characters and long numbers take time in proportion to their length. Nesting is
-# bounded by the interpreter.
+# The parser is :mod:`json`, with hooks for stricter rules. The cost of a document is bounded by its
+# size: a value takes at most some 60 bytes for each byte of its text (``[],``), and unterminated
+# text, wide characters and long numbers take time in proportion to their length. Nesting is bounded
+# by the interpreter.
 
 MAX_INTEGER = 2**53 - 1
-"""Of either sign: what every JSON reader keeps exactly."""
+"""Limit of either sign, up to which every JSON reader keeps integers exactly."""
 
 _MAX_NUMBER_LENGTH = 32
-"""Characters; ``repr`` of a float has 24 at most.
+"""Limit in characters; ``repr`` of a float has 24 at most.
 
-Longer digits take more than linear time on old interpreters.
+More digits take more than linear time on old interpreters.
 """
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -33,10 +33,10 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
     """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
     Raises:
-        CheckpointError: It is not such a document; nothing else is raised.
+        CheckpointError: The data is anything else; no other error is raised.
     """
     try:
-        # What it makes is bounded by the document's size.
+        # The number of new objects is bounded by the document's size.
         with collector_paused():
             value = json.loads(
                 data.decode("ascii"),

@@ -68,35 +68,35 @@ _WILD = frozenset("*?[")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor, or some that are shown as one."""
+    """One tensor, or several that are shown as one."""
 
     name: str
     num_tensors: int
     shape: tuple[int, ...] | None
-    """None for several."""
+    """Shape of the tensor; None for several."""
 
     dtypes: tuple[str, ...]
     numel: int
     nbytes: int
-    """In the checkpoint; what shares the memory of something named before has none of its own."""
+    """Stored bytes; 0 for a tensor that shares the memory of one named before."""
 
     num_parts: int
-    """In different files."""
+    """Number of intervals in different files; 1 in a plain file."""
 
     same_as: str = ""
-    """The name of the tensor whose elements these are, too."""
+    """Name of the tensor that shares these elements; "" if none does."""
 
 
 def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
-    """One row for each tensor: those of the model, of each optimizer, and others.
+    """Return one row for each tensor: those of the model, of each optimizer, and others.
 
     Args:
-        manifest: Of the checkpoint.
-        pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a
-            pattern without wildcards is a part of the name.
+        manifest: Manifest of the checkpoint.
+        pattern: Shell pattern of the names, with or without their prefix (``model.``); a pattern
+            without wildcards is a substring.
     """
     rows: list[Row] = []
-    # In the manifest what is not sharded comes behind everything that is.
+    # In the manifest, tensors that are not sharded follow all sharded ones.
     roots = {root: at for at, root in enumerate(_roots(manifest))}
     for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
         owner = manifest.owners[tensor.sections[0]] if tensor.numel else tensor.name
@@ -112,13 +112,13 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
 
 
 def is_like(pattern: str, *names: str) -> bool:
-    """Whether a name matches, as in a shell; a pattern without wildcards is a part of it."""
+    """Return True if a name matches a shell pattern; one without wildcards is a substring."""
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     return any(fnmatch.fnmatchcase(name, wanted) for name in names)
 
 
 def module_rows(manifest: Manifest) -> list[Row]:
-    """One row per outermost module with several neighbours, and per kind of optimizer state."""
+    """Return a row per outermost module with several siblings, and per kind of optimizer state."""
     roots: defaultdict[str, list[tuple[StoredTensor, Row]]] = defaultdict(list)
     for row in tensor_rows(manifest):
         tensor = manifest.tensors[row.name]
@@ -132,7 +132,7 @@ def module_rows(manifest: Manifest) -> list[Row]:
         else:
             words = [[root, *".".join(map(str, tensor.path[1:])).split(".")] for tensor, _ in found]
             depth = _common(words) + 1
-            # Repeated blocks alone: the table shows their list.
+            # Only numbered blocks: one row for their list.
             if all(name[depth - 1].isdigit() for name in words):
                 depth -= 1
             for (_, row), name in zip(found, words, strict=True):
@@ -142,12 +142,12 @@ def module_rows(manifest: Manifest) -> list[Row]:
 
 
 def total(rows: Iterable[Row]) -> Row:
-    """All rows as one."""
+    """Return the sum of all rows."""
     return _merged("total", list(rows))
 
 
 def as_json(path: Location, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
-    """What there is to know, for other programs."""
+    """Return the manifest and its rows as JSON, for other programs."""
     tensors: list[Mapping[str, Any]] = [
         {
             "name": row.name,
@@ -172,7 +172,7 @@ def as_json(path: Location, manifest: Manifest, rows: Iterable[Row]) -> dict[str
 
 
 def _roots(manifest: Manifest) -> list[str | int]:
-    """What names begin with: the model, then the optimizers, then the rest."""
+    """Return the first keys of tensor paths: the model, then the optimizers, then the rest."""
     found = dict.fromkeys(tensor.path[0] for tensor in manifest.tensors.values())
     return sorted(found, key=lambda root: root == PLAIN_EXTRA[0])
 
@@ -206,7 +206,7 @@ def _merged(name: str, rows: list[Row]) -> Row:
 
 
 def _common(words: list[list[str]]) -> int:
-    """How many words all names begin with, before their last one."""
+    """Return the length of the common prefix of all names, without their last word."""
     depth = 0
     while all(len(name) > depth + 1 and name[depth] == words[0][depth] for name in words):
         depth += 1
@@ -215,20 +215,20 @@ def _common(words: list[list[str]]) -> int:
 
 # -- Verification of all bytes
 #
-# It reads each file once from its start to its end, several files at a time, each into one buffer;
-# before that the table at its end. Nothing is unpickled, and no tensor is made.
+# Each file is read once from start to end, several files at a time, each into one buffer; the table
+# at its end is read first. Nothing is unpickled, and no tensor is made.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found out about one checkpoint."""
+    """Result of the verification of one checkpoint."""
 
     path: Location
     step: int | None
-    """Optimizer steps taken; None if nothing says so that can be believed."""
+    """Optimizer steps taken; None if the checkpoint does not say or cannot be trusted."""
 
     nbytes: int
-    """Of all files, as they should be."""
+    """Sum over all files, as the manifest or index has it."""
 
     damages: list[Damage]
     unchecked: list[str] = field(default_factory=list[str])
@@ -236,15 +236,15 @@ class Verification:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is damaged."""
+        """True if nothing is damaged."""
         return not self.damages
 
 
 def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Damage]:
-    """Compare all bytes of a checkpoint, of another tool as well, with their checksums.
+    """Compare all bytes of a checkpoint, also of another tool, with their checksums.
 
     Returns:
-        What is damaged, in the order of files and bytes; nothing if all of it is as it was written.
+        The damages, in the order of files and bytes; empty if all bytes are as they were written.
     """
     return examine(path, progress).damages
 
@@ -252,9 +252,9 @@ def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Dama
 def examine(
     path: StrPath | RemotePath, progress: Progress = silent, started: Progress = silent
 ) -> Verification:
-    """Do what :func:`verify` does, and tell more of it.
+    """Verify as :func:`verify` does, and return the step, sizes and unchecked files as well.
 
-    ``started`` is told how many bytes there are to check.
+    ``started`` is called once with the number of bytes to check.
     """
     path = location(path)
     if isinstance(path, RemotePath):
@@ -285,7 +285,7 @@ def examine(
 def newest_verified(
     directory: StrPath | RemotePath, within_s: float | None = None
 ) -> Location | None:
-    """The newest checkpoint of a directory all of whose bytes are as they were written.
+    """Return the newest checkpoint of a directory that is not damaged; None if there is none.
 
     Raises:
         TimeoutError: It takes longer than ``within_s``.
@@ -351,7 +351,7 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
     started(manifest.nbytes)
     folder = path / manifest.folder
     check = _Check(folder, manifest, progress)
-    # Reading and hashing let other threads run.
+    # Reading and hashing release the GIL.
     with ThreadPoolExecutor(
         _REMOTE_THREADS if isinstance(path, RemotePath) else _THREADS
     ) as threads:
@@ -362,10 +362,10 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
         finally:
             check.stop(_StoppedError())  # an interrupt of this thread ends the others, too
     damages = [damage for each in found for damage in each] or check.placement()
-    # Beside a manifest that names a folder there may be those of saves that were cut short.
+    # A manifest that names a folder may have siblings of that folder, left by interrupted saves.
     known = {*manifest.files} if manifest.folder else {MANIFEST, *manifest.files}
     extra = _extra(folder, known)
-    # The index of torch.distributed.checkpoint may be made later: it has no checksum in the manifest then.
+    # The index of torch.distributed.checkpoint may be made later, without an entry in the manifest.
     later = [it for it in extra if it.file == DCP_METADATA and it.found == kind_of(stat.S_IFREG)]
     damages += [damage for damage in extra if damage not in later]
     return Verification(
@@ -378,24 +378,24 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
 
 
 _THREADS = 8
-"""So many files are read at a time, each by one thread."""
+"""Files read at a time, each by one thread."""
 
 _REMOTE_THREADS = 2
-"""The same of a store, where each file takes windows of memory, and reads ahead by itself."""
+"""Objects of a store read at a time: each needs windows of memory and reads ahead by itself."""
 
 
 class _Check:
-    """One checkpoint, each of whose files is read once.
+    """Verification of one checkpoint that reads each of its files once.
 
     Args:
-        path: Where its files are.
-        manifest: What it should be.
-        progress: Told how many more bytes have been checked, by one thread at a time.
+        path: Directory of its files.
+        manifest: Manifest with the expected sizes and checksums.
+        progress: Called with the number of newly checked bytes, by one thread at a time.
     """
 
     def __init__(self, path: Location, manifest: Manifest, progress: Progress) -> None:
         self.error: BaseException | None = None
-        """Reason for which the check was given up."""
+        """Error that ended the verification early."""
 
         self._path = path
         self._manifest = manifest
@@ -422,7 +422,7 @@ class _Check:
 
     def placement(self) -> list[Damage]:
         """Compare the placement with the tables of all files."""
-        pieces = Pieces(reading_ahead(self._path), self._manifest)  # it is asked for each tensor's
+        pieces = Pieces(reading_ahead(self._path), self._manifest)  # queried for each tensor
         try:
             pieces.check([self._runs[name] for name in self._manifest.data_files])
         except CheckpointError as error:
@@ -462,9 +462,9 @@ class _Check:
         nbytes: int,
         buffer: memoryview,
     ) -> Iterator[Damage]:
-        """Check the blocks of all pieces, and together all bytes that are in none of them."""
+        """Check the blocks of all pieces, and all bytes around them with one checksum."""
         expected, end = self._manifest.files[name], 0
-        frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
+        frames = xxhash.xxh3_128()  # of all bytes outside of blocks and of the table
 
         def read_frames(start: int, stop: int) -> None:
             while start < stop:
@@ -488,7 +488,7 @@ class _Check:
                     owner = self._manifest.owners.get(section, f"section {section}")
                     yield Damage(file=name, tensor=owner, where=block, expected=wanted, found=found)
                 self._advance(block.numel)
-        where = self._manifest.table_of(name)  # was compared when it was read
+        where = self._manifest.table_of(name)  # its checksum was compared when it was read
         where = where.intersect(Interval(0, expected.nbytes))
         read_frames(end, where.start)
         self._advance(where.numel)
@@ -499,7 +499,7 @@ class _Check:
             )
 
     def _tensors_in(self, name: str) -> list[str]:
-        """Names of tensors that have elements in a file, as far as the placement can be read."""
+        """Return names of tensors with elements in a file, as far as the placement can be read."""
         number, found = self._manifest.data_files.index(name), list[str]()
         with contextlib.suppress(CheckpointError):
             for section in range(len(self._manifest.sections)):
@@ -508,7 +508,7 @@ class _Check:
         return found
 
     def stop(self, error: BaseException) -> None:
-        """Let all threads end."""
+        """Make all threads end at their next block."""
         self.error = self.error or error
 
     def _advance(self, nbytes: int) -> None:
@@ -523,7 +523,7 @@ class _Check:
 
 
 class _StoppedError(Exception):
-    """Ends a thread; no damage of a file, which errors of the system are."""
+    """Ends a thread; unlike an error of the system, it is no damage of a file."""
 
 
 def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str:
@@ -535,7 +535,7 @@ def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str
 
 
 def _extra(path: Location, known: set[str]) -> list[Damage]:
-    """What lies in a checkpoint but is not part of it: hidden damage, or something put there."""
+    """Return a damage for each entry of a checkpoint that its manifest does not name."""
     if isinstance(path, RemotePath):
         names = [] if path.protocol in READ_ONLY else list(path.list())
         found = {name: stat.S_IFREG for name in names}

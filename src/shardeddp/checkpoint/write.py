@@ -1,6 +1,6 @@
 """Writing sharded checkpoints: one after the other, in the caller's time or in a thread's.
 
-An error of one rank is raised on all of them, and what was staged is deleted. Checkpoints up to
+An error of one rank is raised on all of them, and the staged files are deleted. Checkpoints up to
 ``CheckpointOptions.max_file_gb`` are one file, which full.py writes; lightning/checkpointing.py
 chooses.
 """
@@ -73,31 +73,31 @@ log = logging.getLogger(__name__)
 
 
 DCP_PIECES = 2**16
-"""The most pieces for which ``.metadata`` is written along.
+"""Largest number of pieces for which ``.metadata`` is written with the checkpoint.
 
-It has an entry for each, which takes rank 0 some 40 us and 3 KB of memory while all ranks wait.
+It has an entry per piece, which takes rank 0 some 40 us and 3 KB of memory while all ranks wait.
 """
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has written, for the rank that writes the manifest."""
+    """Summary of one rank's data file, for the rank that writes the manifest."""
 
     file: StoredFile
     layout: str
-    """Checksum of the sharded sections as this rank has them."""
+    """Checksum of the sharded sections in this rank's snapshot, as hex."""
 
     runs: Rows
-    """What it has written of each section."""
+    """Intervals that this rank has written of each section."""
 
     def to_bytes(self) -> bytes:
-        """As a rank of the same job tells it."""
+        """Serialize the report for rank 0 of the same job; it contains a pickle."""
         head = pickle.dumps((self.file, self.layout))
         return len(head).to_bytes(4, "little") + head + self.runs.tobytes()
 
     @classmethod
     def from_bytes(cls, told: bytes | memoryview) -> Report:
-        """As it was told; runs stay where they are, since those of thousands of ranks take megabytes."""
+        """Deserialize a report; its runs are a view, since those of many ranks take megabytes."""
         start = 4 + int.from_bytes(told[:4], "little")
         file, layout = pickle.loads(told[4:start])
         return cls(file, layout, np.frombuffer(told, dtype=RUN, offset=start))
@@ -105,11 +105,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written."""
+    """Data file that one rank has written."""
 
     report: Report
     held: list[tuple[Share, bytes]]
-    """The shares of sharded tensors that other ranks hold as well, each with its checksum."""
+    """Shares of sharded tensors that other ranks hold as well, each with its digest."""
 
     objects: list[Item]
 
@@ -117,7 +117,7 @@ class Written:
 def write_data_file(
     snapshot: Snapshot, folder: Location, rank: int, options: CheckpointOptions
 ) -> Written:
-    """Write what a rank has of a checkpoint."""
+    """Write this rank's data file of a checkpoint."""
     name, permissions = f"__{rank}_0.distcp", _permissions(options)
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
     made = directory.new_part(folder, name, snapshot.nbytes, permissions, options.durability)
@@ -150,7 +150,7 @@ def _permissions(options: CheckpointOptions) -> Permissions:
 
 
 def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Interval]]:
-    """The boxes of an interval, each with the elements that it has."""
+    """Yield the boxes of an interval, each with its interval of elements."""
     start = interval.start
     for box in boxes(interval, shape):
         yield box, Interval(start, start + box.numel)
@@ -160,13 +160,13 @@ def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Inte
 def index(
     snapshot: Snapshot, run: TrainingRun, reports: Sequence[Report], objects: Sequence[Item]
 ) -> tuple[Manifest, memoryview]:
-    """The manifest of the data files of all ranks, and the placement; for rank 0.
+    """Return the manifest of all ranks' data files, and the placement; for rank 0.
 
     Args:
-        snapshot: Of rank 0.
-        run: The training.
-        reports: What each rank has written.
-        objects: Where rank 0 has written those of the snapshot.
+        snapshot: Snapshot of rank 0.
+        run: Description of the training run.
+        reports: Reports of all ranks, in order.
+        objects: Items of the snapshot's objects in rank 0's data file.
 
     Raises:
         CheckpointError: The ranks do not save the same tensors, or not all of their elements once.
@@ -212,36 +212,35 @@ def write_checkpoint(
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
 
     Args:
-        snapshot: What this rank has of it.
-        target: The directory that it becomes, also in a store; what is there is replaced when the
-            new one is whole and on the disk.
-        run: What to say of the training.
+        snapshot: Snapshot of this rank.
+        target: Directory of the checkpoint, also in a store; an existing one is replaced when the
+            new one is complete and on the disk.
+        run: Description of the training run.
         group: Host group of all ranks that nothing else uses meanwhile; None for a process that
             saves alone.
-        options: How safe, and for whom to read.
+        options: Durability, permissions and checksums of the files.
 
     Raises:
-        CheckpointError: Some rank could not write, or replicas differ. What was at ``target`` is
-            still there.
+        CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before.
     """
     _Writing(snapshot, target, run, group, options).save()
 
 
 @dataclass
 class _Writing:
-    """One save, from the side of one rank; arguments of :func:`write_checkpoint`."""
+    """One save on one rank; fields are the arguments of :func:`write_checkpoint`."""
 
     snapshot: Snapshot
     target: Location
     run: TrainingRun
     group: HostGroup | None
     options: CheckpointOptions
-    staging: Staging | RemoteStaging | None = None  # rank 0's
-    folder: Location = field(init=False)  # of the staging, when rank 0 has said where that is
-    own: Written | None = None  # when it is
+    staging: Staging | RemoteStaging | None = None  # on rank 0 only
+    folder: Location = field(init=False)  # the staging folder, once rank 0 has sent its path
+    own: Written | None = None  # set once this rank's data file is written
 
     def save(self) -> None:
-        """Do it all."""
+        """Run all steps of the save."""
         sizes = self._gather_to_first(
             "planning the checkpoint", lambda: str(self.snapshot.nbytes).encode()
         )
@@ -261,7 +260,7 @@ class _Writing:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Rank of this process."""
         return 0 if self.group is None else self.group.rank
 
     def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
@@ -280,7 +279,7 @@ class _Writing:
             compare_replicas(shares, lambda: digests, part, self.snapshot.names, self.group)
 
     def _prepare(self, needed: int) -> bytes:
-        """Rank 0 alone: the directory to write in."""
+        """On rank 0: make the staging folder and return its path; b"" on other ranks."""
         if self.rank:
             return b""
         options, target = self.options, self.target
@@ -292,15 +291,15 @@ class _Writing:
         return os.fsencode(str(self.staging.path))
 
     def _write(self) -> bytes:
-        """This rank's data file."""
+        """Write this rank's data file; return the serialized report."""
         write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
-        # An upload that has failed begins again.
+        # A failed upload is repeated from its start.
         remote = isinstance(self.folder, RemotePath)
         self.own = repeated(write, (CheckpointError,)) if remote else write()
         return self.own.report.to_bytes()
 
     def _commit(self, told: Sequence[bytes | memoryview]) -> bytes:
-        """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
+        """On rank 0: write the indexes, the manifest last, and commit."""
         if self.staging is None or self.own is None:
             return b""
         reports = [*map(Report.from_bytes, told)]
@@ -337,7 +336,7 @@ class _Writing:
             self._put(MANIFEST, manifest_to_bytes(manifest))
             notes = directory.commit(self.staging)
         for note in notes:
-            log.warning(note)  # no warning that a filter makes an error of: it is committed
+            log.warning(note)  # no Python warning, which a filter may raise: it is committed
         return b""
 
     def _put(self, name: str, content: bytes | memoryview) -> None:
@@ -354,29 +353,29 @@ class _Writing:
 
 
 class Saver:
-    """One save at a time."""
+    """Saves checkpoints one at a time, in the caller's thread or in a thread of its own."""
 
     def __init__(self, options: CheckpointOptions) -> None:
         self._options = options
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread; the same on all ranks
-        self._deletions: list[Callable[[], object]] = []  # wait for the save that goes on
+        self._deletions: list[Callable[[], object]] = []  # deferred until the save has ended
 
     @property
     def started(self) -> bool:
-        """Whether the thread got a save that nobody has waited for yet; the same on all ranks."""
+        """True if the thread has a save that was not waited for yet; the same on all ranks."""
         return self._thread is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way in the thread."""
+        """True if the thread is still saving."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(
         self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
     ) -> None:
-        """Save, or begin to, after an error of the save before; a collective of all ranks."""
+        """Raise an error of the save before, then save or begin to; a collective of all ranks."""
         self.wait()
         if not self._options.asynchronous:
             write_checkpoint(snapshot, target, run, group, self._options)
@@ -384,8 +383,8 @@ class Saver:
 
         def copied() -> Snapshot:
             if group.rank == 0 and not isinstance(target, RemotePath):
-                # Callbacks may look there, or link to what is going to be there, before the thread
-                # comes to it.
+                # Callbacks may look there, or link to the future checkpoint, before the thread has
+                # made the directory.
                 make_directories(
                     target.parent, _permissions(self._options), self._options.durability
                 )
@@ -398,10 +397,10 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the save in the thread has ended, and what waited for it is deleted.
+        """Wait for the save in the thread, then run the deferred deletions.
 
         Raises:
-            CheckpointError: It failed. What was to be deleted is still there.
+            CheckpointError: The save failed; nothing was deleted.
         """
         if self._thread is not None:
             self._thread.join()
@@ -414,7 +413,7 @@ class Saver:
             delete()
 
     def then(self, delete: Callable[[], object]) -> None:
-        """Delete something once the save under way has succeeded; at once if there is none."""
+        """Run a deletion once the save under way has succeeded; at once if there is none."""
         if self._thread is None:
             delete()
         else:
@@ -427,5 +426,5 @@ class Saver:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is
             self._error = error
-            # An error that no later save reports is at least in the log.
+            # An error that no later save raises is at least in the log.
             log.error(f"saving {target} failed: {error}")
