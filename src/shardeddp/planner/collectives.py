@@ -9,8 +9,8 @@ from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.plan.topology import Topology
 
 Phase = Literal["forward", "backward", "step", "layer"]
-"""When it is issued; ``step``: once per optimizer step, beside the last backward or the first
-forward; ``layer``: inside of split layers, which wait for it."""
+"""Phase of a step that issues a collective. ``step``: once per optimizer step, during the last
+backward or the first forward; ``layer``: inside tensor-parallel layers, which wait for it."""
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -18,23 +18,23 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective, of one flat buffer or of activations."""
+    """One collective on a flat buffer or on activations."""
 
     kind: Kind
     phase: Phase
     unit: int
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer, not of one rank's shard."""
     ranks: int
     stride: int = 1
-    """Distance of neighbours in the group: inside a shard group the ranks that split a layer, which
-    are neighbours themselves; across replicas as many as the ranks of a replica."""
+    """Distance between neighbouring global ranks of the group: 1 in a tensor-parallel group, the
+    size of that group in a shard group, the size of a replica across replicas."""
     times: int = 1
-    """Per optimizer step."""
+    """Number of calls per optimizer step."""
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that one rank of a ring sends; as the engine's ``Traffic`` counts them."""
+        """Bytes that one rank sends in a ring algorithm, counted as in the engine's ``Traffic``."""
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.nbytes * (self.ranks - 1) // self.ranks
 
@@ -45,16 +45,16 @@ def collectives_of_step(
     topology: Topology,
     micro_batches: int = 1,
 ) -> list[Collective]:
-    """What a rank communicates for one optimizer step, the steps before it being alike.
+    """Return the collectives that a rank issues in one optimizer step, in steady state.
 
-    Inner units are expected to run one after the other: the last one ends the forward and begins
+    Inner units are assumed to run one after the other: the last one ends the forward and begins
     the backward, and the root stays unsharded through both.
 
     Args:
-        units: The flat buffers of every unit, the root unit first.
-        sharding: When units are gathered, when gradients are reduced.
-        topology: Which ranks share.
-        micro_batches: Of an optimizer step.
+        units: Flat buffers of every unit, the root unit first.
+        sharding: Strategy: times of resharding and of gradient reduction.
+        topology: Sizes of the shard, replicate and tensor-parallel groups.
+        micro_batches: Number of micro-batches per optimizer step.
     """
     found: list[Collective] = []
     shard, replicas = topology.shard_size, topology.replicate_size
@@ -75,7 +75,7 @@ def collectives_of_step(
         for group in groups:
             full = group.layout.padded_numel * group.param_itemsize
             times = 1 if retained else micro_batches
-            # Frozen parameters do not change, so what is kept of them is not gathered again.
+            # Frozen parameters do not change: retained copies of them are not gathered again.
             if topology.split_replicas and group.trainable:
                 add("all_gather", "step", index, full // shard, replicas, stride=far)
             if group.trainable or not retained:
@@ -102,13 +102,13 @@ def collectives_of_step(
 
 @dataclass(kw_only=True)
 class Exchange:
-    """Activations, or their gradients, that the ranks of a split layer exchange in a micro-batch."""
+    """Collective of a tensor-parallel layer on activations or their gradients, per micro-batch."""
 
     kind: Kind
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer, not of one rank's shard."""
     is_redone: bool = False
-    """Whether a recomputation of the unit runs it once more."""
+    """True if a recomputation of the unit issues it again."""
 
 
 def exchanges_of_step(
@@ -118,13 +118,13 @@ def exchanges_of_step(
     *,
     recomputes: bool,
 ) -> list[Collective]:
-    """What the ranks that split layers exchange for one optimizer step.
+    """Return the collectives of tensor-parallel layers in one optimizer step.
 
     Args:
-        units: What each unit exchanges, the root first, which is not recomputed.
-        topology: Which ranks split layers.
-        micro_batches: Of an optimizer step.
-        recomputes: Whether inner units are recomputed in the backward.
+        units: Exchanges of each unit, the root unit first. The root is never recomputed.
+        topology: Topology with the size of the tensor-parallel group.
+        micro_batches: Number of micro-batches per optimizer step.
+        recomputes: True if inner units are recomputed in the backward.
     """
     return [
         Collective(
