@@ -35,27 +35,27 @@ from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 @dataclass(kw_only=True)
 class Work:
-    """What the forward of some modules does; backward and recomputation follow from it."""
+    """Counted work of a forward; that of backward and recomputation is derived from it."""
 
     matmul_flops: float = 0.0
     matmul_nbytes: float = 0.0
-    """Of operands and results."""
+    """Bytes of matmuls' operands and results."""
     attention_flops: float = 0.0
-    """Of fused attention; half of the square where it is causal."""
+    """FLOPs of fused attention; half as many if it is causal."""
     moved_nbytes: float = 0.0
-    """Read and written by everything else."""
+    """Bytes that all other operations read and write."""
     kernels: int = 0
     saved_nbytes: int = 0
-    """Kept for the backward; each storage once, parameters and their copies not at all."""
+    """Bytes saved for the backward: each storage once, without parameters and their copies."""
     costly_nbytes: int = 0
-    """Results of matmuls and attention among it: what selective checkpointing keeps."""
+    """Part of ``saved_nbytes`` from matmuls and attention, which selective checkpointing keeps."""
     input_nbytes: int = 0
-    """Tensors that the module is called with."""
+    """Bytes of the module's input tensors."""
     largest_nbytes: int = 0
-    """Largest single result."""
+    """Bytes of the largest single result."""
 
     def add(self, other: Work, times: int = 1) -> None:
-        """Count other work as well."""
+        """Add other work ``times`` times; ``largest_nbytes`` is a maximum."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             setattr(
@@ -65,30 +65,30 @@ class Work:
 
 @dataclass(kw_only=True)
 class ModelProfile:
-    """One micro-batch of a module in the units that the engine would make of it."""
+    """Work of one micro-batch, by unit of the engine."""
 
     units: list[UnitSpec]
     work: list[Work]
-    """By unit."""
+    """Work of each unit, the root unit first."""
     head: Work
-    """What the root computes after the last inner unit: logits and loss; contained in its work."""
+    """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
     tokens: int
-    """Of a micro-batch; samples where inputs are no sequences."""
+    """Tokens of a micro-batch; samples if inputs are not sequences."""
     exchanges: list[list[Exchange]]
-    """By unit, what ranks that split its layers exchange."""
+    """Collectives of tensor-parallel layers, by unit."""
 
     @cached_property
     def total(self) -> Work:
-        """The sum over all units."""
+        """Sum over all units."""
         return _sum(self.work)
 
     @cached_property
     def inner(self) -> Work:
-        """The sum over all units but the root."""
+        """Sum over all inner units."""
         return _sum(self.work[1:])
 
     def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
-        """The profile of more samples; this one is of one sample, ``two`` of two."""
+        """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
 
         def at(one: Work, other: Work) -> Work:
             first, second = vars(one), vars(other)
@@ -126,7 +126,7 @@ def _sum(works: Sequence[Work]) -> Work:
 
 @dataclass
 class _Recorder:
-    """Takes operations and saved tensors into the innermost unit that is at work."""
+    """Recorder of operations and saved tensors in the innermost running unit."""
 
     work: list[Work]
     head: Work
@@ -138,16 +138,16 @@ class _Recorder:
     after_units: bool = False
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
-    """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
+    """Exchanges of the running unit after its last saved tensor; a recomputation stops before them."""
     is_backward: bool = False
-    """Whether what runs is what backward would exchange."""
+    """True while exchanges of the backward are recorded."""
 
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
-        """Surround what backward would exchange; the rest of it follows from the forward."""
+        """Record only exchanges, those of the backward; its other work is derived from the forward."""
         self.is_backward = True
         try:
             yield
@@ -155,7 +155,7 @@ class _Recorder:
             self.is_backward = False
 
     def bind(self, unit: int, spec: ParameterSpec, parameter: nn.Parameter) -> None:
-        """Let modules compute with what is made of a parameter, as the engine does."""
+        """Replace a parameter in its modules by its wrapped form, as the engine does."""
         assert spec.distribution is not None
         self.inside.append(unit)
         made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._recorder, self._truth = recorder, truth
         self.was_asked = False
-        """Whether the step has read a truth value."""
+        """True if the step has read the value of a boolean tensor."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,9 +245,9 @@ class _Recording(TorchDispatchMode):
 
 
 class _FusedNorms(TorchFunctionMode):
-    """RMS norms are one kernel, as on GPUs, where vectors and weights have one dtype.
+    """Mode that counts an RMS norm as one kernel, as on GPUs, if input and weight have one dtype.
 
-    On the host they are seven, and keep copies in float32.
+    On CPU it is seven kernels, which save float32 copies.
     """
 
     @override
@@ -262,7 +262,7 @@ class _FusedNorms(TorchFunctionMode):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Shapes, dtypes, and what is kept for backward: the input and one number of each vector."""
+    """RMS norm with correct shapes, dtypes and saved tensors: input, weight, one scale per vector."""
 
     @staticmethod
     @override
@@ -273,7 +273,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Equal for tensors of one memory while they live."""
+    """Return the id of a tensor's storage, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -282,10 +282,9 @@ def storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None]:
-    """Count each unit's module apart, and run only the first of those that are alike.
+    """Count the module of each unit separately, and run only the first of equal modules.
 
-    The others return fresh tensors of the shapes that the first returned: nothing runs backward
-    here, so nothing can tell.
+    The others return new tensors of the same shapes. That is sufficient, because no backward runs.
     """
     known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
@@ -361,14 +360,14 @@ def _like(value: Any) -> Any:
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
-"""As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``, and so on."""
+"""Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype=...)``."""
 
 _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
-"""Those in float16, which has as many bytes and as fast products, with the same in bfloat16."""
+"""Equivalents in bfloat16 of precisions in float16: the same bytes and matmul rates."""
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
-    """Put tensors without memory in the place of parameters and buffers; ties stay."""
+    """Replace parameters and buffers by fake tensors, without memory; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # an identity must not become another's
 
@@ -401,22 +400,22 @@ def profile(
     tensor_size: int = 1,
     tensor_plan: TensorPlan | None = None,
 ) -> ModelProfile:
-    """Run one forward of a module on tensors without memory, and count it by unit.
+    """Run one forward of a module on fake tensors, and count its work by unit.
 
     Args:
-        module: Built on the meta device or anywhere else; its tensors are replaced by ones without
-            memory. Not usable afterwards.
-        step: Computes the loss of a micro-batch of so many samples; it makes its own inputs.
-        policy: Which modules are units.
-        precision: One of ``PRECISIONS``.
-        micro_batch: Samples.
-        tokens: Of a micro-batch.
-        tensor_size: Ranks that split layers, of which the first runs; 1: layers are whole.
-        tensor_plan: Which layers, and how.
+        module: Module on any device, including meta. Its tensors are replaced by fake ones, so it is
+            not usable afterwards.
+        step: Function of module and number of samples that makes inputs and computes the loss.
+        policy: Wrap policy that chooses the units.
+        precision: Training precision, one of ``PRECISIONS``.
+        micro_batch: Number of samples.
+        tokens: Number of tokens in the micro-batch.
+        tensor_size: Size of the tensor-parallel group, of which rank 0 is traced; 1: no splits.
+        tensor_plan: Tensor-parallel plan: layers and their styles.
 
     Raises:
-        UsageError: The precision is not known, or layers cannot be split so.
-        ConfigurationError: The module needs values to run, or something that is not there.
+        UsageError: The precision is unknown, or the plan cannot split the layers.
+        ConfigurationError: The step needs tensor values, or state that only a Trainer sets.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
@@ -441,7 +440,7 @@ def profile(
     wrapped = [*_wrapped(units)]
 
     def run(truth: bool) -> tuple[_Recorder, bool, BaseException | None]:
-        """One step; whether it has read a truth value, and what it has failed with."""
+        """Trace one step; return the recorder, True if it read a boolean, and its error."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
         recorders.append(recorder)
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
@@ -503,15 +502,15 @@ def split_as_planned(
     """Split layers as the engine does.
 
     Args:
-        module: Its parameters may be without memory.
-        plan: Which layers, and how.
-        axis: The ranks that split them; a single one splits nothing.
+        module: Module to change; its parameters may be fake tensors.
+        plan: Tensor-parallel plan: layers and their styles.
+        axis: Tensor-parallel group; size 1 splits nothing.
 
     Returns:
-        By new parameter, how the former one was split.
+        Distribution of the former parameter, by new parameter.
 
     Raises:
-        UsageError: The plan names no layers, or such as cannot be split so.
+        UsageError: The plan names no layers, or layers that cannot be split.
     """
     if axis.size == 1:
         return {}
@@ -535,7 +534,7 @@ def split_as_planned(
 
 
 def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn.Parameter]]:
-    """Parameters of which something is made that modules compute with, and their units."""
+    """Yield unit index, spec and parameter for parameters that modules use in a wrapped form."""
     for index, unit in enumerate(units):
         for spec in unit.parameters:
             owner, name = spec.owners[0]
@@ -546,7 +545,7 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Surround a step whose error is told by us: torch logs those of shapes with a traceback."""
+    """Disable torch's log of fake tensors, which prints a traceback for errors reported here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -556,7 +555,7 @@ def _quiet() -> Generator[None]:
 
 
 def _of_states(units: Sequence[UnitSpec]) -> str:
-    """What can be said of a module that does not run."""
+    """Return a sentence on the memory of parameters, gradients and optimizer states alone."""
     specs = [it for unit in units for it in unit.parameters]
     numel = sum(it.parameter.numel() for it in specs)
     nbytes = sum(it.parameter.nbytes * (4 if it.parameter.requires_grad else 1) for it in specs)
@@ -567,10 +566,10 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
 
 
 def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
-    """The dtype that the engine would gather a parameter in; gradients travel in float32.
+    """Set the engine's main dtype and compute dtype of a parameter; gradients are reduced in float32.
 
-    The main shard's dtype is that of the parameter, which ``bf16`` has in float32 and computes with
-    in bfloat16.
+    The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
+    bfloat16.
     """
     return replace(
         spec, parameter=_main(spec, precision), compute_in=_compute_dtype(spec, precision)
