@@ -143,7 +143,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _inspect_file(path: Location, options: argparse.Namespace) -> int:
-    """Show the tensors of a plain file of another strategy or tool; the file is mapped, not read."""
+    """Show the tensors of another tool's plain file; the file is memory-mapped, not read."""
     if options.json:
         raise UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
     named = _named_tensors(_contents(path, options)).items()

@@ -123,7 +123,7 @@ class Recomputation:
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf
         }
-        # The recomputation outlives the forward; a reference to an input would keep it on the device.
+        # The recomputation outlives the forward; a reference would keep an input on the device.
         kept = [None if index in moved else leaf for index, leaf in enumerate(leaves)]
         indices = tuple(moved)
 

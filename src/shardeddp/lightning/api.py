@@ -1,6 +1,6 @@
 """Lightning in this process: which of its two packages, its public names, and names of ShardedDP in it.
 
-``lightning.pytorch`` and ``pytorch_lightning`` contain the same code twice. A Trainer of one refuses
+``lightning.pytorch`` and ``pytorch_lightning`` have the same code. A Trainer of one refuses
 strategies and modules of the other, so the classes of this package subclass those of one namespace.
 It is chosen once, before Lightning is imported. Private names of Lightning are in ``private.py``.
 """
@@ -219,7 +219,7 @@ Reader = Callable[..., Any]
 def extend_reading(extended: Callable[[Reader], Reader]) -> None:
     """Extend ``load_from_checkpoint`` of all modules and data modules in this process.
 
-    Lightning has no hook: it opens the path as a file for ``torch.load``. It reads through one name,
+    Lightning has no hook: it opens the path as a file for ``torch.load``. Its reader has one name,
     which is replaced in each of its packages that this process has imported.
 
     Args:
@@ -316,7 +316,7 @@ def register_names(strategy: type[Strategy]) -> None:
 
 
 def introduction(sharding_strategy: str) -> str:
-    """Return the ``repr`` of a ShardedDP, which a Trainer of the other namespace prints on refusal."""
+    """Return the ``repr`` of a ShardedDP, shown when the other namespace's Trainer refuses it."""
     both = f"; for {OTHER} set {VARIABLE}={OTHER}" if OTHER in sys.modules else ""
     return f"<ShardedDP({sharding_strategy!r}) for {NAMESPACE}.Trainer{both}>"
 

@@ -77,7 +77,7 @@ class Checkpoints:
             )
 
     def check_stores(self, trainer: Trainer) -> None:
-        """Refuse an object store without write support, before callbacks access it.
+        """Refuse an object store that cannot be written, before callbacks access it.
 
         Collective of all ranks.
         """
@@ -222,8 +222,8 @@ class Checkpoints:
                 "ShardedDP knows where its checkpoints are only while a Trainer runs"
             )
         written = _place_of(path) in self._written
-        # Unlink now: the deletion may wait for a save, and until then a callback that finds the link
-        # would choose another name.
+        # Unlink now: the deletion may wait for a save, and until then a callback would find the
+        # link and choose another name.
         unlink_last(path, trainer)
         if _streams(None, io):
             roots = checkpoint_folders(trainer)

@@ -127,8 +127,7 @@ class Preemption:
             log.info(f"Bypassing SIGTERM: {signum}")
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            # There is nothing to save, so no agreement is needed; ranks started by this one end with
-            # it.
+            # Nothing is saved, so no agreement is needed; ranks started by this one end with it.
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
             private.note_sigterm(trainer)

@@ -173,7 +173,7 @@ def end_restart(loop: Any) -> None:
 
 
 def end_resume(loop: Any) -> None:
-    """Clear a loaded loop's resume flag, so that it creates its iterator at the start of the epoch."""
+    """Clear a loaded loop's resume flag, so that the epoch's start creates its iterator."""
     loop._resuming_from_checkpoint = False
 
 
@@ -217,7 +217,7 @@ def replace_signal_handlers(
 
 
 def restore_broadcast(trainer: Any) -> None:
-    """Restore the broadcast of :func:`replace_signal_handlers`; handlers are removed with the run."""
+    """Restore the broadcast; the handlers of :func:`replace_signal_handlers` end with the run."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 

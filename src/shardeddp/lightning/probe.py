@@ -90,7 +90,7 @@ def _probe_of(figures: dict[str, Any], replicas: _Clock, shards: _Clock) -> Prob
     """Combine the rates with the overhead of loops, hooks and collectives."""
     host: Timed = figures["host"]
     latency = min((it.seconds for it in figures["collectives"]), default=0.0)
-    # Replicas communicate only in the last micro-batch of a step; shards communicate equally in all.
+    # Replicas communicate only in the last micro-batch of a step, shards equally in all.
     alone, calls_alone = replicas.medians(1)
     others, calls = shards.medians(1)
     steps, _ = shards.medians(2)
@@ -142,7 +142,7 @@ class _Clock(Callback):
         self._ends.append((time.perf_counter(), sum(mesh.traffic.calls.values())))
 
     def medians(self, first: int) -> tuple[float, float]:
-        """Median seconds and collectives of micro-batches: 1: without optimizer step, 2: with it."""
+        """Median seconds and collectives of micro-batches: 1: without, 2: with optimizer step."""
         # The second micro-batch of each pair steps; the first pair is left out.
         each = [*zip(self._ends, self._ends[1:], strict=False)][first::2]
         return (

@@ -14,7 +14,7 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrate
 
 
 class ReshardSchedule(Callback):
-    """Callback that changes the sharding strategy of a run with :meth:`shardeddp.ShardedDP.reshard`.
+    """Callback that changes the sharding strategy with :meth:`shardeddp.ShardedDP.reshard`.
 
     A growing model, longer sequences or a larger batch may need more sharding later in a run; less
     sharding is faster until then. A resumed run continues with the strategy of its step.
@@ -43,7 +43,7 @@ class ReshardSchedule(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Change the strategy from its step on, at a batch that begins gradient accumulation."""
+        """Change the strategy from its step on, except during gradient accumulation."""
         due: list[ShardingStrategyName] = [
             name for step, name in self.strategies.items() if step <= trainer.global_step
         ]

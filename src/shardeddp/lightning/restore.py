@@ -274,7 +274,7 @@ class Restore:
         def load() -> None:
             read_shards_ahead(wanted, module)
             materialize_expanded_buffers(module)
-            # Optimizers are created after the model is loaded, and may then still refuse their states.
+            # Optimizers are created after the load of the model, and may then refuse their states.
             self._replaced = Replaced() if fitting else None
             if self._is_start:
                 self._load_start(module, state, strict)

@@ -94,7 +94,7 @@ def _mapping_in(tree: Any, *keys: str) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-# -- Resume: random state, places in the data, kept tensors
+# -- Resume: random state, positions in the data, kept tensors
 
 
 class Resume:
@@ -202,7 +202,7 @@ class Resume:
             private.drop_combined_loader(loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
-        """Put the user's own loaders back into the loop, before user hooks of the training start."""
+        """Put the user's own loaders back into the loop, before user hooks at training start."""
         loaders = private.combined_loader(trainer.fit_loop)
         if self._streams.wait and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)

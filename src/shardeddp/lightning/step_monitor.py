@@ -146,11 +146,10 @@ class StepMonitor(Callback):
     """Callback that reports the time of each training step by part, the throughput, and slow ranks.
 
     The parts of a step sum to its time: compute, exposed waits for all-gathers and for reductions
-    (by unit), waits for slower ranks, data, the optimizer, checkpoints, and the rest. All loggers of
-    the Trainer get them as ``shardeddp/step/...`` every ``log_every_n_steps``. The progress bar
-    shows the throughput, and a table is printed at the end of training. A slow rank is reported
-    once. Evaluation and the first step are left out. No step waits for the device or for other
-    ranks.
+    (by unit), waits for slower ranks, data, the optimizer, checkpoints, and the rest. All loggers
+    get them as ``shardeddp/step/...`` every ``log_every_n_steps``. The progress bar shows the
+    throughput, and a table is printed at the end of training. A slow rank is reported once.
+    Evaluation and the first step are left out. No step waits for the device or for other ranks.
 
     Args:
         trace: Path for a trace of each rank's last ten steps, written at the end of training, for

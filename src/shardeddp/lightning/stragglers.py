@@ -73,7 +73,7 @@ class Stragglers:
         return ""
 
     def _judge(self, rank: int, count: int) -> str:
-        """Return the message on a rank after ``count`` slow windows; empty if it is not slow enough."""
+        """Return the message on a rank after ``count`` slow windows; empty below ``SLOWER``."""
         windows = [*self._windows][-count:]
         own = mean(sum(it[rank]) for it in windows)
         usual = mean(median(map(sum, _without(it, rank))) for it in windows)

@@ -136,8 +136,8 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     """Check that the loss is equal in the tensor-parallel group; a collective of the group.
 
     Raises:
-        RuntimeError: Losses differ by more than 1 %: ranks have different batches or random numbers,
-            or use a part of the features as if it were all of them.
+        RuntimeError: Losses differ by more than 1 %: ranks have different batches or random
+            numbers, or use a part of the features as if it were all of them.
     """
     if isinstance(loss, DTensor):
         return

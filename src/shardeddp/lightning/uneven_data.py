@@ -284,8 +284,8 @@ class EvenTraining:
         """Agree on the end of the epoch: True if it ends with this batch; None if no rank has it.
 
         Args:
-            mine: State of this rank: ``more`` batches follow, this is the ``last``, or ``none``: the
-                rank does not have this batch.
+            mine: State of this rank: ``more`` batches follow, this is the ``last``, or ``none``:
+                the rank does not have this batch.
             ready: Number of the batch in the epoch, from 1.
         """
         if not agree_on_any([mine != "more"], self.mesh.control)[0]:

@@ -69,7 +69,7 @@ class Box:
         return Box(tuple(offsets), self.sizes)
 
     def outside(self, other: "Box") -> "Box":
-        """Return the box in the coordinates of ``other``'s tensor; the inverse of :meth:`inside`."""
+        """Return the box in the coordinates of the tensor; the inverse of :meth:`inside`."""
         offsets = (at + origin for at, origin in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
@@ -186,13 +186,13 @@ def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None
         found: Non-empty boxes inside the tensor.
 
     Raises:
-        ValueError: An element is in no box or in several, or more than ``MAX_CUT_DIMS`` dims are cut.
+        ValueError: Elements are in no box or several, or more than ``MAX_CUT_DIMS`` dims are cut.
     """
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in found)]
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"{name} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
     whole = [whole_of(shape)] if 0 not in shape else []
-    # Keys are bytes, whose hash is randomized: a crafted file cannot force collisions.
+    # Keys are bytes, with a randomized hash: a crafted file cannot force collisions.
     as_bytes = Struct(f"{len(cut)}q").pack
     corners: Counter[bytes] = Counter()
     for box, sign in [*((box, 1) for box in found), *((box, -1) for box in whole)]:
@@ -245,7 +245,7 @@ class FlatLayout:
         flat buffer   a a a a a a - - | b b b b b - - -     padded_numel = 16
         rank          0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1     shard_numel  = 8
 
-    Use :meth:`build` to make one. The layout is pure arithmetic, without tensors and process groups.
+    Use :meth:`build` to make one. It is pure arithmetic, without tensors and process groups.
     """
 
     itemsize: int

@@ -74,7 +74,7 @@ class GroupCost:
 
     @property
     def arriving_nbytes(self) -> int:
-        """Bytes received from other ranks in an unfused reduce-scatter (gloo)."""
+        """Bytes of the receive buffer for other ranks' gradients in a reduce-scatter (gloo)."""
         return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.num_slices
 
     @property
@@ -279,7 +279,7 @@ def backward_moments(
     moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0))]
     for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
         moments.append((place, root + own + held))
-    # The previous unit is in its reduce-scatter, the one before it in the reduction across replicas.
+    # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
     for place, (own, before, held) in enumerate(
         zip(gradients[1:], packed[2:], unsharded, strict=False), start=1
     ):

@@ -96,7 +96,7 @@ def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
         info = first[ranks[0]]
         path = info.switches.split(".")
         if info.domain:
-            # A domain takes the switches of its first node, even if other nodes have different ones.
+            # A domain takes the switches of its first node, even if its other nodes differ.
             path = [*domains.setdefault(info.domain, info.switches).split("."), info.domain, *path]
         paths[node] = path
     leads: dict[tuple[str, ...], int] = {}  # first rank by prefix of a path

@@ -395,7 +395,7 @@ def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> tuple[dict[str,
     weights = [4.0 if it.backward_s else 1.0 for it in rows]
     costs = _least_squares(work, [it.seconds for it in rows], weights)
     flop, operand, attention, moved, kernel = costs
-    # Whole steps: time of matmuls and attention, then of all other kernels in the forward.
+    # Whole steps: time of matmuls and attention in both passes, of other kernels in the forward.
     ahead = [[cost * it for cost, it in zip(costs, each, strict=True)] for each in work]
     whole = [
         (it, 3 * sum(parts[:2]) + (1 + BACKWARD_ATTENTION) * parts[2], sum(parts[3:]))
@@ -482,9 +482,9 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
     exposed = run.parts["gather"] + run.parts["reduction"]
     together = (*_COMPUTE, *_NETWORK, "exchanges")
     if base.figures or planned.exchanges:
-        # On CPU, or with tensor parallelism, the run's compute time includes the slowdown by transfers
-        # and the waits for activations, which the plan counts as collectives. The constants of
-        # collectives stay as they are; compute is scaled so that the sum is that of the run.
+        # On CPU, or with tensor parallelism, the run's compute time includes the slowdown by
+        # transfers and the waits for activations, which the plan counts as collectives. Their
+        # constants stay as they are; compute is scaled so that the sum is that of the run.
         compute = _factor(
             run.compute + exposed,
             lambda it: _parts(task.time(cluster, _scaled(constants, compute=it)), together),

@@ -110,9 +110,8 @@ def make_plan(
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
 
-    No weights are loaded and nothing is computed: one training step of one sample and one of two are
-    traced on fake tensors. Plans assume all experts on every rank; ``expert_parallel_size`` is not
-    supported.
+    No weights are loaded and nothing is computed: training steps of one and of two samples are
+    traced on fake tensors. Plans assume all experts on every rank, without expert parallelism.
 
     Args:
         model: LightningModule (copied without its weights, not changed), its class or import path,
@@ -122,7 +121,7 @@ def make_plan(
             ``calibrate``, else H100-80.
         gpus: Total number of GPUs, one rank each.
         per_node: Number of GPUs per node.
-        network_gbits: Inter-node bandwidth per GPU in Gbit/s; None: unknown, a usual one is assumed.
+        network_gbits: Inter-node bandwidth per GPU in Gbit/s; None: unknown, a usual one.
         gpu_figures: Figures of a GPU that is not listed: ``bf16_tflops``, ``memory_gb`` (10**9
             bytes), ``memory_tbs`` (TB/s) and ``link_gbs`` (GB/s inside a node, one direction).
         arguments: Constructor arguments of a class or import path.
@@ -134,8 +133,8 @@ def make_plan(
         strategies: Names of sharding strategies, each planned with all useful shard sizes; or pairs
             of a name and a configured strategy.
         precisions: Values of the Trainer's ``precision``, or ``bf16`` for
-            ``MixedPrecision(param_dtype="bfloat16")``. None: ``bf16-mixed``, or ``16-mixed`` on a GPU
-            without bfloat16.
+            ``MixedPrecision(param_dtype="bfloat16")``. None: ``bf16-mixed``, or ``16-mixed`` if the
+            GPU has no bfloat16.
         recomputes: ``none``, ``selective`` (keeps matmuls and attention), ``full``.
         offloads: ``none``, ``optimizer``, ``params``.
         micro_batches: Samples per forward of a rank, to compare.

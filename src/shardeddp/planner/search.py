@@ -40,7 +40,7 @@ MEMORY_INTERVAL = 0.06
 CONTEXT_NBYTES = int(1.5 * GIB)
 """GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
 SLACK = 0.08
-"""Allocator overhead through fragmentation, as a fraction of the device memory of a step."""
+"""Fragmentation of the allocator, as a fraction of memory allocated and freed within a step."""
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
@@ -209,7 +209,7 @@ class Planner:
     )
 
     def profile(self, precision: str, micro_batch: int, tensor_size: int = 1) -> ModelProfile:
-        """Profile a micro-batch; more than 2 samples are extrapolated, as work is affine in them."""
+        """Profile a micro-batch; above 2 samples by extrapolation, as work is affine in samples."""
         key = precision, micro_batch, tensor_size
         if key not in self._profiles and micro_batch > 2:
             one, two = (self.profile(precision, samples, tensor_size) for samples in (1, 2))
@@ -232,7 +232,7 @@ class Planner:
         return self._profiles[key]
 
     def plans(self) -> list[Planned]:
-        """Plan every combination: first those that fit, by tokens per second, then others by peak."""
+        """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
         for option, values, known in (
             ("recomputes", self.recomputes, tuple(RECOMPUTES)),
             ("offloads", self.offloads, OFFLOADS),
@@ -393,9 +393,9 @@ def memory_of(
 ) -> Memory:
     """Predict the bytes of a rank at the peak of a step.
 
-    There are two kinds of candidates. Between forward and backward, all saved activations exist, and
-    the loss computes the gradient of the logits. In the backward of a unit, the activations of later
-    units are freed already.
+    There are two kinds of candidates. Between forward and backward, all saved activations exist,
+    and the loss computes the gradient of the logits. In the backward of a unit, the activations of
+    later units are freed already.
     """
     kept, again = kept_by_unit(work, recompute)
     head = work.head

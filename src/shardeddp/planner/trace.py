@@ -138,7 +138,7 @@ class _Recorder:
     after_units: bool = False
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
-    """Exchanges of the running unit after its last saved tensor; a recomputation stops before them."""
+    """Exchanges of the running unit after its last saved tensor, which a recomputation skips."""
     is_backward: bool = False
     """True while exchanges of the backward are recorded."""
 
@@ -147,7 +147,7 @@ class _Recorder:
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
-        """Record only exchanges, those of the backward; its other work is derived from the forward."""
+        """Record only exchanges of the backward; its other work is derived from the forward."""
         self.is_backward = True
         try:
             yield
@@ -262,7 +262,7 @@ class _FusedNorms(TorchFunctionMode):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm with correct shapes, dtypes and saved tensors: input, weight, one scale per vector."""
+    """RMS norm with correct shapes, dtypes and saved tensors: input, weight, scale per vector."""
 
     @staticmethod
     @override
@@ -360,7 +360,7 @@ def _like(value: Any) -> Any:
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
-"""Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype=...)``."""
+"""Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype)``."""
 
 _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
 """Equivalents in bfloat16 of precisions in float16: the same bytes and matmul rates."""
@@ -403,7 +403,7 @@ def profile(
     """Run one forward of a module on fake tensors, and count its work by unit.
 
     Args:
-        module: Module on any device, including meta. Its tensors are replaced by fake ones, so it is
+        module: Module on any device, including meta. Its tensors are replaced by fake ones; it is
             not usable afterwards.
         step: Function of module and number of samples that makes inputs and computes the loss.
         policy: Wrap policy that chooses the units.
@@ -566,7 +566,7 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
 
 
 def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
-    """Set the engine's main dtype and compute dtype of a parameter; gradients are reduced in float32.
+    """Set the engine's main and compute dtype of a parameter; gradients are reduced in float32.
 
     The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
     bfloat16.

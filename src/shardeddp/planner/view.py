@@ -46,7 +46,7 @@ def plan_lines(
     top: int,
     width: int,
 ) -> list[str]:
-    """Format the table of the best plans, with notes on fit, calibration, tensor plan and network."""
+    """Format the table of the best plans, with lines on fit, calibration, splits and network."""
     # File names are not broken.
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""

@@ -1,6 +1,6 @@
 """Translation of other strategies' arguments into those of ShardedDP, with what changes its meaning.
 
-It works on names and plain values only: a call in a file, an entry of YAML and an object of a running
-program all become a :class:`~shardeddp.translation.calls.Call`, and the other engines are never
+It works on names and plain values only: a call in a file, an entry of YAML and an object of a
+running program all become a :class:`~shardeddp.translation.calls.Call`. The other engines are never
 imported.
 """

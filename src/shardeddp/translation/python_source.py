@@ -35,8 +35,8 @@ _Binding = tuple[ast.AST, ast.AST]
 class SourceReader:
     """Static evaluator of the expressions in one Python file.
 
-    A name has a value if the whole file binds it once, by a plain assignment in the module or in the
-    same function. A mutable value must in addition be used only by the calls that this reader
+    A name has a value if the whole file binds it once, by a plain assignment in the module or in
+    the same function. A mutable value must in addition be used only by the calls that this reader
     is meant for.
     """
 

@@ -241,7 +241,7 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
         ours["reduce_dtype"] = ours["param_dtype"]
         made.note(key, "gradients are reduced in param_dtype there where reduce_dtype is not "
                        "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
-    # FSDP1 casts the root's inputs even if it casts no others, and inner activations follow from them.
+    # FSDP1 casts the root's inputs even if it casts no others; inner activations follow from them.
     casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
     casts = found.pop("cast_forward_inputs", value.name != "MixedPrecision")
     if isinstance(casts, Expression) or isinstance(casts_root, Expression):
