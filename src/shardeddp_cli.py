@@ -1,7 +1,7 @@
 """The command line's parser; a command's code is imported when it is run.
 
-It is a module of its own, beside the package: whatever imports the package imports torch, which
-takes seconds, and ``--help`` does not need it.
+It is a module outside the package, because an import of the package imports torch, which takes
+seconds and is not needed for ``--help``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Of the command line; None: this process's.
+        arguments: Command line arguments; None: those of this process.
 
     Returns:
-        The exit status.
+        Exit status.
     """
     options = _parser().parse_args(arguments)
     return import_module("shardeddp.cli").run(options)
@@ -298,7 +298,7 @@ def _count(text: str) -> int:
 
 
 def _checkpoint(text: str) -> Path | str:
-    """A path, or an address in a store, of which a path would drop a slash."""
+    """Parse a path, or the URL of an object store, which ``Path`` would strip of a slash."""
     return text if "://" in text else Path(text)
 
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """Run one command.
 
     Returns:
-        The exit status.
+        Exit status.
     """
     try:
         return _COMMANDS[options.name](options)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     except (CheckpointError, ConfigurationError, NotImplementedError) as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
     except BrokenPipeError:
-        # The reader of the output has closed it. A flush at exit would fail again.
+        # The reader has closed the pipe. A flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check every byte of checkpoints."""
+    """Verify every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
     for given in map(location, options.directories):
         one = not is_directory(given) or any(
@@ -143,7 +143,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def _inspect_file(path: Location, options: argparse.Namespace) -> int:
-    """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
+    """Show the tensors of another tool's plain file; the file is memory-mapped, not read."""
     if options.json:
         raise UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
     named = _named_tensors(_contents(path, options)).items()
@@ -168,14 +168,14 @@ def _inspect_file(path: Location, options: argparse.Namespace) -> int:
 
 
 def _state(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Lines of what is not the model's nor an optimizer's: numbers and texts as they are."""
+    """Yield a line per value of a checkpoint's state, without weights and optimizer states."""
     if not path:
         value = {key: it for key, it in value.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
     if isinstance(value, (Mapping, list, tuple)) and value:
         content = value if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
         items = dict(content).items()
         keys = {key: str(key) for key, _ in items}
-        if path == ("callbacks",):  # their options are behind the name: only where two have one
+        if path == ("callbacks",):  # keys are name and options: drop the options of unique names
             short = {key: name.partition("{")[0] for key, name in keys.items()}
             keys |= {key: it for key, it in short.items() if [*short.values()].count(it) == 1}
         for key, item in items:
@@ -189,7 +189,7 @@ def _state(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def consolidate(options: argparse.Namespace) -> int:
-    """Make one file, or few, of a checkpoint directory."""
+    """Export a checkpoint directory to one file or a few."""
     if options.output.suffix == ".ckpt":
         _check_ckpt_options(options)
     path = _require_checkpoint(location(options.directory), options.foreign)
@@ -219,7 +219,7 @@ def consolidate(options: argparse.Namespace) -> int:
 
 
 def metadata(options: argparse.Namespace) -> int:
-    """Write the index of torch.distributed.checkpoint into a checkpoint saved without."""
+    """Write the index of torch.distributed.checkpoint into a checkpoint saved without one."""
     path = _require_checkpoint(location(options.directory), foreign=False)
     if isinstance(path, RemotePath):
         raise CheckpointError(f"{path}: the index is written into a directory of a file system")
@@ -231,14 +231,14 @@ def metadata(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Say what fits on some machines, how fast it is, and what to set."""
+    """Print settings that fit on a cluster, their predicted step times, and the best as YAML."""
     compared = {
         "strategies": options.strategy,
         "recomputes": options.recompute,
         "offloads": options.offload,
         "micro_batches": options.micro_batch,
     }
-    with redirect_stdout(sys.stderr):  # where a model prints something
+    with redirect_stdout(sys.stderr):  # models may print
         made = make_plan(
             _source(options),
             gpu=options.gpu,
@@ -273,7 +273,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def probe(options: argparse.Namespace) -> int:
-    """Measure how fast the machine at hand is."""
+    """Measure this machine's compute, memory and communication rates."""
     if options.output.is_dir() or not options.output.parent.is_dir():
         raise UsageError(f"-o {options.output}: expected a file in a directory that is there")
     found = measure()
@@ -284,7 +284,7 @@ def probe(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Draw what StepMonitor has recorded of a run."""
+    """Write the HTML page of a run that StepMonitor recorded."""
     run = read(options.file)
     if not isinstance(run, Recorded):
         raise ConfigurationError(
@@ -315,7 +315,7 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _tensor_plan(given: str | None) -> TensorPlan | None:
-    """The plan of a file, which is YAML or JSON; ``auto`` is itself."""
+    """Read a tensor-parallel plan from a YAML or JSON file; ``auto`` and None are returned."""
     if given is None or given == "auto":
         return given
     try:
@@ -329,11 +329,11 @@ def _tensor_plan(given: str | None) -> TensorPlan | None:
 
 
 _SHOWN = 20
-"""Differences that ``diff`` names without ``--all``."""
+"""Number of differences that ``diff`` lists without ``--all``."""
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Compare the tensors of two checkpoints, one after the other."""
+    """Compare the tensors of two checkpoints, one tensor at a time."""
     first, second = (
         _named_tensors(_contents(location(path), options))
         for path in (options.first, options.second)
@@ -373,7 +373,7 @@ def _named_tensors(contents: Contents) -> dict[str, torch.Tensor]:
 
 
 def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
-    """How two tensors differ, and by how much at most; nothing where they are equal."""
+    """Describe the difference of two tensors, and its maximum; empty if they are equal."""
     if first.shape != second.shape:
         return f"shape {tuple(first.shape)} and {tuple(second.shape)}", 0.0
     dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
@@ -385,7 +385,7 @@ def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     one, other = one[unequal], other[unequal]
     difference = (one.to(wide) - other.to(wide)).abs()
-    if not bool(difference.all()):  # integers that are one number in float64
+    if not bool(difference.all()):  # different integers that float64 rounds to one number
         near = (one.to(torch.int64) - other.to(torch.int64)).abs().to(difference.dtype)
         difference = difference.where(difference > 0, near)
     largest = float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
@@ -394,33 +394,33 @@ def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Values of a tensor that may be quantized or sparse."""
+    """Convert a quantized or sparse tensor to a dense one."""
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Where values are the same number, or none in both; exact for integers of any size, too."""
+    """Boolean mask of equal values or pairs of NaN; exact for integers of any size, too."""
     if one.is_complex() or other.is_complex():
         pairs = [torch.view_as_real(it.to(torch.complex128)) for it in (one, other)]
         return _are_equal(*pairs).all(-1)
     if one.is_floating_point() is not other.is_floating_point():
-        # An integer is a float's value if it is one of its numbers, and comes back from it.
+        # They are equal if float64 holds the float's value and converts back to the integer.
         whole, real = (other, one) if one.is_floating_point() else (one, other)
         rounded = whole.to(torch.float64)
         return (rounded == real.to(torch.float64)) & (rounded.to(whole.dtype) == whole)
     if one.is_floating_point():
         one, other = one.to(torch.float64), other.to(torch.float64)
         return (one == other) | (one.isnan() & other.isnan())
-    # Large numbers of uint64 have the bits of negative ones of int64.
+    # Large uint64 values have the bits of negative int64 values.
     bits = one.to(torch.int64), other.to(torch.int64)
     equal = bits[0] == bits[1]
     return equal if one.dtype.is_signed is other.dtype.is_signed else equal & (bits[0] >= 0)
 
 
 def migrate(options: argparse.Namespace) -> int:
-    """Say what takes the place of another strategy in a file."""
+    """Print the replacement of another strategy in a file."""
     found = read_file(options.file)
     print(printable(migration_report(found)))
     return 1 if any(each.translation.loses for each in found) else 0
@@ -447,7 +447,7 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
 
 
 def _require_checkpoint(path: Location, foreign: bool) -> Location:
-    """The path, if it may be a checkpoint of the wanted kind; its reader checks the rest."""
+    """Return the path if it may be a checkpoint of the wanted kind; its reader checks the rest."""
     if isinstance(path, RemotePath):
         return _require_remote(path, foreign)
     if path.is_file() and not foreign:
@@ -487,10 +487,10 @@ def _require_remote(path: RemotePath, foreign: bool) -> RemotePath:
 
 @contextmanager
 def _progress(title: str, quiet: bool = False) -> Generator[tuple[Progress, Progress]]:
-    """A bar, if somebody sees it.
+    """Show a progress bar on a terminal.
 
     Yields:
-        Function called with the total number of bytes, and with each number that is done.
+        Two functions: one to call with the total number of bytes, one with each increment.
     """
     hidden = quiet or not sys.stderr.isatty()
     with tqdm(

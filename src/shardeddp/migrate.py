@@ -1,6 +1,6 @@
 """Migration of files to ShardedDP: YAML and Python of Lightning, Accelerate's YAML, DeepSpeed's JSON.
 
-Files are read as data: nothing in them is run or imported.
+Files are parsed as data, never run or imported.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from shardeddp.translation.rules import Translation, apply_rules, in_order, not_
 from shardeddp.translation.strategies import NAMES, RULES, translate, translate_config
 from shardeddp.wrap import SizePolicy
 
-# -- what a file has, and what takes its place
+# -- strategies in a file, and their replacements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """One place of a file."""
+    """Replacement of one strategy in a file."""
 
     place: str
-    """File and line, or the path of the entry."""
+    """File and line, or file and path of the entry."""
 
     was: str
     text: str
-    """What to write there: a Python line, or YAML."""
+    """Replacement as Python lines or YAML."""
 
     translation: Translation
 
 
 def migrate(path: Path) -> list[Migrated]:
-    """What takes the place of each strategy of another library in a file.
+    """Translate each strategy of another library in a file.
 
     Raises:
-        ConfigurationError: The file cannot be parsed, or nothing in it chooses a strategy.
+        ConfigurationError: The file cannot be parsed, or has no known strategy.
     """
     try:
         if path.suffix == ".py":
@@ -96,7 +96,7 @@ def _of_mapping(content: Any, path: Path) -> Iterator[Migrated]:
 
 
 def _try(made: Translation) -> None:
-    """Lose what ShardedDP refuses, as far as it can be tried without imports of somebody's code."""
+    """Note an error that ShardedDP raises for the options, as far as no user code is imported."""
     known = _names_of(Options)
     given = {key: it for key, it in made.options.items() if key in known and _is_plain(it)}
     try:
@@ -107,11 +107,11 @@ def _try(made: Translation) -> None:
 
 
 _FIELDS = ("MixedPrecision", "ActivationCheckpointing")
-"""Classes that ShardedDP takes by their fields as well."""
+"""Option classes that ShardedDP also accepts as a mapping of their fields."""
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be tried: it runs nothing, and no name in it would be imported."""
+    """True if ShardedDP can validate a value without running or importing user code."""
     if isinstance(value, Call):
         return value.name in (*_FIELDS, "SizePolicy") and _is_plain(value.arguments)
     if isinstance(value, (Mapping, list, tuple)):
@@ -160,7 +160,7 @@ def _of_lightning(config: Mapping[str, Any], path: Path, prefix: str) -> Iterato
 
 
 def _chosen(value: Any) -> tuple[str, dict[str, Any], list[str]] | None:
-    """Class, arguments and what could not be read of an entry ``strategy``."""
+    """Return class, arguments and unreadable keys of a ``strategy`` entry; None if unknown."""
     if isinstance(value, str):
         if value in NAMES:
             name, arguments = NAMES[value]
@@ -188,7 +188,7 @@ _ENTRY = ("class_path", "init_args", "dict_kwargs")
 
 
 def _of_ours(arguments: Mapping[str, Any]) -> Translation:
-    """ShardedDP with words of others among its arguments, those of FSDP, or misspelt ones."""
+    """Translate arguments of ShardedDP itself: foreign ones by their rules, misspelt ones lost."""
     made = Translation()
     known = [*_names_of(Options), *_OF_LIGHTNING]
     for key in in_order(arguments):
@@ -214,7 +214,7 @@ def _of_ours(arguments: Mapping[str, Any]) -> Translation:
 _OF_LIGHTNING = (
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
 )  # fmt: skip
-"""Arguments of ShardedDP that are none of its options."""
+"""Arguments of ShardedDP that are not fields of ``Options``."""
 
 _WITH_FIELDS: dict[str, type] = {
     "mixed_precision": MixedPrecision,
@@ -286,7 +286,7 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
 
 
 def _chosen_by(node: ast.AST, reader: SourceReader) -> Iterator[ast.expr]:
-    """What is given as ``strategy``: anything to a Trainer or a Fabric, texts to other calls."""
+    """Yield values of ``strategy``: any in calls of Trainer or Fabric, only constants elsewhere."""
     pairs: list[tuple[Any, ast.expr]] = []
     runs = False
     if isinstance(node, ast.Call):
@@ -322,7 +322,7 @@ def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrate
 
 
 _code = partial(python_code, quote=partial(json.dumps, ensure_ascii=False))
-"""Values as Python code, with the double quotes of formatted files."""
+"""Writer of values as Python code, with the double quotes of formatted files."""
 
 
 # -- text
@@ -349,7 +349,7 @@ def _to_yaml(value: Any) -> Any:
 
 
 def report(found: Sequence[Migrated]) -> str:
-    """What was found, what to write, and one line for each key to know about."""
+    """Write the report: each strategy, its replacement, and one line per note."""
     parts: list[str] = []
     for each in found:
         made = each.translation

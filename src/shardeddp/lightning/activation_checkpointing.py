@@ -24,51 +24,51 @@ from shardeddp.wrap.tree import class_of, compiled_shells, uncompiled
 # -- Recomputation: a forward that keeps its inputs and runs again in backward
 
 _ONLY_READS = "_can_checkpoint_with_cache"
-"""Attribute of transformers' layers that take a cache and do not add to it."""
+"""Attribute of transformers layers that read a cache without adding to it."""
 
 _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
-"""Arguments by which a transformers layer gets its key-value cache, with their replacements."""
+"""Cache arguments of a transformers layer, with their replacements."""
 
 
 class SavedOnHost(saved_tensors_hooks):
     """Saved tensors in host memory, as under ``torch.autograd.graph.save_on_cpu``.
 
-    The host does not wait for copies from the device: nobody but the device reads them.
+    Copies do not block the host, because only the device reads them.
     """
 
     def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device, bool]:
-        """A copy in host memory, where the tensor was, and whether the copy is pinned."""
+        """Copy to host memory; return the copy, the original device, and True if it is pinned."""
         if not tensor.is_cuda or tensor.layout is not torch.strided:
             return tensor.cpu(), tensor.device, False
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         return kept.copy_(tensor, non_blocking=True), tensor.device, True
 
     def unpack(self, saved: tuple[torch.Tensor, torch.device, bool]) -> torch.Tensor:
-        """The tensor where it was."""
+        """Copy back to the original device."""
         kept, device, is_pinned = saved
         return kept.to(device, non_blocking=is_pinned)
 
 
 class Recomputation:
-    """Stands as ``module.forward`` before the module's own forward, which backward recomputes.
+    """Wrapper set as ``module.forward`` that recomputes the original forward in backward.
 
-    It lies inside of the module's hooks: what gathers a unit's parameters for its forward and
-    announces its backward is not repeated. Names of modules and parameters stay what they are. A
-    deep copy of the module recomputes with its own parameters; a pickled one computes plainly, and
-    can be loaded where shardeddp is not installed.
+    It runs inside the module's hooks, so the hooks that unshard a unit and prepare its backward
+    are not repeated. Names of modules and parameters do not change. A deep copy of the module
+    recomputes with its own parameters. A pickled module has the original forward, and loads
+    without shardeddp.
 
-    Without gradients, or where neither an input nor a parameter requires one, it only calls the
+    Without grad mode, or if no input and no parameter requires a gradient, it only calls the
     forward.
 
     Args:
-        module: Whose forward it is. The two refer to each other, as a module and its bound methods
-            do.
-        forward: The former ``module.forward``.
-        context_fn: Contexts around the forward and its recomputation, if that is selective.
-        cpu_offload: Keep inputs in host memory between forward and backward.
+        module: Module of the forward. The two refer to each other, as a module and its bound
+            methods do.
+        forward: Original ``module.forward``.
+        context_fn: Contexts around the forward and its recomputation, for selective recomputation.
+        cpu_offload: True to keep inputs in host memory between forward and backward.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Recomputation:
         self._cpu_offload = cpu_offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that ``nn.Module`` calls between its hooks."""
+        """Call the forward, with recomputation if gradients are recorded."""
         if not torch.is_grad_enabled() or not self._is_differentiable(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
         kwargs = {name: self._without.get(name, value) for name, value in kwargs.items()}
@@ -95,29 +95,27 @@ class Recomputation:
             if torch.compiler.is_compiling():
                 _refuse_compiled_offload()
             return self._offloaded(args, kwargs)
-        # Bound, not passed on: a forward may have arguments of the names that `checkpoint` takes
-        # for itself.
+        # Bind keyword arguments: a forward may have arguments with the names of `checkpoint`'s own.
         function = functools.partial(self.__wrapped__, **kwargs) if kwargs else self.__wrapped__
         return self._checkpoint(function, *args)
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self._context_fn is None:  # torch.compile takes no other way to say so
+        if self._context_fn is None:  # torch.compile does not accept context_fn=None
             return checkpoint(function, *args, use_reentrant=False)
         return checkpoint(function, *args, use_reentrant=False, context_fn=self._context_fn)
 
     def _is_differentiable(self, args: Any, kwargs: Any) -> bool:
         if torch.compiler.is_compiling():
-            return True  # the compiler finds out by itself, and would guard on every parameter for this question
+            return True  # the compiler decides itself; this check would add a guard per parameter
         if any(parameter.requires_grad for parameter in self._module.parameters()):
             return True
         return any(tensor.requires_grad for tensor in find_tensors((args, kwargs)))
 
     def _offloaded(self, args: Any, kwargs: Any) -> Any:
-        """Recompute from inputs that have been to host memory.
+        """Recompute from inputs that were offloaded to host memory.
 
-        Only activations are moved: leaves (a parameter that is passed in) live on the device
-        anyway, and so does what is not differentiable (a mask, a table of rotations), which is
-        mostly shared by all blocks.
+        Only activations are offloaded. Leaves (a parameter as input) stay on the device anyway, and
+        so do inputs without gradient (masks, rotary tables), which all blocks usually share.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         moved = {
@@ -125,7 +123,7 @@ class Recomputation:
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf
         }
-        # The recomputation outlives the forward; what it refers to would stay on the device.
+        # The recomputation outlives the forward; a reference would keep an input on the device.
         kept = [None if index in moved else leaf for index, leaf in enumerate(leaves)]
         indices = tuple(moved)
 
@@ -136,8 +134,8 @@ class Recomputation:
             positional, named = pytree.tree_unflatten(complete, structure)
             return self.__wrapped__(*positional, **named)
 
-        # `checkpoint` saves its inputs under these hooks, and all else that the forward saves under
-        # its own.
+        # `checkpoint` saves its inputs under these hooks, and the forward's other tensors under its
+        # own.
         with SavedOnHost() if moved else nullcontext():
             return self._checkpoint(function, *moved.values())
 
@@ -152,13 +150,13 @@ class Recomputation:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Operations and policy functions cannot be pickled; the forward could be before.
+        # Operations and policy functions cannot be pickled; the original forward can.
         return functools.partial, (self.__wrapped__,)
 
 
 def _fills_a_cache(module: nn.Module) -> bool:
-    # The recomputation would fill it a second time; transformers' own checkpointing leaves it out
-    # as well. Known by name, so that nothing needs to be installed.
+    # The recomputation would fill the cache a second time; transformers' own checkpointing omits it
+    # as well. The class is matched by name, so that transformers need not be installed.
     bases = type(module).__mro__
     only_reads = next(
         (vars(base)[_ONLY_READS] for base in bases if _ONLY_READS in vars(base)), False
@@ -168,7 +166,7 @@ def _fills_a_cache(module: nn.Module) -> bool:
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]  # torch's own annotations
 def _refuse_compiled_offload() -> None:
-    # Disabled, because the compiler would take the error for a reason to run the block without it.
+    # Disabled, because the compiler would treat the error as a reason for a graph break.
     raise NotImplementedError(
         "ActivationCheckpointing.cpu_offload: expected modules that are compiled inside of their "
         "recomputation, found one inside of a compiled module, where the compiler decides what is "
@@ -183,20 +181,20 @@ def _refuse_compiled_offload() -> None:
 def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) -> list[str]:
     """Let the chosen modules of a model recompute their activations in backward.
 
-    Names of modules and parameters do not change. A module inside of another one that was chosen is
-    left out: it is computed again with the outer one, and would be a third time for itself.
-    ``every`` counts what remains. To choose again changes how a module recomputes, and nothing
-    where the options are the same.
+    Names of modules and parameters do not change. A module inside another chosen one is left out:
+    it is recomputed with the outer one, and would otherwise be recomputed twice. ``every`` counts
+    the remaining modules. A second call replaces the options of a module; with equal options it
+    changes nothing.
 
     Args:
-        root: The model, before or after it is sharded; alike on every rank.
-        options: Which modules, and how.
+        root: Model, before or after sharding; the same on every rank.
+        options: Choice of modules, saved operations and offloading.
 
     Returns:
-        The names of the modules, in module order.
+        Names of the chosen modules, in module order.
 
     Raises:
-        ConfigurationError: The model has no such modules, or the options are wrong.
+        ConfigurationError: The options choose no module, a scripted module, or are invalid.
     """
     context_fn = selective_contexts(options.save_ops)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -211,8 +209,7 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
                 f"script it."
             )
         if options.cpu_offload:
-            # The compiler must not see what is moved; the operations of a selective recomputation
-            # it has to see.
+            # Offloading must stay outside compiled code; selective recomputation must be inside.
             module = shells.get(id(module), module)
         forward = module.forward
         if isinstance(forward, Recomputation):
@@ -224,24 +221,23 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
 
 
 def keep_activations(root: nn.Module) -> None:
-    """Undo :func:`checkpoint_activations`, also for a deep copy of such a model."""
+    """Undo :func:`checkpoint_activations`, also on a deep copy of the model."""
     for module in root.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, Recomputation):
             del vars(module)["forward"]
-            if module.forward != forward.__wrapped__:  # one of the module's own, not its class's
+            if module.forward != forward.__wrapped__:  # set on the instance, not on its class
                 module.forward = forward.__wrapped__
 
 
 def _select(root: nn.Module, policy: Policy) -> list[str]:
-    """Names of the modules that the policy chooses, at least one."""
+    """Return the names of the modules that the policy chooses, at least one."""
     try:
         names = policy.select(root)
     except ConfigurationError as error:
         raise ConfigurationError(f"{LIKE_UNITS} {error}") from error
     if not names and isinstance(policy, AutoPolicy) and policy.min_numel is None:
-        # Blocks too small to be gathered alone may still be worth recomputing; their activations
-        # are another matter.
+        # Blocks too small for a unit of their own may still have large activations.
         names = AutoPolicy(min_numel=1, max_fraction=policy.max_fraction).select(root)
     if not names:
         raise ConfigurationError(
@@ -253,7 +249,7 @@ def _select(root: nn.Module, policy: Policy) -> list[str]:
 
 
 def _outermost(names: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names in module order, without modules that are registered anywhere inside of others."""
+    """Sort names into module order, without modules nested inside other chosen ones."""
     inside = {
         id(inner)
         for name in names

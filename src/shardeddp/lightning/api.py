@@ -1,8 +1,8 @@
 """Lightning in this process: which of its two packages, its public names, and names of ShardedDP in it.
 
-``lightning.pytorch`` and ``pytorch_lightning`` hold the same code twice. A Trainer of one refuses
-strategies and modules of the other, so the classes of this package are made for one of them. The
-choice falls once, before Lightning is imported. Private names of Lightning are in ``private.py``.
+``lightning.pytorch`` and ``pytorch_lightning`` have the same code. A Trainer of one refuses
+strategies and modules of the other, so the classes of this package subclass those of one namespace.
+It is chosen once, before Lightning is imported. Private names of Lightning are in ``private.py``.
 """
 
 import os
@@ -24,7 +24,7 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 # -- Choice of the package
 
 VARIABLE = "SHARDEDDP_LIGHTNING"
-"""Environment variable that decides where imports do not."""
+"""Environment variable that sets the namespace; it overrides the program's imports."""
 
 UNIFIED = "lightning.pytorch"
 STANDALONE = "pytorch_lightning"
@@ -33,16 +33,16 @@ _BY_VALUE = {"lightning": UNIFIED, UNIFIED: UNIFIED, STANDALONE: STANDALONE}
 
 
 def choose_namespace(environment: Mapping[str, str], imported: Mapping[str, Any]) -> str:
-    """The namespace to use: the one that is asked for, else the one that the program has imported.
+    """Choose the namespace: that of the environment variable, else the one that is imported.
 
-    A program that has imported both, or none yet, gets ``lightning.pytorch`` where it is installed.
+    If both or none are imported, it is ``lightning.pytorch``, if installed.
 
     Args:
-        environment: Variables of the process.
-        imported: Modules by name, as ``sys.modules`` has them.
+        environment: Environment variables of the process.
+        imported: Modules by name, as in ``sys.modules``.
 
     Raises:
-        ConfigurationError: The variable asks for something else.
+        ConfigurationError: The variable has an unknown value.
         ImportError: Neither package is installed.
     """
     asked = environment.get(VARIABLE)
@@ -68,20 +68,20 @@ def choose_namespace(environment: Mapping[str, str], imported: Mapping[str, Any]
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # somebody forbids it
+    except (ImportError, ValueError):  # an import hook forbids it, or the module has no __spec__
         return False
 
 
 NAMESPACE = choose_namespace(os.environ, sys.modules)
-"""Of this process; it never changes."""
+"""Namespace of Lightning in this process; it never changes."""
 
 OTHER = STANDALONE if NAMESPACE == UNIFIED else UNIFIED
-"""Namespace whose Trainer refuses strategies of this one."""
+"""Other namespace; its Trainer refuses strategies of this one."""
 
 
 @contextmanager
 def handed_down() -> Generator[None]:
-    """Surround the start of processes that use the same namespace, whatever they import first."""
+    """Set the environment variable, so that processes started inside use the same namespace."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = NAMESPACE
     try:
@@ -105,10 +105,10 @@ _ROOTS = {
 
 
 def named(path: str, namespace: str = NAMESPACE) -> Any:
-    """A module, or a class or function of a module.
+    """Import a module, or a class or function of a module, by its path.
 
     Raises:
-        ConfigurationError: The installed release does not have it.
+        ConfigurationError: The installed release does not have the name.
     """
     module, _, name = path.partition(":")
     half, _, rest = module.partition(".")
@@ -122,7 +122,7 @@ def named(path: str, namespace: str = NAMESPACE) -> Any:
 
 
 def changed_release(problems: Sequence[str]) -> ConfigurationError:
-    """Error about a release of Lightning that is not as this one of shardeddp expects."""
+    """Make the error for a release of Lightning that this release of shardeddp does not support."""
     lightning = import_module(NAMESPACE).__version__
     return ConfigurationError(
         f"Lightning {lightning} has changed {'; '.join(problems)}. {own_release()} needs lightning "
@@ -131,7 +131,7 @@ def changed_release(problems: Sequence[str]) -> ConfigurationError:
 
 
 def own_release() -> str:
-    """Name and version of this package."""
+    """Return name and version of this package."""
     try:
         return "shardeddp " + version("shardeddp")
     except PackageNotFoundError:
@@ -163,7 +163,7 @@ PUBLIC = {
     "pytorch.utilities.model_summary.model_summary": "get_human_readable_count",
     "pytorch.utilities.rank_zero": "rank_zero_info rank_zero_warn",
 }
-"""Public names of Lightning in use, by module below the package."""
+"""Public names of Lightning in use, by module inside the package."""
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -213,20 +213,17 @@ else:
 # -- Reading of ``load_from_checkpoint``
 
 Reader = Callable[..., Any]
-"""``(path, map_location=, weights_only=)`` to the checkpoint."""
+"""Function of ``(path, map_location=, weights_only=)`` that returns the checkpoint."""
 
 
 def extend_reading(extended: Callable[[Reader], Reader]) -> None:
-    """Let ``load_from_checkpoint`` read more than files.
+    """Extend ``load_from_checkpoint`` of all modules and data modules in this process.
 
-    This holds for all modules and data modules of this process.
-
-    Lightning has no hook there: it opens the path as a file and hands that to ``torch.load``. It
-    reads through one name, which is replaced in each of its packages that this process has
-    imported.
+    Lightning has no hook: it opens the path as a file for ``torch.load``. Its reader has one name,
+    which is replaced in each of its packages that this process has imported.
 
     Args:
-        extended: Makes the new reader of Lightning's own, for it to go on with.
+        extended: Function that wraps Lightning's own reader.
     """
     for namespace in (UNIFIED, STANDALONE):
         saving = sys.modules.get(f"{namespace}.core.saving")
@@ -234,14 +231,14 @@ def extend_reading(extended: Callable[[Reader], Reader]) -> None:
             vars(saving)["pl_load"] = extended(vars(saving)["pl_load"])
 
 
-# -- Callbacks of the strategy's own
+# -- Callbacks of the strategy
 
 
 class SilentCallback(Callback):
-    """A callback of the strategy's own, that has no hooks within a batch but those it defines.
+    """Base class of the strategy's callbacks, without hooks inside a batch except those it defines.
 
-    Lightning times each call of a hook of a callback, which takes longer than most of them do, and
-    passes by what is not callable.
+    Lightning profiles each call of a callback's hook, which costs more than most hooks do. It skips
+    attributes that are not callable.
     """
 
     on_train_batch_start: Any = None
@@ -258,42 +255,42 @@ class SilentCallback(Callback):
     on_predict_batch_end: Any = None
 
     def __reduce__(self) -> Any:
-        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        """Copy as an empty callback, for example with a Trainer: it belongs to one run."""
         return Callback, ()
 
 
-# -- Parts that a Trainer makes
+# -- Parts of a Trainer
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
-    """The list of a Trainer's callbacks, which may be changed."""
+    """Return the mutable list of a Trainer's callbacks."""
     return vars(trainer)["callbacks"]
 
 
 def cluster_environment_of(trainer: Any) -> Any:
-    """The cluster environment of a Trainer's ranks; None under a strategy of one process."""
+    """Return the cluster environment of a Trainer; None under a single-process strategy."""
     return getattr(trainer.strategy, "cluster_environment", None)
 
 
 def log_interval(trainer: Any) -> int:
-    """Steps of a Trainer from one log to the next; 0: it logs none."""
+    """Return the number of steps between logs of a Trainer; 0: no logging."""
     return trainer.log_every_n_steps
 
 
 def reloads_dataloaders(trainer: Any) -> bool:
-    """Whether a Trainer makes its training data loaders anew now and then."""
+    """True if a Trainer reloads its training data loaders every few epochs."""
     return bool(vars(trainer).get("reload_dataloaders_every_n_epochs"))
 
 
 # -- Names of ShardedDP in the registries of Lightning
 
-# The last two are what the command line makes of a bare class path.
+# The last two are the names that LightningCLI derives from a class path.
 _NAMES = ("sharded_dp", "shardeddp", "shardeddp.shardeddp")
 _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 
 
 def register_names(strategy: type[Strategy]) -> None:
-    """Make ``Trainer(strategy="sharded_dp")`` and its variants known."""
+    """Register ``Trainer(strategy="sharded_dp")`` and its variants."""
     register = StrategyRegistry.register
     for name in _NAMES:
         register(name, strategy, "ShardedDP, full_shard", override=True)
@@ -319,13 +316,13 @@ def register_names(strategy: type[Strategy]) -> None:
 
 
 def introduction(sharding_strategy: str) -> str:
-    """Attributes of a ShardedDP that a Trainer of the other namespace shows when it refuses it."""
+    """Return the ``repr`` of a ShardedDP, shown when the other namespace's Trainer refuses it."""
     both = f"; for {OTHER} set {VARIABLE}={OTHER}" if OTHER in sys.modules else ""
     return f"<ShardedDP({sharding_strategy!r}) for {NAMESPACE}.Trainer{both}>"
 
 
 def _refuse_elsewhere(names: list[str]) -> None:
-    """Make a Trainer of the other namespace, if imported, say why it has no such strategy."""
+    """Register names in the other namespace, if imported, that raise an error with advice."""
     strategies = sys.modules.get(f"{OTHER}.strategies")
     if strategies is not None:
         registry: Any = strategies.StrategyRegistry

@@ -1,6 +1,6 @@
 """Callbacks and data loaders beside a sharded model.
 
-Averages (EMA, SWA), summaries, refused callbacks.
+Averages (EMA, SWA), summaries, refusal of unsupported callbacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardeddp.torch_private import IncompatibleKeys, parse_to
 # -- Model summary: Lightning's table with the column for sharded models
 
 COLUMN = "Params per Device"
-"""As Lightning calls it; ``RichModelSummary`` shows no other."""
+"""Column title; Lightning's own, because ``RichModelSummary`` shows no other."""
 
 
 def _summaries(trainer: Trainer) -> list[ModelSummary]:
@@ -47,7 +47,7 @@ def _summaries(trainer: Trainer) -> list[ModelSummary]:
 
 
 def _summarize(module: nn.Module, max_depth: int) -> Any:
-    """Summary with the number of elements of each layer that a rank holds on average."""
+    """Make a summary with the average number of elements per rank of each layer."""
     return private.SummaryWithCounts(module, max_depth, title=COLUMN, count=_held, show=_show)
 
 
@@ -66,47 +66,46 @@ def _held(module: nn.Module) -> float:
 
 
 class _Average(NamedTuple):
-    # The callback's attribute: an AveragedModel around the copy, or the copy itself
+    # Attribute of the callback: an AveragedModel around the copy, or the copy itself
     holder: nn.Module
     copy: nn.Module
-    device: torch.device | None  # where the callback wants it; None: where the model is
+    device: torch.device | None  # device that the callback asks for; None: that of the model
 
 
 class Averages:
-    """Averages that a Trainer's callbacks keep of its module, from reading a checkpoint on.
+    """Averaged copies of the module in a Trainer's callbacks.
 
-    Callbacks copy the module before it is sharded, and then go through the parameters of both side
-    by side. When the elements of both lie alike, that is arithmetic on shards: nothing is gathered
-    to average, to swap or to save.
+    Callbacks copy the module before it is sharded, and later iterate over the parameters of both.
+    If both have the same layout, averaging, swapping and saving work on shards without a gather.
     """
 
     def __init__(self) -> None:
         self._loads: list[Callable[[], None]] = []
-        # Replaced methods: owner, name, and the user's own on the instance, if any.
+        # Replaced methods: owner, name, and the previous instance attribute, if any.
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[BufferSync] = []
 
     def keep_on_host(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep the copy that a callback is about to take where the module is.
+        """Keep the copy that a callback is about to make on the module's device.
 
-        The callback would move the whole copy to the device.
+        The callback would move the whole copy to the compute device.
 
         Args:
-            trainer: Whose callbacks are about to be set up.
-            module: Theirs; a method that its copies take over waits in it until it is sharded.
+            trainer: Trainer with callbacks that are about to be set up.
+            module: Module of the Trainer; its ``to`` is replaced, also in copies, until sharding.
         """
         averages = any(isinstance(each, WeightAveraging) for each in callbacks_of(trainer))
         if averages and runtime_of(module) is None:
             self._replace(module, "to", MethodType(_stay, module))
 
     def defer_loads(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
-        """Postpone loads of callbacks, into the module and its averages, until there are shards.
+        """Postpone loads of callbacks, into the module and its averages, until they are sharded.
 
         Args:
-            trainer: Whose callbacks are about to take their part of a checkpoint.
-            module: Theirs, whose own part waits already.
-            cast: Whether dtypes may differ.
+            trainer: Trainer with callbacks that are about to load their state from a checkpoint.
+            module: Module of the Trainer; its own load is postponed already.
+            cast: True if dtypes may differ from those of the checkpoint.
         """
         if runtime_of(module) is not None:
             return
@@ -133,13 +132,11 @@ class Averages:
         vars(module)[name] = method
 
     def end_deferral(self, module: LightningModule) -> None:
-        """Let loads reach the module at once again.
-
-        Callbacks have had their part, and the module is about to be sharded.
+        """Restore ``load_state_dict``, after callbacks have loaded and before sharding.
 
         Raises:
-            ConfigurationError: A callback has written to the module in a way that its checkpoint is
-                going to undo.
+            ConfigurationError: A callback has written to parameters that the checkpoint is about to
+                overwrite.
         """
         while self._replaced:
             each, name, own = self._replaced.pop()
@@ -164,10 +161,10 @@ class Averages:
         """Shard the averages of a module that has just been sharded; a collective of all ranks.
 
         Returns:
-            Action that makes the postponed loads; None without any.
+            Function that runs the postponed loads; None if there are none.
 
         Raises:
-            ConfigurationError: An average is of another model than is trained.
+            ConfigurationError: Parameters of an average differ from the module's.
         """
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
@@ -178,26 +175,26 @@ class Averages:
         return partial(_run_all, loads) if loads else None
 
     def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
-        """Shard averages as the module has been sharded anew; a collective of all ranks."""
+        """Reshard averages after the module was resharded; a collective of all ranks."""
         for average in _averages(trainer, module):
             _shard_like(average, module, mesh)
         for buffers in self._buffers:
             buffers.mesh = mesh
 
     def sync_buffers(self) -> None:
-        """Give rank 0's averaged buffers to all ranks, which are about to evaluate the average."""
+        """Broadcast rank 0's averaged buffers before an evaluation of the average."""
         for buffers in self._buffers:
             buffers.sync()
 
     def forget(self, module: LightningModule) -> None:
-        """Let everything go that a run of a module has left; averages stay with their callbacks."""
+        """Drop all state of a run; averages stay with their callbacks."""
         self._versions = []
         self.end_deferral(module)
         self._loads, self._buffers = [], []
 
 
 def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """In the place of ``Module.to``: converts, and does not move."""
+    """Replace ``Module.to``: convert the dtype, but do not move."""
     dtype = parse_to(*args, **kwargs)[1]  # as Module.to reads its arguments
     return module if dtype is None else type(module).to(module, dtype)
 
@@ -230,7 +227,7 @@ def _check_same(copy: nn.Module, module: LightningModule) -> None:
 
 @torch.no_grad()
 def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
-    # The whole parameter is kept, so that its id is not reused.
+    # The whole parameter is kept alive, so that its id is not reused.
     done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}
     for path, owner in average.copy.named_modules(remove_duplicate=False):
         for name, mine in owner._parameters.items():
@@ -257,8 +254,7 @@ def _shard(
         if mesh.data.size > 1:
             mesh.data.broadcast_(values, 0).wait()
         local = theirs.spec.localize(values).to(where, copy=True)
-    # It takes no gradient: callbacks read it where gradients are recorded, and would gather it
-    # there.
+    # It requires no gradient: callbacks read it in grad mode, which would gather it.
     sharded = ShardTensor(local, theirs.spec)
     vars(sharded).update(mine.__dict__, _is_param=True)  # isinstance(p, nn.Parameter) holds
     return sharded
@@ -273,30 +269,30 @@ def _run_all(loads: list[Callable[[], None]]) -> None:
 
 
 class CallbackAdapters:
-    """Accompanies the runs of a Trainer: averages and summaries of callbacks, numbers of batches.
+    """Adapters for a Trainer's runs: averages and summaries of callbacks, uneven data loaders.
 
     Args:
-        uneven_batches: Behaviour of training when a rank has no batch left and others have.
+        uneven_batches: Behaviour of training when a rank runs out of batches before others.
     """
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
         self.uneven_batches: UnevenBatches = uneven_batches
-        self._training: EvenTraining | None = None  # both: in a run of several ranks
+        self._training: EvenTraining | None = None  # both are set in runs of several ranks only
         self._evaluation: UnevenEvaluation | None = None
 
     def __reduce__(self) -> Any:
-        """A copy, of a Trainer for instance, accompanies no run yet."""
+        """Copy without the state of a run, for example with a Trainer."""
         return type(self), (self.uneven_batches,)
 
     def before_sharding(self, trainer: Trainer, module: LightningModule) -> list[nn.Parameter]:
-        """The module of a run is about to be sharded.
+        """Prepare callbacks for the sharding of the module.
 
         Returns:
-            The parameters of its averages; those on the meta device get values as they are sharded.
+            Parameters of all averages; those on the meta device get values during sharding.
 
         Raises:
-            ConfigurationError: A callback cannot do its work on a sharded module.
+            ConfigurationError: A callback does not work with a sharded module.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
@@ -307,52 +303,51 @@ class CallbackAdapters:
     def after_sharding(
         self, trainer: Trainer, module: LightningModule, runtime: Runtime
     ) -> Callable[[], None] | None:
-        """The module has been sharded; a collective of all ranks.
+        """Adapt callbacks to the sharded module; a collective of all ranks.
 
         Returns:
-            Action that makes the loads that callbacks had postponed; None if there is
-            nothing.
+            Function that runs the postponed loads of callbacks; None if there are none.
         """
         if runtime.mesh.world.size > 1:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
-        for summary in _summaries(trainer):  # shows what a rank holds
+        for summary in _summaries(trainer):  # show the elements that a rank holds
             private.replace_summary(summary, _summarize)
         return self.averages.shard(trainer, module, runtime.mesh)
 
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
-        """The module was sharded anew in the middle of a run; a collective of all ranks."""
+        """Adapt callbacks after a reshard in the middle of a run; a collective of all ranks."""
         if self._training is not None:
             self._training.mesh = runtime.mesh
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
         self.averages.reshard(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
-        """Training loaders exist before training starts: someone has asked for the number of steps.
+        """Align training loaders that a query of the number of steps created before training.
 
         Returns:
-            Whether the answer was wrong: ranks have different numbers of batches.
+            True if the returned number was wrong, because ranks have different numbers of batches.
         """
         return self._training is not None and self._training.align(trainer)
 
     def begin_training(self, trainer: Trainer) -> None:
-        """Training starts."""
+        """Prepare the start of training."""
         if self._training is not None:
             self._training.begin(trainer)
 
     def begin_batch(self, trainer: Trainer) -> None:
-        """A batch is about to be trained on."""
+        """Prepare a training batch."""
         if self._training is not None:
             self._training.begin_batch(trainer)
 
     def begin_evaluation(self, trainer: Trainer) -> None:
-        """Validation, test or prediction starts."""
+        """Prepare validation, test or prediction."""
         self.averages.sync_buffers()
         if self._evaluation is not None:
             self._evaluation.begin(trainer)
 
     def end_evaluation(self) -> None:
-        """It ends."""
+        """End validation, test or prediction."""
         if self._evaluation is not None:
             self._evaluation.end()
 
@@ -362,20 +357,19 @@ class CallbackAdapters:
             self._training.zero_repeated_loss(loss)
 
     def end_run(self, trainer: Trainer, module: LightningModule) -> None:
-        """The run is over, or has failed."""
+        """Drop the state of a run that has ended or failed."""
         self.end_evaluation()
         self._training = self._evaluation = None
-        for summary in _summaries(trainer):  # its next run may be under another strategy
+        for summary in _summaries(trainer):  # the next run may use another strategy
             private.restore_summary(summary)
         self.averages.forget(module)
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:
-    """Look through the callbacks of a training that is about to begin.
+    """Refuse callbacks that do not work with a sharded module.
 
     Raises:
-        ConfigurationError: One of them would fail in the middle of training, or do something else
-            than it says.
+        ConfigurationError: A callback would fail in the middle of training, or misbehave.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):

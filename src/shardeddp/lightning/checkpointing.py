@@ -1,6 +1,6 @@
 """Saving checkpoints: as one file or as a directory of shards, now or in a thread.
 
-Deleting and clearing them away is here too.
+Also deletion of checkpoints and of leftovers.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Checkpoints:
     """Checkpoints that a run writes and deletes.
 
     Args:
-        group: Ranks of the run.
-        options: Kind of checkpoint, everything else about it, and the sharding strategy's name for
-            the record in each.
+        group: Process group of the run.
+        options: Options of the strategy: kind of checkpoint, its options, and the name of the
+            sharding strategy for the manifest.
     """
 
     def __init__(self, group: ProcessGroup, options: Options) -> None:
         self._group, self.options = group, options
         self._saver = Saver(options.checkpoint_options)
-        self._told = False  # that checkpoints are directories
+        self._told = False  # True once logged that checkpoints are directories
         self._written: set[str] = set()
 
     def check_io(self, io: CheckpointIO) -> None:
-        """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
+        """Refuse, before training, a plugin that sharded checkpoints would bypass."""
         kind, saves = self.options.state_dict_type, self.options.checkpoint_options
         if type(io) is TorchCheckpointIO or kind == "full":
             return
@@ -77,9 +77,9 @@ class Checkpoints:
             )
 
     def check_stores(self, trainer: Trainer) -> None:
-        """Refuse a store in which nothing could be saved, before callbacks look into it.
+        """Refuse an object store that cannot be written, before callbacks access it.
 
-        It is a collective of all ranks.
+        Collective of all ranks.
         """
         refusal = ""
         if self._group.is_rank_zero:
@@ -100,15 +100,15 @@ class Checkpoints:
         names: Callable[[], ParameterNames],
         trainer: Trainer | None = None,
     ) -> None:
-        """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks.
+        """Write a checkpoint according to ``state_dict_type``; a collective of all ranks.
 
         Args:
             checkpoint: Nested state with sharded tensors.
-            filepath: Target, as rank 0 has it.
-            storage_options: Options for the plugin, which writes single files then.
-            io: Plugin of the Trainer.
-            names: Function that finds the names of the parameters of each optimizer.
-            trainer: The Trainer that saves; None under Fabric.
+            filepath: Target path; that of rank 0 holds for all ranks.
+            storage_options: Options for the plugin; they require a single file.
+            io: Checkpoint plugin of the Trainer.
+            names: Function that returns the parameter names of each optimizer.
+            trainer: Trainer that saves; None under Fabric.
         """
         if not os.fspath(filepath) or "\0" in os.fspath(filepath):
             raise ValueError(
@@ -120,7 +120,7 @@ class Checkpoints:
             _write_by_plugin(checkpoint, filepath, storage_options, io, None)
             return
         checkpoint = with_plain_views(checkpoint)
-        # Rank 0 decides for all: others may have other callbacks, and paths of their own.
+        # Rank 0 decides for all: other ranks may have different callbacks and paths.
         why = self._why_directory(checkpoint, storage_options, io) if mesh.rank == 0 else None
         path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
         place, described = location(path), self._describe(checkpoint, mesh, trainer)
@@ -159,10 +159,7 @@ class Checkpoints:
         storage_options: Any,
         io: CheckpointIO,
     ) -> str | None:
-        """Why a checkpoint is to be a directory.
-
-        The reason is "" where the user has said so, and None where it is to be a file.
-        """
+        """Return the reason for a directory: "" if the user chose it, None for a single file."""
         options = self.options.checkpoint_options
         if self.options.state_dict_type != "auto":
             return "" if self.options.state_dict_type == "sharded" else None
@@ -178,7 +175,7 @@ class Checkpoints:
     def _describe(
         self, checkpoint: Mapping[str, Any], mesh: Mesh, trainer: Trainer | None
     ) -> TrainingRun:
-        # A hook of the user's may have put something else into the checkpoint.
+        # A user's hook may have replaced the counts in the checkpoint.
         step, epoch = (trainer.global_step, trainer.current_epoch) if trainer else (0, 0)
         return TrainingRun(
             uuid=uuid.uuid4().hex,
@@ -195,17 +192,17 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written any more.
+        """Wait until no checkpoint is being written.
 
         Raises:
-            CheckpointError: The one that was could not be saved.
+            CheckpointError: The background save has failed.
         """
         self._saver.wait()
 
     def begin_batch(self) -> None:
-        """Raise the error of a background save that has failed.
+        """Raise the error of a failed background save.
 
-        It is a collective of all ranks while a save goes on.
+        Collective of all ranks while a save is in progress.
         """
         if self._saver.started and not any(
             agree_on_any([self._saver.busy], self._group.mesh.control)
@@ -213,11 +210,11 @@ class Checkpoints:
             self.wait()
 
     def remove(self, filepath: str | Path, io: CheckpointIO, trainer: Trainer | None) -> None:
-        """Delete a checkpoint when no save is under way any more.
+        """Delete a checkpoint after saves in progress.
 
-        A callback may have its path from a checkpoint that somebody else wrote. So it has to be one
-        that this run has written, or a checkpoint of this package in a directory in which a
-        callback of this run keeps some.
+        A callback may have read the path from a checkpoint of another author. So it must be a
+        checkpoint that this run has written, or one of this package in a checkpoint directory of
+        this run's callbacks.
         """
         path = local_path(filepath)
         if trainer is None:
@@ -225,7 +222,8 @@ class Checkpoints:
                 "ShardedDP knows where its checkpoints are only while a Trainer runs"
             )
         written = _place_of(path) in self._written
-        # The deletion may wait for a save, and a callback that looks before takes another name.
+        # Unlink now: the deletion may wait for a save, and until then a callback would find the
+        # link and choose another name.
         unlink_last(path, trainer)
         if _streams(None, io):
             roots = checkpoint_folders(trainer)
@@ -242,9 +240,9 @@ class Checkpoints:
     def follow_move(
         self, checkpoint: Mapping[str, Any], path: str | Path, trainer: Trainer | None
     ) -> None:
-        """Let callbacks find what has moved together with a checkpoint; a collective of all ranks.
+        """Update callbacks' paths if the checkpoint directory was moved; a collective of all ranks.
 
-        Rank 0 looks for all: other ranks have to go on with the same names.
+        Rank 0 looks for the files, so that all ranks continue with the same names.
         """
         states = checkpoint.get("callbacks")
         if trainer is not None and states:
@@ -254,9 +252,9 @@ class Checkpoints:
             states.update(self._group.broadcast(moved))
 
     def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
-        """Path of the checkpoint of the highest step.
+        """Return the path of the checkpoint of the highest step; None if there is none.
 
-        If ``clears``, leftovers of killed runs are deleted from the folders first.
+        With ``clears``, leftovers of killed runs in the folders are deleted first.
         """
         self.wait()
         if clears:
@@ -266,10 +264,10 @@ class Checkpoints:
 
 
 def unlink_last(path: str, trainer: Trainer) -> None:
-    """Take away the links of ``save_last="link"`` that lead to a checkpoint which is being deleted."""
+    """Remove the links of ``save_last="link"`` to a checkpoint that is about to be deleted."""
     for callback in trainer.checkpoint_callbacks:
         folder = local_path(getattr(callback, "dirpath", None) or "")
-        # Only where the callback makes them: the path may come from a checkpoint of anybody.
+        # Only if the callback makes links: the path may come from a foreign checkpoint.
         links = getattr(callback, "save_last", None) == "link"
         if not links or not folder or is_remote(folder) or not os.path.isdir(folder):
             continue
@@ -282,21 +280,21 @@ def unlink_last(path: str, trainer: Trainer) -> None:
 
 
 def _names_of_last(callback: Any) -> re.Pattern[str]:
-    """Names that a callback gives to its last checkpoint, of any metrics and in any version."""
+    """Compile the pattern of a callback's last-checkpoint names, for all metrics and versions."""
     named = re.split(r"{[^}]*}", callback.CHECKPOINT_NAME_LAST)
     name, join = ".+".join(map(re.escape, named)), re.escape(callback.CHECKPOINT_JOIN_CHAR)
     return re.compile(rf"{name}({join}v\d+)?{re.escape(callback.FILE_EXTENSION)}")
 
 
 def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> dict[str, Any]:
-    """States of callbacks that go on in a directory that was moved, copied or renamed as a whole.
+    """Update states of callbacks after their directory was moved, copied or renamed as a whole.
 
-    Lightning keeps absolute paths, and takes over nothing but the best one where the directory has
-    changed. Paths in the former directory become those of the same names beside the checkpoint that
-    is read, if they are there.
+    Lightning stores absolute paths, and restores only the best one if the directory has changed.
+    Paths in the former directory are replaced by existing paths of the same names next to the
+    checkpoint that is read.
 
     Returns:
-        By state key, those that change.
+        Changed states by state key.
     """
     if is_remote(path):
         return {}
@@ -306,7 +304,7 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
         if not isinstance(state, Mapping) or not isinstance(
             state.get("best_k_models", {}), Mapping
         ):
-            continue  # of a class of the user's
+            continue  # state of a user-defined class
         former = state.get("dirpath")
         stays = bool(own) and not is_remote(own) and _lies_in(path, own)
         here = own if stays else os.path.dirname(_place_of(path))
@@ -322,7 +320,7 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
 
 
 def _moved(path: str | None, former: str, here: str) -> str:
-    """Where a path in a directory that was moved is now; "" where nothing is."""
+    """Return the new path of a file in a moved directory; "" if it does not exist."""
     if not path or not PurePosixPath(path).is_relative_to(former):
         return path or ""
     now = os.path.join(here, PurePosixPath(path).relative_to(former))
@@ -332,7 +330,7 @@ def _moved(path: str | None, former: str, here: str) -> str:
 def _rebased(
     state: Mapping[str, Any], to: Callable[[str | None], str], own: str, callback: Any
 ) -> dict[str, Any]:
-    """The state of a callback of which only the directory has changed."""
+    """Return the state of a callback with its paths in the new directory."""
     kept = {to(path): score for path, score in state.get("best_k_models", {}).items()}
     kept.pop("", None)
     best, worst = (max, min) if getattr(callback, "mode", "") == "max" else (min, max)
@@ -344,7 +342,7 @@ def _rebased(
         "best_model_path": to(state.get("best_model_path")),
         "kth_best_model_path": to(state.get("kth_best_model_path")),
     }
-    # Of those that did not come along others take the places.
+    # Replace best and k-th best if their files are missing.
     if kept and found["best_model_path"] not in kept:
         found["best_model_path"] = best(kept, key=kept.__getitem__)
         found["best_model_score"] = kept[found["best_model_path"]]
@@ -355,14 +353,14 @@ def _rebased(
 
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
-    """The directories in which callbacks keep checkpoints, those in stores as well."""
+    """Return the checkpoint directories of all callbacks, including those in object stores."""
     callbacks = trainer.checkpoint_callbacks
     folders = (local_path(getattr(callback, "dirpath", None) or "") for callback in callbacks)
     return [folder for folder in folders if folder]
 
 
 def _folders_to_be(trainer: Trainer) -> Iterator[str]:
-    """The same before callbacks are set up, of those that are going to save."""
+    """Yield the future checkpoint directories of saving callbacks, before their setup."""
     dry = trainer.fast_dev_run  # type: ignore[attr-defined]
     for callback in () if dry else trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not (
@@ -375,7 +373,7 @@ def _folders_to_be(trainer: Trainer) -> Iterator[str]:
 
 
 def _place_of(path: str) -> str:
-    """Where a checkpoint is, with the links that lead there resolved."""
+    """Normalize a checkpoint's path, with links resolved."""
     if is_remote(path):
         return posixpath.normpath(path)
     folder, name = resolve(os.path.expanduser(path))
@@ -388,9 +386,9 @@ def _lies_in(path: str, folder: str) -> bool:
 
 
 def _streams(storage_options: Any, io: CheckpointIO) -> bool:
-    """Whether one file can be written as its tensors are gathered.
+    """True if a single file can be streamed while its tensors are gathered.
 
-    It cannot where the user decides how it is written.
+    False if a plugin or storage options control the writing.
     """
     return type(io) is TorchCheckpointIO and storage_options is None
 
@@ -402,7 +400,7 @@ def _write_by_plugin(
     io: CheckpointIO,
     mesh: Mesh | None,
 ) -> None:
-    """Write one file as the user wants files written, from rank 0's memory."""
+    """Write one file with the user's plugin, from rank 0's memory."""
 
     def write(full: dict[str, Any]) -> None:
         io.save_checkpoint(full, path, storage_options=storage_options)

@@ -19,11 +19,11 @@ from shardeddp.tensor.expert_dispatch import is_unsent
 from shardeddp.wrap.tree import first_three
 
 EXPERT_PARALLEL = "expert_parallel"
-"""Name of the axis of ranks that have different experts."""
+"""Name of the mesh axis of expert ranks."""
 
 
 def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
-    """The axes of ranks with equal and with different experts; a collective of all ranks."""
+    """Make the mesh of ranks with equal and with different experts; a collective of all ranks."""
     assert mesh.experts is not None
     made = mesh.experts.device_mesh(("expert_data_parallel", EXPERT_PARALLEL))
     name_group(mesh.experts.activations, made[EXPERT_PARALLEL].get_group().group_name)
@@ -31,10 +31,10 @@ def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def refuse_module(module: nn.Module) -> None:
-    """Refuse modules that expert parallelism has not been tried with.
+    """Refuse modules that expert parallelism is not tested with.
 
     Raises:
-        ConfigurationError: Something of it is on the meta device.
+        ConfigurationError: A parameter or buffer is on the meta device.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     deferred = next((name for name, it in tensors if it.is_meta), None)
@@ -46,10 +46,10 @@ def refuse_module(module: nn.Module) -> None:
 
 
 def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks that expert parallelism has not been tried with.
+    """Refuse callbacks that expert parallelism is not tested with.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: A callback averages weights.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
@@ -60,9 +60,9 @@ def refuse_trainer(trainer: Trainer) -> None:
 
 
 def warn_of_unsent_tokens(module: nn.Module) -> None:
-    """Warn of stacked experts that a step has computed without any :class:`TokenDispatch` for them.
+    """Warn of stacked experts that a step has used without a :class:`TokenDispatch`.
 
-    A rank's tokens have then met this rank's experts alone, unless the model has sent them itself.
+    A rank's tokens then reach only its own experts, unless the model sends them itself.
     """
     unsent = [name for name, it in module.named_modules() if is_unsent(it)]
     if unsent:

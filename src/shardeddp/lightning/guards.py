@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Guards:
-    """Preemption, single-rank failures and causes of broken transfers, one Trainer run at a time."""
+    """Handling of preemption, single-rank failures and broken transfers, one run at a time."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -35,13 +35,13 @@ class Guards:
         self._foremost: _FirstCallback | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle: it guards no run yet."""
+        """Drop the state of a run from copies and pickles."""
         return {**vars(self), "_interruption": None, "_foremost": None}
 
     def begin_run(self, trainer: Trainer, on_train_start: Callable[[], None]) -> None:
         """Guard a run, before Lightning registers signal handlers.
 
-        Calls back when training starts.
+        Calls ``on_train_start`` when training starts.
         """
         if self._interruption is None:
             mesh = self._group.mesh
@@ -49,22 +49,22 @@ class Guards:
                 StoreBarrier(mesh.rank, mesh.topology.world_size), mesh.rank
             )
         self._preemption.attach(trainer)
-        self._remove_foremost(trainer)  # of a run whose setup has failed
+        self._remove_foremost(trainer)  # left by a run that failed in setup
         self._foremost = _FirstCallback(on_train_start, self._group.explain_transfer)
         callbacks_of(trainer).insert(0, self._foremost)
 
     def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
-        """Let all ranks ask for signals after each batch; a collective of all ranks."""
+        """Start the agreement on signals after each batch; a collective of all ranks."""
         control = self._group.mesh.control
         answers = all_gather_bytes(json.dumps([node, local_rank, os.getpid()]).encode(), control)
-        # The first rank of this node, if it has started this rank.
+        # First rank of this node, if it is the parent process of this rank.
         first = [node, 0, os.getppid()]
         self._preemption.begin(
             trainer, control, first[2] if first in map(json.loads, answers) else None
         )
 
     def is_alone(self, trainer: Trainer | None) -> bool:
-        """Whether this rank handles an exception that others lack, so nothing may wait for them."""
+        """True if only some ranks have an exception, so that no collective may run."""
         return (
             self._interruption is not None
             and trainer is not None
@@ -72,39 +72,39 @@ class Guards:
         )
 
     def may_end(self, trainer: Trainer | None) -> bool:
-        """Whether the process may end as soon as the save that is asked for now has returned."""
+        """True if the process may exit right after the current save."""
         running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
         return self._preemption.requeues or not running
 
     def end_run(self, trainer: Trainer | None) -> None:
-        """Leave a run that is over, or has failed."""
+        """Drop the state of a run that has ended or failed."""
         self._preemption.detach()
         self._remove_foremost(trainer)
 
     def _remove_foremost(self, trainer: Trainer | None) -> None:
         callbacks = [] if trainer is None else callbacks_of(trainer)
-        # Tuner callbacks run a Trainer inside of its run, and remove callbacks meanwhile.
+        # Tuner callbacks run a Trainer inside its own run, and remove callbacks meanwhile.
         if self._foremost in callbacks:
             callbacks.remove(self._foremost)
         self._foremost = None
 
 
 class _Interruption:
-    """Keeps callbacks that act on an exception from waiting for ranks that have none.
+    """Check that all ranks have an exception, so that callbacks do not wait for ranks without one.
 
-    Lightning marks a run as interrupted before it calls them, so that a rank can ask, before it
-    enters a collective, whether the others have come there as well. It asks once per interruption.
+    Lightning marks a run as interrupted before it calls its callbacks. So a rank can run a store
+    barrier before it enters a collective. There is one barrier per interruption.
     """
 
     def __init__(self, barrier: StoreBarrier, rank: int) -> None:
         self._barrier = barrier
         self._rank = rank
-        self._alone: bool | None = None  # None: not interrupted, or nobody has asked yet
+        self._alone: bool | None = None  # None: not interrupted, or not checked yet
 
     def alone(self, trainer: Trainer) -> bool:
-        """Whether this rank handles an exception that others lack, so it must not wait for them.
+        """Return True if only some ranks have an exception, so that this one must not wait for all.
 
-        Waits a few seconds for the others the first time.
+        The first call waits up to ``PATIENCE_S`` seconds for the others.
         """
         if trainer.state.status != TrainerStatus.INTERRUPTED:
             self._alone = None
@@ -125,7 +125,7 @@ class _Interruption:
 
 
 class _FirstCallback(SilentCallback):
-    """The first callback of a run."""
+    """First callback of a run, which calls functions on events."""
 
     def __init__(
         self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]
@@ -135,12 +135,12 @@ class _FirstCallback(SilentCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pass it on."""
+        """Call the function for the start of training."""
         self._on_train_start()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass it on."""
+        """Call the function for exceptions."""
         self._on_exception(exception)

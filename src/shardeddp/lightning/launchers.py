@@ -30,28 +30,26 @@ from shardeddp.lightning.private import SubprocessScriptLauncher
 
 # -- ``ckpt_path="last"``: the checkpoint of the highest step
 #
-# Lightning takes the one with the newest time stamp.
-#
-# Clocks differ between machines, and a copy or a backup changes time stamps. Lightning looks the
-# path up when it has launched the ranks and before it asks the strategy anything, so the launcher
-# is where that can be done otherwise.
+# Lightning takes the one with the newest time stamp, but clocks differ between machines, and a copy
+# or a backup changes time stamps. Lightning looks up the path after it has launched the ranks and
+# before it calls the strategy, so the launcher has to replace the lookup.
 
 
 def resolve_last(trainer: Trainer) -> None:
-    """Let a Trainer ask its strategy which checkpoint is the last."""
-    # Each rank looks by itself, before there is a process group: what rank 0 has found holds for all.
+    """Let a Trainer ask its strategy for the last checkpoint."""
+    # Each rank looks it up before there is a process group; later the path of rank 0 holds for all.
     agree = trainer.strategy.broadcast
     private.replace_checkpoint_lookup(trainer, partial(_look_up, trainer), agree)
 
 
 class ShardedScriptLauncher(SubprocessScriptLauncher):
-    """Lightning's own launcher of scripts, for a strategy that finds checkpoints.
+    """Lightning's script launcher, with checkpoint lookup by the strategy.
 
     Args:
-        environment: Of the cluster.
-        num_processes: Ranks of this node.
-        num_nodes: Nodes of the run.
-        end: Called when a run has failed, before callbacks hear of it.
+        environment: Cluster environment.
+        num_processes: Number of ranks on this node.
+        num_nodes: Number of nodes.
+        end: Function to call when a run has failed, before ``on_exception`` of its callbacks.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
         self._end = end
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has started no processes."""
+        """Drop started processes from copies."""
         return {**vars(self), "procs": []}
 
     @override
@@ -111,18 +109,18 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
         if (folder := getattr(callback, "dirpath", None))
     ]
     remote = any(map(is_remote, given))
-    # In a store, Lightning looks for files alone, and warns where it finds none.
+    # In an object store, Lightning looks for files only, and warns if it finds none.
     if not remote and not any(
         os.path.lexists(path) for path in given
-    ):  # a link may lead nowhere yet
+    ):  # lexists: the target of a link may not exist yet
         return parse(ckpt_path)
     strategy: Any = trainer.strategy
     found = strategy.find_last(sorted(given), folders)
-    return given.get(found, found) if found else None  # as the callback names it: a path or a text
+    return given.get(found, found) if found else None  # the callback's own object: Path or str
 
 
 def _preempted_in(folder: str) -> set[str]:
-    """What a signal has saved there, where no callback keeps checkpoints."""
+    """Checkpoint of a preempted run in a folder, saved there if no callback keeps checkpoints."""
     place = location(os.path.join(folder, FILE_NAME))
     remote = isinstance(place, RemotePath)
     is_there = carries_manifest(place) or place.is_file() if remote else os.path.lexists(place)
@@ -130,7 +128,7 @@ def _preempted_in(folder: str) -> set[str]:
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:
-    """Checkpoint that this job saved before SLURM requeued it; None if it was not requeued."""
+    """Checkpoint that this job saved before SLURM requeued it; empty if it was not requeued."""
     slurm = isinstance(cluster_environment_of(trainer), SLURMEnvironment)
     if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return set()
@@ -139,20 +137,20 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
 
 # -- Launcher of spawned and forked ranks
 #
-# Lightning's own; full weights are brought back to the main process.
+# Lightning's launcher, with full weights returned to the main process.
 
 
 class ShardedMultiProcessingLauncher(private.RankLauncher):
-    """Spawns or forks the ranks; at the end the main process gets the full weights, as under DDP.
+    """Launcher that spawns or forks ranks, and returns full weights to the main process, as in DDP.
 
     Args:
-        strategy: Whose ranks.
-        start_method: How they start.
-        gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it
-            can be imported.
-        materialize: Gives a module on the meta device its values in this process; whether they are
-            loaded afterwards.
-        on_error: Called in a rank that is about to end with an error.
+        strategy: Strategy of the ranks.
+        start_method: Start method of ``multiprocessing``.
+        gather: Function that gathers a state on the ranks that pass True; it is pickled for spawned
+            ranks, so it must be importable.
+        materialize: Function that gives a module on the meta device its values in this process; its
+            second argument is True if weights are loaded afterwards.
+        on_error: Function to call in a rank that is about to exit with an error.
     """
 
     def __init__(
@@ -178,8 +176,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         if trainer is not None:
             resolve_last(trainer)
             if not self._forks:
-                # Its recording stays in this process, and so do relations between meta
-                # tensors.
+                # The recording and relations between meta tensors cannot be sent to the ranks.
                 self._materialize(trainer.lightning_module, False)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -189,8 +186,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         try:
             run()
         except BaseException as error:
-            # Lightning tells strategies of errors in the main process alone, where it has the text
-            # of one of them.
+            # Lightning reports errors to strategies only in the main process, and only one message.
             self._on_error(error)
             raise
 
@@ -199,7 +195,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         def gather(
             module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
         ) -> None:
-            # All ranks pass here; only rank 0 keeps what it gathers and sends it to the main
+            # Called on all ranks; only rank 0 keeps the gathered state and sends it to the main
             # process.
             state_dict.update(self._gather(dict(state_dict), self.strategy.is_global_zero))
 
@@ -213,7 +209,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
     def recover_results(
         self, recover: Callable[[], None], trainer: Trainer, weights_path: Any
     ) -> None:
-        # The main process has sharded nothing: what was built there on the meta device has values
-        # from here on, weights those that are loaded.
+        # The main process has sharded nothing. Its tensors on the meta device get values here;
+        # weights are loaded next.
         self._materialize(trainer.lightning_module, True)
         recover()

@@ -1,6 +1,6 @@
 """Modules from sharded checkpoints, without ranks or a Trainer.
 
-It has ``load_from_checkpoint``, ours and Lightning's.
+Our ``load_from_checkpoint``, and an extension of Lightning's.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ def load_from_checkpoint(
 ) -> ModuleT:
     """Make a module from a checkpoint, as ``module_class.load_from_checkpoint`` does.
 
-    Directories of other tools can be read too.
-
-    One process reads all of the model, checked, and nothing of the optimizers.
+    Also reads directories of other tools. One process reads and verifies the whole model; optimizer
+    states are not read.
 
     Args:
-        module_class: Of the module; made with the hyper-parameters that were saved.
-        checkpoint_path: The directory, or a plain file.
-        map_location: Where the module goes at the end.
-        strict: Whether names have to be the same; None: the module's own setting.
-        weights_only: False unpickles hyper-parameters that only pickle could save; that can run any
-            code.
-        foreign: The directory may be one of another tool (FSDP, FSDP2,
+        module_class: Class of the module, constructed with the saved hyper-parameters.
+        checkpoint_path: Checkpoint directory, or a plain file.
+        map_location: Device of the returned module.
+        strict: True if names must match exactly; None: the module's own setting.
+        weights_only: False unpickles hyper-parameters that only pickle could save, which can run
+            arbitrary code.
+        foreign: True if the directory may be that of another tool (FSDP, FSDP2,
             ``torch.distributed.checkpoint``).
-        hyper_parameters: In place of those that were saved.
+        hyper_parameters: Overrides of saved hyper-parameters.
 
     Raises:
-        CheckpointError: It is damaged, or does not fit.
+        CheckpointError: The checkpoint is damaged, or does not fit the module.
     """
     path = local_path(checkpoint_path)
     if not _is_directory(path):
@@ -72,7 +71,7 @@ def load_from_checkpoint(
 
 
 def _warn_of_casts(path: str, saved: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Warn of converted tensors by name: values may be rounded, or take twice the memory."""
+    """Warn of converted dtypes, by tensor: values may be rounded, or take twice the memory."""
     own = module.state_dict(keep_vars=True)
     casts = [
         f"{name} from {value.dtype} to {own[name].dtype}"
@@ -109,16 +108,16 @@ def _is_directory(path: str) -> bool:
     place = location(path)
     if not isinstance(place, RemotePath):
         return os.path.isdir(path)
-    # Where there is no object, the error of a directory says what is missing.
+    # If there is no object, the error for a directory names the missing file.
     return carries_manifest(place) or not (place.protocol in READ_ONLY or place.is_file())
 
 
 def _read_directory(
     path: str, map_location: Any, weights_only: bool | None, foreign: bool = False
 ) -> dict[str, Any]:
-    """A directory as Lightning reads a file.
+    """Read a directory into the form of a file that Lightning reads.
 
-    Tensors that stay on the host are read when they are loaded, optimizers never.
+    Tensors that stay on the host are read lazily, optimizer states never.
     """
     checkpoint = open_any(location(path), weights_only, foreign=foreign)
     check_fields(checkpoint, path, loads=True)
@@ -132,7 +131,7 @@ def _read_directory(
 
 
 def _device_of(map_location: Any) -> torch.device:
-    """Where ``torch.load`` would put a tensor that was saved on the host."""
+    """Return the device on which ``torch.load`` would put a tensor saved on the host."""
     if callable(map_location):
         moved: Any = cast("Callable[..., Any]", map_location)(torch.UntypedStorage(0), "cpu")
         return torch.device("cpu") if moved is None else moved.device
@@ -149,7 +148,7 @@ def _read(value: Any, device: torch.device) -> Any:
         if are_leaves(mapping.values()):
             return mapping
         read = {key: _read(item, device) for key, item in mapping.items()}
-        dict.update(mapping, read)  # that of a Counter adds
+        dict.update(mapping, read)  # Counter.update would add
         return mapping
     if isinstance(value, Namespace):
         _read(vars(value), device)

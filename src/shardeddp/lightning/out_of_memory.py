@@ -23,11 +23,11 @@ _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
 def explain_memory(
     error: BaseException, describe: Callable[[BaseException], Sequence[str]]
 ) -> None:
-    """Put a table at the end of the text of an error for want of memory; others stay as they are.
+    """Append a memory table to the message of an out-of-memory error; ignore other errors.
 
     Args:
-        error: Of a part of a step, while the rank holds what it held then.
-        describe: Makes the lines of the table.
+        error: Error of a step, while the rank still holds the memory of that moment.
+        describe: Function that returns the lines of the table.
     """
     if not isinstance(error, MemoryError | RuntimeError):
         return
@@ -36,7 +36,7 @@ def explain_memory(
         return
     try:
         lines = describe(error)
-    except Exception as other:  # noqa: BLE001 - the first error is the one to tell of
+    except Exception as other:  # noqa: BLE001 - the first error is the one to report
         lines = [f"(not counted: {type(other).__name__}: {other})"]
     error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
 
@@ -54,14 +54,14 @@ def memory_lines(
     optimizers: Sequence[Optimizer],
     options: Options,
 ) -> list[str]:
-    """What a rank holds on its device, as lines; nothing is asked of the device.
+    """Return lines on the memory that a rank holds on its device, without calls to the device.
 
     Args:
-        error: That has come out of a step.
-        runtime: Of the model.
-        plan: Without activations.
-        optimizers: Of the run.
-        options: Of the strategy.
+        error: Error that a step has raised.
+        runtime: Runtime of the model.
+        plan: Memory plan, without activations.
+        optimizers: Optimizers of the run.
+        options: Options of the strategy.
     """
     units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
     held = [each.held() for each in units]
@@ -106,7 +106,7 @@ def memory_lines(
 
 
 def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
-    """The unit whose forward an error has passed first; the way out has released it."""
+    """Line on the innermost unit in the error's traceback; it has been resharded since."""
     modules = {id(unit.spec.module): unit for unit in units}
     passed = [
         modules[id(frame.f_locals.get("self"))]
@@ -120,7 +120,7 @@ def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
 
 
 def advice(options: Options, device: torch.device) -> list[str]:
-    """What takes less memory than some options, the cheapest first."""
+    """Return changes of options that save memory, the cheapest first."""
     strategy = options.sharding_strategy
     lines = ["a smaller micro-batch, with Trainer(accumulate_grad_batches=...) for the same step"]
     if options.activation_checkpointing is None:

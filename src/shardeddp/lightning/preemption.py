@@ -1,13 +1,12 @@
 """Preemption: a signal sets a flag; at the end of a batch all ranks agree, save together, and end.
 
-SIGTERM ends a run with exit code 143, and so does SIGUSR1 where SLURM does not use it. SLURM's
-requeue signal saves and requeues the job instead, and training goes on until the SIGTERM that
-follows (docs/cluster.md). One signal to one rank is enough, more change nothing: who cannot wait
-sends SIGKILL.
+SIGTERM ends a run with exit code 143, and so does SIGUSR1 unless SLURM uses it. SLURM's requeue
+signal saves and requeues the job instead, and training continues until the SIGTERM that follows
+(docs/cluster.md). One signal to one rank is enough; further ones change nothing. Only SIGKILL ends
+a run at once.
 
-A batch whose gradients are still to be accumulated, and the last of an epoch, before validation,
-are not the right moment: a run that is saved there does not resume exactly. The end comes with the
-next batch or the end of the epoch.
+A run does not resume exactly from the middle of gradient accumulation, nor from the last batch of
+an epoch before validation. There the end is postponed to the next batch or the end of the epoch.
 """
 
 from __future__ import annotations
@@ -45,51 +44,50 @@ from shardeddp.lightning.api import (
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code expected of a process that SIGTERM has ended."""
+"""Conventional exit code of a process that SIGTERM has ended."""
 
 FILE_NAME = "last-preempted.ckpt"
 LINGER_S = 60.0
-"""How long a rank that was started by another one waits for that one to end first."""
+"""Maximum seconds that a rank waits for the exit of its parent process, if that is a rank."""
 
-_NOTHING, _REQUEUE, _END = 0, 1, 2  # the highest that any rank has seen decides
+_NOTHING, _REQUEUE, _END = 0, 1, 2  # the maximum over all ranks decides
 
 
 class Preemption:
-    """Answers to signals during one run of a Trainer at a time."""
+    """Signal handling of one run of a Trainer at a time."""
 
     def __init__(self) -> None:
         self._seen = _NOTHING
         self._requeued = False
         self.requeues = False
-        """Whether the job is given back as soon as the save that is asked for now has returned."""
+        """True if the job is requeued right after the current save."""
 
-        self._owner = 0  # the process whose signals count: workers of loaders inherit handlers
+        self._owner = 0  # id of the process to act in: loader workers inherit the handlers
         self._trainer: Trainer | None = None
         self._boundary: _Boundary | None = None
         self._is_alone = False
 
     def __reduce__(self) -> Any:
-        """A copy, of a Trainer for instance, is at work in no run."""
+        """Copy without the state of a run, for example with a Trainer."""
         return type(self), ()
 
     def attach(self, trainer: Trainer) -> None:
-        """Replace Lightning's handlers, which it registers after this, beside those of the user.
+        """Replace the handlers that Lightning registers after this call; keep those of the user.
 
-        Lightning's communicate, wherever the signal finds them; and it broadcasts before each batch
-        whether a signal has come, which is not needed any more.
+        Lightning's handlers run collectives at any point of the program. Its broadcast of received
+        signals before each batch becomes unnecessary and is removed.
         """
         self._trainer, self._owner = trainer, os.getpid()
         self._seen, self._requeued = _NOTHING, False
         private.replace_signal_handlers(trainer, self._on_end, self._on_requeue)
 
     def begin(self, trainer: Trainer, group: HostGroup, launcher: int | None) -> None:
-        """Ask all ranks from now on after each batch; one that is alone, once it has a signal.
+        """Start the agreement of all ranks after each batch; a single rank waits for a signal.
 
         Args:
-            trainer: Of the run.
-            group: The host group of all ranks.
-            launcher: The process that has started this one as a rank beside itself; None: something
-                else has.
+            trainer: Trainer of the run.
+            group: Host group of all ranks.
+            launcher: Process id of the rank that started this one; None: another launcher did.
         """
         self._is_alone = group.size == 1
         boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
@@ -104,13 +102,13 @@ class Preemption:
             private.register_signal(trainer, signal.SIGUSR1, self._on_end)
 
     def detach(self) -> None:
-        """Leave a run that is over; Lightning restores the handlers that were there before."""
+        """Drop the state of a run; Lightning restores the previous handlers."""
         if self._trainer is None:
             return
         trainer, boundary = self._trainer, self._boundary
         self._trainer, self._boundary = None, None  # a signal adds nothing from here on
         callbacks = callbacks_of(trainer)
-        # Tuner callbacks run a Trainer inside of its run, and remove callbacks meanwhile.
+        # Tuner callbacks run a Trainer inside its own run, and remove callbacks meanwhile.
         if boundary in callbacks:
             callbacks.remove(boundary)
         private.restore_broadcast(trainer)
@@ -129,8 +127,7 @@ class Preemption:
             log.info(f"Bypassing SIGTERM: {signum}")
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            # Nothing would be saved, so nobody has to be asked; ranks that this one has started end
-            # with it.
+            # Nothing is saved, so no agreement is needed; ranks started by this one end with it.
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
             private.note_sigterm(trainer)
@@ -146,7 +143,7 @@ class Preemption:
         self._look()
 
     def _look(self) -> None:
-        """Let a rank that is alone look at the ends of batches, from its first signal on."""
+        """Add the boundary callback of a single rank, after its first signal."""
         trainer, boundary = self._trainer, self._boundary
         if self._is_alone and trainer is not None and boundary is not None:
             callbacks = callbacks_of(trainer)
@@ -165,7 +162,7 @@ class Preemption:
                 finally:
                     self.requeues = False
             return
-        # Not before: Lightning ends the run by itself where it is set, on one rank alone.
+        # Not earlier: once it is set, Lightning ends the run, on this rank only.
         private.note_sigterm(trainer)
         if self._requeued:
             rank_zero_info(
@@ -186,16 +183,15 @@ class Preemption:
         )
         launcher = self._boundary.launcher if self._boundary is not None else None
         if launcher is not None:
-            # The process that has started this one kills its job when a rank is gone before it has
-            # ended itself.
+            # The parent rank kills its job if a child rank exits before the parent does.
             atexit.register(_outlive, launcher)
         raise SIGTERMException(EXIT_CODE)
 
 
 class _Boundary(SilentCallback, Checkpoint):
-    """Ends of batches and epochs, after the hooks of other callbacks.
+    """Callback at the ends of batches and epochs, after the hooks of other callbacks.
 
-    The answer to a question asked at one end is read at the next, so no rank waits for it.
+    The maximum contributed at one end is read at the next, so that no rank waits for it.
     """
 
     def __init__(
@@ -210,20 +206,20 @@ class _Boundary(SilentCallback, Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Answer, where a run can resume from; micro-batches before that ask nothing."""
-        # By number: ranks may have different numbers of batches, and so different last ones.
+        """Agree after a complete optimizer step; other micro-batches are skipped."""
+        # By batch index: ranks may have different numbers of batches, and so different last ones.
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self._ask(trainer, _is_complete)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer."""
+        """Agree at the end of the epoch."""
         self._ask(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer for the last time: nothing is on its way after that."""
+        """Agree for the last time; no message is in flight afterwards."""
         self._ask(trainer)
         self._ask(trainer)
         self._signals.result()
@@ -237,17 +233,17 @@ class _Boundary(SilentCallback, Checkpoint):
 
 
 def _is_complete(trainer: Trainer) -> bool:
-    """Whether the step of a batch is complete, and the epoch is not."""
+    """True if the optimizer step is complete and the epoch is not."""
     loop = trainer.fit_loop
     return not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch
 
 
 def _save(trainer: Trainer) -> str:
-    """Save where ``ckpt_path="last"`` looks; all ranks call it.
+    """Save a checkpoint that ``ckpt_path="last"`` finds, and return its path; all ranks call it.
 
-    As the ``last`` of a ``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions;
-    else beside the checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``, also
-    with ``enable_checkpointing=False``: what a signal ends should not be lost.
+    It is the ``last`` of a ``ModelCheckpoint(save_last=True)``, or that of a callback that saves on
+    exceptions. Else it is in the directory of the first ``ModelCheckpoint`` or in
+    ``default_root_dir``, even with ``enable_checkpointing=False``, so that no progress is lost.
     """
     keepers = [
         callback
@@ -280,7 +276,7 @@ def _requeues(trainer: Trainer) -> bool:
 
 
 def _is_caught(signum: signal.Signals) -> bool:
-    """Whether somebody handles a signal, also in C (faulthandler), where Python does not see it."""
+    """True if a signal has a handler, in Python or in C (faulthandler), which Python cannot see."""
     if signal.getsignal(signum) not in (None, signal.SIG_DFL):
         return True
     try:

@@ -1,9 +1,8 @@
 """Private names of Lightning: the only file that uses them, and a table of those relied on.
 
-Each function gives one private thing a plain name. A release may change any of them, and some
-changes would break nothing visible: a signal handler that is never called, a checkpoint that is
-never found. So :func:`check_lightning` compares the table with the installed release when a
-strategy is made.
+Each function wraps one private name. A release may change any of them, and some changes would fail
+silently: a signal handler is never called, a checkpoint is never found. So :func:`check_lightning`
+compares the table with the installed release when a strategy is created.
 """
 
 from __future__ import annotations
@@ -75,22 +74,22 @@ migrate_checkpoint: Any = named("pytorch.utilities.migration.utils:_pl_migrate_c
 
 
 def trainer_of(module: Any) -> Any:
-    """The Trainer that a module is connected to, or None; ``module.trainer`` raises instead."""
+    """Return the Trainer of a module, or None; ``module.trainer`` raises instead."""
     return module._trainer
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:
-    """Let ``module.device`` of a LightningModule and those in it name a device; nothing moves."""
+    """Set ``module.device`` of a LightningModule and those inside it, without moving tensors."""
     for child in module.modules():
         if isinstance(child, DeviceDtypeModuleMixin):
             child._device = device
 
 
 class ModuleEntry:
-    """The module that a Trainer has assigned to a strategy, without the note of ``torch.compile``.
+    """Descriptor of a strategy's module that clears the module's ``torch.compile`` context on set.
 
-    Lightning reads it dozens of times a step: without ``__get__`` that is a look at the strategy's
-    own attributes.
+    Lightning reads it dozens of times per step; without ``__get__`` a read is a plain attribute
+    access.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -103,12 +102,12 @@ class ModuleEntry:
 
 
 def give_device_mesh(module: Any, mesh: DeviceMesh) -> None:
-    """Let ``module.device_mesh`` be the axes of ranks, as under ``ModelParallelStrategy``."""
+    """Set ``module.device_mesh``, as ``ModelParallelStrategy`` does."""
     module._device_mesh = mesh
 
 
 def replace_layers(strategy: Any, module: nn.Module) -> None:
-    """Replace layers by those that ``Trainer(sync_batchnorm=True)`` asks for."""
+    """Apply the strategy's layer sync, set by ``Trainer(sync_batchnorm=True)``, to a module."""
     if strategy._layer_sync:
         strategy._layer_sync.apply(module)
 
@@ -117,32 +116,32 @@ def replace_layers(strategy: Any, module: nn.Module) -> None:
 
 
 def combined_loader(loop: Any) -> Any:
-    """The data loaders of a loop, or None before they are made."""
+    """Return the data loaders of a loop; None before their setup."""
     return loop._combined_loader
 
 
 def drop_combined_loader(loop: Any) -> None:
-    """Let a loop make its data loaders anew."""
+    """Drop the data loaders of a loop, so that it creates new ones."""
     loop._combined_loader = None
 
 
 def data_fetcher(loop: Any) -> Any:
-    """The fetcher that gives a loop its batches."""
+    """Return the data fetcher of a loop."""
     return loop._data_fetcher
 
 
 def replace_data_fetcher(loop: Any, fetcher: PrefetchDataFetcher) -> None:
-    """Let a loop take its batches from another fetcher."""
+    """Set the data fetcher of a loop."""
     loop._data_fetcher = fetcher
 
 
 def surround_fetches(
     trainer: Any, before: Callable[[], object], after: Callable[[], object]
 ) -> Callable[[], None]:
-    """Call functions before and after each batch of training is taken from the loaders.
+    """Call functions before and after each fetch of a training batch.
 
     Returns:
-        A function that undoes it; a new epoch takes note of either.
+        Function that undoes it; both take effect with the next epoch.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -164,27 +163,31 @@ def surround_fetches(
 
 
 def accumulates(loop: Any) -> bool:
-    """Whether the gradients of the batch at work in a fit loop are still to be added to."""
+    """True if the current batch of a fit loop does not end with an optimizer step."""
     return loop._should_accumulate()
 
 
 def end_restart(loop: Any) -> None:
-    """Let a loaded loop begin anew; its own property is always true where it counts steps."""
+    """Clear a loaded loop's restart flag; its own property is always True with ``max_steps``."""
     loop._restarting = False
 
 
 def end_resume(loop: Any) -> None:
-    """Let a loop that was loaded make its iterator in the ordinary place."""
+    """Clear a loaded loop's resume flag, so that the epoch's start creates its iterator."""
     loop._resuming_from_checkpoint = False
 
 
 def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Surround the end of each loader of an evaluation loop, and the end of a prediction.
+    """Delay the end of each loader in an evaluation loop, and the end of a prediction.
 
-    Hooks that say that metrics are going to be reduced, or that predictions are there, come after.
+    Hooks that follow a reduction of metrics or the collection of predictions run afterwards.
+
+    Args:
+        loop: Evaluation or prediction loop.
+        delay: Function that gets the original end and calls it.
 
     Returns:
-        A function that undoes it.
+        Function that undoes it.
     """
     kind = type(loop)
     own = [
@@ -206,7 +209,7 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
 def replace_signal_handlers(
     trainer: Any, end: Callable[..., None], requeue: Callable[..., None]
 ) -> None:
-    """Replace the handlers a Trainer is about to register, and its broadcast before each batch."""
+    """Replace the handlers that a Trainer will register, and its broadcast before each batch."""
     vars(trainer._signal_connector).update(
         _sigterm_notifier_fn=end, _slurm_sigusr_handler_fn=requeue
     )
@@ -214,22 +217,22 @@ def replace_signal_handlers(
 
 
 def restore_broadcast(trainer: Any) -> None:
-    """Undo a part of :func:`replace_signal_handlers`; the handlers end with the run."""
+    """Restore the broadcast; the handlers of :func:`replace_signal_handlers` end with the run."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def register_signal(trainer: Any, signum: signal.Signals, handler: Callable[..., None]) -> None:
-    """Register a handler, which the Trainer replaces by the former one at the end of its run."""
+    """Register a signal handler until the end of the Trainer's run."""
     trainer._signal_connector._register_signal(signum, handler)
 
 
 def note_sigterm(trainer: Any) -> None:
-    """Let a Trainer know that SIGTERM has come: it ends its run."""
+    """Set a Trainer's flag for a received SIGTERM, which ends its run."""
     trainer._signal_connector.received_sigterm = True
 
 
 def save_and_requeue(trainer: Any) -> None:
-    """Run Lightning's handler of SLURM's requeue signal: a checkpoint and ``scontrol requeue``."""
+    """Call Lightning's handler of SLURM's requeue signal: save, then ``scontrol requeue``."""
     connector = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
 
@@ -241,16 +244,16 @@ def _nothing() -> None:
 # -- Checkpoints
 
 Lookup = Callable[[Callable[[Any], Any], Any], Any]
-"""From Lightning's own search and the user's ``ckpt_path`` to the path of a checkpoint, or None."""
+"""Function of Lightning's own lookup and the user's ``ckpt_path`` that returns a path or None."""
 
 
 def replace_checkpoint_lookup(trainer: Any, look_up: Lookup, agree: Callable[[Any], Any]) -> None:
-    """Replace how a Trainer finds the checkpoint from which it resumes.
+    """Replace a Trainer's lookup of the checkpoint to resume from.
 
     Args:
-        trainer: Of the run that begins.
-        look_up: Called on each rank by itself.
-        agree: Called with the path before it is opened, to return the one to open.
+        trainer: Trainer of the run.
+        look_up: Function that finds the path, called on each rank separately.
+        agree: Function of that path that returns the path to open, called on all ranks.
     """
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = partial(_parse, trainer, look_up)
@@ -286,21 +289,21 @@ def _resume_start(
 
 
 def requeue_checkpoint(trainer: Any) -> str | None:
-    """The newest checkpoint in the Trainer's root folder that Lightning saved before a requeue."""
+    """Return the newest checkpoint in the Trainer's root folder from before a requeue, or None."""
     return trainer._checkpoint_connector._hpc_resume_path
 
 
 def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
-    """Checkpoints of a ``ModelCheckpoint`` that are called "last".
+    """Return the "last" checkpoints of a ``ModelCheckpoint``.
 
-    Lightning leaves the protocol of a store out.
+    Lightning omits the protocol of an object store; it is added here.
     """
     folder = str(getattr(callback, "dirpath", None) or "")  # Lightning's own tests have mocks
     if not is_remote(folder):
         return callback._find_last_checkpoints(trainer)
     try:
         found = callback._find_last_checkpoints(trainer)
-    except Exception as error:  # errors of clients are of any class
+    except Exception as error:  # store clients raise any class
         raise CheckpointError(
             f"looking for checkpoints in {folder} failed: {type(error).__name__}: {error}"
         ) from error
@@ -308,12 +311,12 @@ def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
 
 
 def save_last_checkpoint(callback: Any, trainer: Any) -> None:
-    """Save the "last" checkpoint of a ``ModelCheckpoint`` now."""
+    """Save the "last" checkpoint of a ``ModelCheckpoint``."""
     callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
 
 
 def saves_on_exception(callback: Any, trainer: Any) -> bool:
-    """Whether a ``ModelCheckpoint`` would save if the run ended with an exception now."""
+    """True if a ``ModelCheckpoint`` would save now on an exception."""
     return callback._should_save_on_exception(trainer)
 
 
@@ -321,7 +324,7 @@ def saves_on_exception(callback: Any, trainer: Any) -> bool:
 
 
 def averaging_device(callback: Any) -> torch.device | None:
-    """The device that a callback wants its average on; None where it has no wish or keeps none."""
+    """Return the device that a callback sets for its average; None if it sets none."""
     device = vars(callback).get("_device")
     return None if device is None else torch.device(device)
 
@@ -330,8 +333,8 @@ def replace_summary(callback: Any, summarize: Callable[[nn.Module, int], ModelSu
     """Replace the summary that a ``ModelSummary`` prints.
 
     Args:
-        callback: The callback; one with a summary of its own keeps it.
-        summarize: A module and the depth to its summary.
+        callback: Callback; a subclass with its own ``_summary`` is left unchanged.
+        summarize: Function of module and depth that returns the summary.
     """
     if _summary_of(type(callback)) is _summary_of(named("pytorch.callbacks:ModelSummary")):
         vars(callback)["_summary"] = partial(_summarize, summarize, callback._max_depth)
@@ -356,7 +359,7 @@ def _summarize(
 
 
 class SummaryWithCounts(ModelSummary):
-    """Summary of a module with one more column of counts, beside the number of parameters."""
+    """Summary of a module with a column of counts next to the number of parameters."""
 
     def __init__(
         self,
@@ -375,7 +378,7 @@ class SummaryWithCounts(ModelSummary):
         columns = super()._get_summary_data()
         place = [name for name, _ in columns].index("Params") + 1
         counts = [self._count(layer._module) for layer in self._layer_summary.values()]
-        # Parameters of no layer have a row of their own.
+        # Parameters outside of layers have a row of their own.
         if len(columns[place - 1][1]) > len(counts):
             counts.append(max(0.0, self._count(self._model) - sum(counts)))
         columns.insert(place, (self._title, [self._show(count) for count in counts]))
@@ -386,19 +389,16 @@ class SummaryWithCounts(ModelSummary):
 
 
 class RankLauncher(MultiProcessingLauncher):
-    """Lightning's launcher of spawned and forked ranks.
-
-    The steps that a subclass surrounds have plain names.
-    """
+    """Lightning's launcher of spawned and forked ranks, with public hooks for subclasses."""
 
     @property
     def strategy(self) -> Any:
-        """The strategy whose ranks are launched."""
+        """Strategy of the launched ranks."""
         return self._strategy
 
     @abstractmethod
     def run_rank(self, run: Callable[[], None]) -> None:
-        """Run a rank from its beginning to its end, in its own process."""
+        """Run a rank from start to end, in its own process."""
 
     @abstractmethod
     def collect_results(self, collect: Callable[[], Any], trainer: Any) -> Any:
@@ -406,12 +406,12 @@ class RankLauncher(MultiProcessingLauncher):
 
     @abstractmethod
     def recover_results(self, recover: Callable[[], None], trainer: Any, weights_path: Any) -> None:
-        """Take results over in the main process.
+        """Restore the results of the ranks in the main process.
 
         Args:
-            recover: Lightning's part, to be called.
-            trainer: Of the run.
-            weights_path: File of the full weights, or None.
+            recover: Lightning's own step, to be called.
+            trainer: Trainer of the run.
+            weights_path: Path of the full weights, or None.
         """
 
     @override
@@ -435,17 +435,17 @@ class RankLauncher(MultiProcessingLauncher):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateName:
-    """One name of Lightning that has to be as it is expected."""
+    """Private name of Lightning with its expected kind and parameters."""
 
     owner: str  # a module, class or function below the namespace, as in "pytorch.loops:_FitLoop"
     name: str
     # Parameters in use, separated by blanks, without self; None: an attribute.
     parameters: str | None = None
-    # A function of ours takes its place, so that Lightning may pass no other parameter.
+    # True if our function replaces it, so that Lightning must not pass other parameters.
     replaced: bool = False
 
     def problem(self, namespace: str = NAMESPACE) -> str | None:
-        """The difference between the installed release and the expectation, or None."""
+        """Describe the difference between the installed release and the expectation, or None."""
         try:
             owner = named(self.owner, namespace)
         except ConfigurationError:
@@ -471,7 +471,7 @@ class PrivateName:
 
 @cache
 def _attributes(kind: type) -> frozenset[str]:
-    """Attributes that a class and its bases declare, or that their constructors assign."""
+    """Return the attributes that a class and its bases declare, or assign in constructors."""
     return frozenset(name for base in kind.__mro__ for name in _assigned(base))
 
 
@@ -485,7 +485,7 @@ def _assigned(kind: type) -> Iterator[str]:
 
 
 BEFORE_SETUP = "pre_setup"
-"""Name of the barrier of a strategy after which the Trainer calls the setup hooks."""
+"""Name of the strategy's barrier after which the Trainer calls setup hooks."""
 
 _TRAINER = "pytorch.trainer.trainer:Trainer"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"
@@ -519,7 +519,7 @@ _ATTRIBUTES = {
     _STRATEGY: "_layer_sync _launcher _lightning_module _precision_plugin",
 }
 
-# Functions that are called: their parameters in use.
+# Functions called by this package, with the parameters in use.
 _CALLED = (
     (_FIT, "_should_accumulate", ""),
     (_SIGNALS, "_register_signal", "signum handlers"),
@@ -539,7 +539,7 @@ _CALLED = (
     (_DISTRIBUTED, "_init_dist_connection", "cluster_environment torch_distributed_backend"),
 )
 
-# Functions in whose place there is one of ours, so that Lightning may pass no other parameter.
+# Functions replaced by ours, so that Lightning must not pass other parameters.
 _REPLACED = (
     ("pytorch.loops.fetchers:_PrefetchDataFetcher", "__next__", ""),
     ("pytorch.loops.fetchers:_PrefetchDataFetcher", "reset", ""),
@@ -564,7 +564,7 @@ RELIANCES = (
     *(PrivateName(owner=it, name=name, parameters=names) for it, name, names in _CALLED),
     *(PrivateName(owner=it, name=n, parameters=p, replaced=True) for it, n, p in _REPLACED),
 )
-"""Every private name relied on, with the methods of private classes that are replaced."""
+"""All private names in use, including replaced methods of private classes."""
 
 
 @cache
@@ -572,8 +572,8 @@ def check_lightning() -> None:
     """Compare the table with the installed release; once per process.
 
     Raises:
-        ConfigurationError: A name has changed or is missing; the message names it and the releases
-            that work.
+        ConfigurationError: A name has changed or is missing; the error lists it and the supported
+            releases.
     """
     problems = [problem for reliance in RELIANCES if (problem := reliance.problem())]
     if problems:

@@ -27,16 +27,16 @@ from shardeddp.wrap import resolve_policy
 
 REPEATS = 9
 _WITHIN_S = 1.5
-"""For the repetitions of what needs no other rank."""
+"""Time limit for repetitions of measurements that need no other rank."""
 _LEAST_S = 1e-5
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _Sizes: TypeAlias = tuple[int, int, int, int, int]
-"""Of a decoder: layers, width, heads; samples and length of a batch."""
+"""Layers, width and heads of a decoder; samples and length of a batch."""
 _TINY: _Sizes = (4, 16, 2, 1, 8)
 _STEPS = 48
 
-# By type of device: sizes that keep it busy, and take it little time.
+# Sizes that keep a device busy for a short time, by device type.
 MATMULS = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 DECODERS: dict[str, tuple[_Sizes, ...]] = {
     "cpu": ((2, 128, 4, 8, 128), (2, 256, 4, 4, 128), (2, 256, 4, 16, 128), (1, 512, 8, 4, 128)),
@@ -50,13 +50,14 @@ GATHERED = {
 
 
 def probe() -> Probe | None:
-    """Measure on the ranks that torchrun has started, or on this process alone; None but on rank 0.
+    """Measure on the ranks of torchrun, or on a single process; returns None except on rank 0.
 
-    Trainings of next to nothing set up ranks, groups and strategy as every other does: one that
-    communicates once a step, and one that gathers all units in every forward and backward. Rates
-    are measured when the second one starts; their own steps say what loops and hooks take.
+    Two runs on a tiny model set up ranks, groups and strategy as any run does. The first
+    communicates once per step; the second gathers all units in every forward and backward. Rates
+    are measured at the start of the second run. The runs' own steps give the overhead of loops and
+    hooks.
     """
-    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # notes on trainings that are none
+    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # hide messages on the tiny runs
     replicas, shards, rates = _Clock(), _Clock(), _Rates()
     _train("no_shard", [replicas])
     rank = _train("hybrid_shard", [rates, shards])
@@ -64,7 +65,7 @@ def probe() -> Probe | None:
 
 
 def _train(strategy: str, callbacks: list[Callback]) -> int:
-    """Train next to nothing; the rank."""
+    """Train a tiny model; return the rank."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     batches: Any = [_tokens(_TINY)] * 2 * _STEPS
     trainer = Trainer(
@@ -86,11 +87,10 @@ def _train(strategy: str, callbacks: list[Callback]) -> int:
 
 
 def _probe_of(figures: dict[str, Any], replicas: _Clock, shards: _Clock) -> Probe:
-    """Rates, and what trainings take beside their work and their transfers."""
+    """Combine the rates with the overhead of loops, hooks and collectives."""
     host: Timed = figures["host"]
     latency = min((it.seconds for it in figures["collectives"]), default=0.0)
-    # Replicas share nothing in a micro-batch that is not the last of its step; shards share the
-    # same in all of them.
+    # Replicas communicate only in the last micro-batch of a step, shards equally in all.
     alone, calls_alone = replicas.medians(1)
     others, calls = shards.medians(1)
     steps, _ = shards.medians(2)
@@ -104,7 +104,7 @@ def _probe_of(figures: dict[str, Any], replicas: _Clock, shards: _Clock) -> Prob
 
 
 class _Tiny(LightningModule):
-    """A training of next to nothing."""
+    """Tiny model to train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,18 +112,18 @@ class _Tiny(LightningModule):
 
     @override
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Loss of some tokens."""
+        """Return the loss of a batch of tokens."""
         with batch.device:
             return self.decoder(batch)
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Make AdamW for all parameters."""
         return torch.optim.AdamW(self.parameters())
 
 
 class _Clock(Callback):
-    """Measures how long the micro-batches of a training are, two of which make a step."""
+    """Timer of micro-batches, two per optimizer step."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []
@@ -137,13 +137,13 @@ class _Clock(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """A micro-batch ends."""
+        """Record the time and the number of collectives at the end of a micro-batch."""
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         self._ends.append((time.perf_counter(), sum(mesh.traffic.calls.values())))
 
     def medians(self, first: int) -> tuple[float, float]:
-        """Seconds and collectives of a micro-batch: 1, of those that do not step; 2, of those that do."""
-        # The second batch of each pair steps; the first pair is left out.
+        """Median seconds and collectives of micro-batches: 1: without, 2: with optimizer step."""
+        # The second micro-batch of each pair steps; the first pair is left out.
         each = [*zip(self._ends, self._ends[1:], strict=False)][first::2]
         return (
             median(end - begin for (begin, _), (end, _) in each),
@@ -152,15 +152,15 @@ class _Clock(Callback):
 
 
 class _Rates(Callback):
-    """Measures rates when a training starts."""
+    """Callback that measures rates at the start of training."""
 
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {}
-        """Of a :class:`Probe`, by name."""
+        """Fields of a :class:`Probe`, by name."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure; a collective of all ranks."""
+        """Measure all rates; a collective of all ranks."""
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         kind, ranks = mesh.device.type, _Ranks(mesh)
         with mesh.device:
@@ -181,25 +181,25 @@ class _Rates(Callback):
 
 
 class _Ranks:
-    """Measurements that all ranks make at the same time; seconds are the slowest rank's median."""
+    """Measurements on all ranks at once; times are the slowest rank's median in seconds."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._device = mesh, mesh.device
         self._is_cuda = mesh.device.type == "cuda"
         self.spreads: list[float] = []
-        """By measurement, how far the median of repetitions is above the fastest, in shares of it."""
+        """Relative excess of the median repetition over the fastest, by measurement."""
 
-    # -- Computing and memory
+    # -- Compute and memory
 
     def matmul(self, size: int, dtype: str) -> Timed:
-        """A product of two square matrices."""
+        """Time the matmul of two square matrices."""
         one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
         seconds = self._median(lambda: one @ other)
         work = Work(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
         return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
 
     def attention(self, layers: int, width: int, heads: int, samples: int, length: int) -> Timed:
-        """Causal attention of one layer."""
+        """Time causal attention of one layer."""
         dtype = "bf16" if self._is_cuda else "fp32"
         query = torch.randn(samples, heads, length, width // heads, dtype=_DTYPES[dtype])
         attend = F.scaled_dot_product_attention
@@ -208,7 +208,7 @@ class _Ranks:
         return Timed(label="attention", dtype=dtype, work=work, seconds=seconds)
 
     def steps(self, sizes: _Sizes) -> Timed:
-        """Forwards and backwards of a decoder."""
+        """Time forward and backward of a decoder."""
         module, tokens = _decoder(sizes).to(self._device), _tokens(sizes).to(self._device)
         mixed = torch.autocast("cuda", torch.bfloat16, enabled=self._is_cuda)
         loss = torch.zeros(())
@@ -237,13 +237,13 @@ class _Ranks:
         return Timed(label="decoder", dtype=dtype, work=found.total, seconds=ahead, backward_s=back)
 
     def memory_gbs(self) -> float:
-        """Bytes that a copy reads and writes per second."""
+        """Measure the bandwidth of a device copy, read plus write, in GB/s."""
         source = torch.ones(COPIED[self._device.type] // 4)
         target = torch.empty_like(source)
         return 2 * source.nbytes / 1e9 / self._median(lambda: target.copy_(source))
 
     def optimizer_gbs(self) -> float:
-        """The same of a step of AdamW, which reads four numbers of a parameter and writes three."""
+        """Measure the bandwidth of AdamW in GB/s: 4 reads and 3 writes per parameter element."""
         parameters = [torch.ones(1 << (22 if self._is_cuda else 18)) for _ in range(8)]
         for it in parameters:
             it.grad = torch.ones_like(it)
@@ -253,7 +253,7 @@ class _Ranks:
     # -- Communication
 
     def collectives(self) -> list[TimedCollective]:
-        """Of the ranks of a node, and of all where there are more."""
+        """Time collectives of the ranks of a node, and of all ranks if there are several nodes."""
         mesh = self._mesh
         groups = {mesh.gather.size: (mesh.gather, mesh.reduce)}
         groups.setdefault(mesh.world.size, (mesh.world, mesh.world))
@@ -276,7 +276,7 @@ class _Ranks:
         ]
 
     def interference(self) -> dict[str, float]:
-        """By kind, seconds that a collective adds to matmuls that hide it, per second of its own."""
+        """Measure the seconds that overlapped matmuls lose per second of a collective, by kind."""
         mesh = self._mesh
         if mesh.gather.size == 1:
             return {}
@@ -314,7 +314,7 @@ class _Ranks:
     def _medians(
         self, actions: Sequence[Callable[[], object]], *, together: bool = False
     ) -> list[float]:
-        """Seconds of actions in turn; ``together``: ranks have to come to each, as often as others."""
+        """Median seconds of actions run in turn; ``together``: all ranks run each equally often."""
         times = [list[float]() for _ in actions]
         self._mesh.users.call("probe")
         began = time.perf_counter()
@@ -343,7 +343,7 @@ class _Ranks:
 def _actions(
     gather: Collectives, reduce: Collectives, nbytes: int
 ) -> dict[str, Callable[[], CollectiveHandle]]:
-    """By kind, collectives of a buffer."""
+    """Make functions that issue a collective on a buffer, by kind."""
     buffer = torch.ones(nbytes // 4 // gather.size * gather.size)
     shard = torch.empty(buffer.numel() // gather.size)
     return {
@@ -357,7 +357,7 @@ def _waits(action: Callable[[], CollectiveHandle]) -> Callable[[], object]:
     return lambda: action().wait()
 
 
-# -- A decoder of few sizes
+# -- Decoder from a tuple of sizes
 
 
 def _decoder(sizes: _Sizes) -> Decoder:

@@ -14,19 +14,19 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrate
 
 
 class ReshardSchedule(Callback):
-    """Changes the sharding strategy of a run, see :meth:`shardeddp.ShardedDP.reshard`.
+    """Callback that changes the sharding strategy with :meth:`shardeddp.ShardedDP.reshard`.
 
-    A model that grows, longer sequences or a larger batch may need deeper sharding later on, and
-    less of it is faster until then. A run that is resumed goes on with the strategy of its step.
+    A growing model, longer sequences or a larger batch may need more sharding later in a run; less
+    sharding is faster until then. A resumed run continues with the strategy of its step.
 
     Args:
-        strategies: Names of strategies by the number of optimizer steps (``trainer.global_step``)
-            after which each begins.
+        strategies: Names of strategies by optimizer step (``trainer.global_step``) at which each
+            begins.
     """
 
     def __init__(self, strategies: Mapping[int, ShardingStrategyName]) -> None:
         names = [*SHARDING_STRATEGIES]
-        given: Any = strategies  # of a user, or of a YAML file
+        given: Any = strategies  # may come from a YAML file
         if (
             not isinstance(given, Mapping)
             or not given
@@ -43,7 +43,7 @@ class ReshardSchedule(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Change the strategy where its step has come, unless gradients are being accumulated."""
+        """Change the strategy from its step on, except during gradient accumulation."""
         due: list[ShardingStrategyName] = [
             name for step, name in self.strategies.items() if step <= trainer.global_step
         ]

@@ -88,45 +88,46 @@ from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.wrap.tree import first_three
 
 _ATTEMPTS = 3
-"""Times that a checkpoint is read which somebody replaces meanwhile."""
+"""Maximum number of reads of a checkpoint that is replaced while it is read."""
 
 _ADVICE_S = 60.0
-"""Longest search for a checkpoint to use instead of a damaged one, while all ranks wait."""
+"""Time limit of the search for an alternative to a damaged checkpoint, while all ranks wait."""
 
 CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
-"""Types of Lightning's in the plain part of a checkpoint."""
+"""Codecs of Lightning's types in the plain part of a checkpoint."""
 
 
 class Restore:
-    """Restores one checkpoint at a time into a module that is sharded, or is going to be."""
+    """Loader of one checkpoint at a time into a module, before or after it is sharded."""
 
     def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
         self._group = group
         self._options = options
         self.path: Location = Path()
-        """Of the checkpoint that was read last."""
+        """Path of the checkpoint that was read last."""
 
-        self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
-        self._is_start = False  # what was read last are the weights of a model, and no run
-        # Set from the reading of a checkpoint until the model is sharded.
+        self._saved_names: Sequence[Sequence[str]] = ()  # saved parameter names of each optimizer
+        self._is_start = False  # True if only weights were read, without the state of a run
+        # Load of the model, pending from the reading of a checkpoint until the model is sharded.
         self._pending: Callable[[], None] | None = None
-        # Set from the loading of a model until the optimizers have their states.
+        # Replaced values, kept from the load of the model until the optimizers have their states.
         self._replaced: Replaced | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle, which restores nothing yet."""
+        """Drop pending loads from copies and pickles."""
         return {**vars(self), "_pending": None, "_replaced": None}
 
     def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Read a checkpoint of either kind; model and optimizer tensors are read when loaded.
 
         Args:
-            path: Checkpoint, the same on all ranks.
-            weights_only: False: unpickle what only pickle could save.
-            io: Plugin that reads files which torch has not written.
+            path: Path of the checkpoint, the same on all ranks.
+            weights_only: False unpickles objects that only pickle could save.
+            io: Checkpoint plugin, for files that torch has not written.
 
         Raises:
-            CheckpointError: It is damaged, or ranks do not see the same; with advice.
+            CheckpointError: The checkpoint is damaged, or differs between ranks; the error names an
+                alternative.
         """
         checkpoint = self.read(path, weights_only, io)
         check = partial(check_fields, checkpoint, path, loads=True)
@@ -138,11 +139,11 @@ class Restore:
         return checkpoint
 
     def read(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        """The same without a look at the fields of a file, which need not be those of Lightning.
+        """Read like :meth:`open`, without a check of the fields, which need not be Lightning's.
 
         Raises:
-            FileNotFoundError: Nothing is there; names the checkpoints beside it.
-            CheckpointError: As :meth:`open` has it.
+            FileNotFoundError: The path does not exist; the error lists nearby checkpoints.
+            CheckpointError: The checkpoint is damaged, or differs between ranks.
         """
         self.path = place = location(os.path.expanduser(path))
         path = str(place)
@@ -150,7 +151,7 @@ class Restore:
         kind = self._kind_of(path)
         if kind == "missing":
             if self._group.is_rank_zero:
-                # An interrupted replacement may have left it under a temporary name.
+                # An interrupted replacement may have left the checkpoint under a temporary name.
                 clear_away([self.path.parent])
             self._group.barrier()
             kind = self._kind_of(path)
@@ -179,8 +180,8 @@ class Restore:
                 require_data(path)
             try:
                 return io.load_checkpoint(path, weights_only=weights_only)
-            except Exception as error:  # torch's reader of its former format raises anything
-                # With pickle, a class that is not there is no damage.
+            except Exception as error:  # torch's reader of the legacy format raises any exception
+                # With pickle, a missing class is not damage.
                 is_class = weights_only is False and isinstance(
                     error, (AttributeError, ImportError)
                 )
@@ -209,7 +210,7 @@ class Restore:
         )
 
     def _is_what_all_have(self, read: bytes, path: Location) -> bool:
-        """Whether all ranks have read the same checkpoint, which nobody has replaced meanwhile."""
+        """True if all ranks have read the same checkpoint, and it was not replaced meanwhile."""
         stays, mesh = content_id(path) == read, self._group.current
         if mesh is None:
             return stays
@@ -219,7 +220,7 @@ class Restore:
         return same and not replaced
 
     def _kind_of(self, path: str) -> str:
-        """Kind of what every rank sees there: directory, missing, safetensors, archive or file."""
+        """Agree on the kind of a path: directory, missing, safetensors, archive or file."""
         mesh = self._group.current
 
         place = location(path)
@@ -250,12 +251,12 @@ class Restore:
         return kinds[0]
 
     def check_run(self, checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
-        """Check counters, and what callbacks of Lightning's load next; a collective of all ranks."""
+        """Check counters and states of Lightning's callbacks; a collective of all ranks."""
         classes, kept = dict[Any, str](), dict[Any, tuple[Any, int]]()
         for callback in callbacks:
             for base in _OF_LIGHTNING:
                 if getattr(type(callback), "load_state_dict", None) is base.load_state_dict:
-                    # The class itself was the key in early releases.
+                    # Early releases of Lightning used the class itself as the key.
                     keys = callback.state_key, type(callback)
                     classes |= dict.fromkeys(keys, base.__name__)
                     if isinstance(callback, ModelCheckpoint):
@@ -266,15 +267,14 @@ class Restore:
     def load_model(
         self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool
     ) -> None:
-        """Load the model's part of a checkpoint, at once or as soon as there are shards for it."""
+        """Load the model from a checkpoint, now or as soon as it is sharded."""
         state = checkpoint["state_dict"]
         wanted = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
 
         def load() -> None:
             read_shards_ahead(wanted, module)
             materialize_expanded_buffers(module)
-            # The optimizers are made when the model is there; not before can they refuse what is
-            # stored for them.
+            # Optimizers are created after the load of the model, and may then refuse their states.
             self._replaced = Replaced() if fitting else None
             if self._is_start:
                 self._load_start(module, state, strict)
@@ -301,21 +301,21 @@ class Restore:
         )
 
     def take_pending(self) -> Callable[[], None] | None:
-        """Load of a model that waits for its shards; None: nothing was read."""
+        """Return and forget the pending load of the model; None if no checkpoint was read."""
         pending, self._pending = self._pending, None
         return pending
 
     def load(self, action: Callable[[], None] | None, module: nn.Module) -> None:
-        """Load something into a sharded module on all ranks; None on all ranks: nothing."""
+        """Run a load into a sharded module on all ranks; None on all ranks does nothing."""
         if action is None:
             return
         try:
             self._group.run_on_all_ranks("loading the checkpoint", action)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
-        runtime = runtime_of(module)  # maybe of an earlier Trainer, before ranks meet in this one
+        runtime = runtime_of(module)  # of an earlier Trainer before this one's rendezvous
         device = (self._group.mesh if runtime is None else runtime.mesh).device
-        place_module(module, device)  # metrics take over what they load, wherever it is
+        place_module(module, device)  # metrics keep loaded tensors on the device of the checkpoint
 
     def load_optimizers(
         self,
@@ -324,9 +324,9 @@ class Restore:
         schedulers: Sequence[Any],
         checkpoint: Mapping[str, Any],
     ) -> None:
-        """Load the states of optimizers; from then on the model is not rolled back any more.
+        """Load optimizer states; the model cannot be rolled back afterwards.
 
-        Those of schedulers, which Lightning loads next, are looked at before.
+        First checks the states of schedulers, which Lightning loads next.
         """
         states: Sequence[Any] = checkpoint["optimizer_states"]
 
@@ -341,7 +341,8 @@ class Restore:
                     f"{len(optimizers)}: train with the optimizers that it was saved with, or load "
                     f"its weights alone"
                 )
-            named = len(self._saved_names) == len(states)  # not by this package, or by an early one
+            # Without names: saved by another strategy, or by an early version of this package.
+            named = len(self._saved_names) == len(states)
             if not named:
                 self._warn_of_order(module, checkpoint)
             names = parameter_names(module, optimizers)
@@ -363,9 +364,9 @@ class Restore:
         self._replaced = None
 
     def _warn_of_order(self, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
-        """Say that states without names may go to others than they were of.
+        """Warn that optimizer states without names may be loaded to the wrong parameters.
 
-        Where a module has its parameters in another order, an optimizer may have had them so, too.
+        If the module's parameters have another order, those of an optimizer may have one too.
         """
         own = [name for name, _ in module.named_parameters()]
         stored = [name for name in checkpoint.get("state_dict", {}) if name in set(own)]
@@ -379,23 +380,23 @@ class Restore:
             )
 
     def roll_back(self) -> None:
-        """Make a model whose checkpoint was refused what it was before."""
+        """Restore the model's former values after its checkpoint was refused."""
         if self._replaced is not None:
             self._replaced.restore_values()
             self._replaced = None
 
     def _nothing_there(self) -> str:
-        """Error about a path where there is nothing, with the checkpoints beside it; for rank 0."""
+        """Return the message for a missing path; rank 0 adds nearby checkpoints."""
         beside = what_lies_beside(self.path) if self._group.is_rank_zero else ""
-        return f"Checkpoint file not found: {self.path}{beside}"  # as Lightning says it
+        return f"Checkpoint file not found: {self.path}{beside}"  # Lightning's message
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
-        """The error with the name of a checkpoint to use instead; a collective of all ranks."""
+        """Add the name of an alternative checkpoint to an error; a collective of all ranks."""
         advice, folder = "", self.path.parent
         if self._group.is_rank_zero:
             try:
                 if isinstance(self.path, Path) and self.path.is_dir():
-                    # Of a directory of checkpoints, one that is in it.
+                    # The path may be a directory of checkpoints: suggest one inside it.
                     folder = self.path if checkpoints_in(self.path) else folder
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
@@ -409,7 +410,7 @@ class Restore:
 
 
 def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
-    """Check what torch's own code reads of a scheduler's state; the rest is of who wrote its class."""
+    """Check the entries of a scheduler's state that torch reads, not those of user classes."""
     own: Any = scheduler.state_dict()
     kind, base = type(scheduler), {key: own[key] for key in _OF_SCHEDULERS if key in own}
     if kind.__module__.startswith("torch."):
@@ -422,15 +423,15 @@ def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
 
 
 def _is_of_numbers(value: Any) -> bool:
-    """Whether a scheduler computes with a value, which is never None then."""
+    """True if a scheduler's value is a number or a list of numbers, and so never None."""
     values = value if isinstance(value, list) else [value]
     return all(isinstance(it, (int, float)) for it in values)
 
 
 def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
-    """See that a scheduler of torch's can compute from a state what it needs at its next step.
+    """Check that a torch scheduler can compute the next learning rates from a state.
 
-    Those that call functions of the user's, or step others, are left alone.
+    Skips schedulers that call user functions or step other schedulers.
     """
     if vars(scheduler).keys() & {"lr_lambdas", "_schedulers"}:
         return
@@ -440,7 +441,7 @@ def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> No
     ahead.last_epoch += 1
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that only step() should ask
+            warnings.simplefilter("ignore")  # torch warns of get_lr() outside step()
             ahead.get_lr()
     except ArithmeticError as error:
         raise CheckpointError(
@@ -448,7 +449,7 @@ def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> No
             f"with: {type(error).__name__}: {error}"
         ) from error
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return  # as at its next step, if there is one
+        return  # a next step would raise the same error
 
 
 _OF_LIGHTNING = (
@@ -459,10 +460,10 @@ _OF_LIGHTNING = (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-"""Callbacks whose states are checked, by the class that loads them."""
+"""Callback classes of Lightning with checked states; subclasses count if they load states alike."""
 
 _OF_SCHEDULERS = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
-"""State that torch's base class of schedulers goes on from."""
+"""State entries that torch's scheduler base class needs to continue."""
 
 
 def _kind_in_store(path: RemotePath) -> bytes:
@@ -484,17 +485,17 @@ def open_any(
     trust_pickle: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Read everything of a directory but the tensors, which are read when they are used.
+    """Read a checkpoint directory with lazy tensors, which are read on first use.
 
     Args:
-        path: A sharded checkpoint of this package, or of another tool.
-        weights_only: False: unpickle what only pickle could save.
-        foreign: Whether it may be of another tool.
-        trust_pickle: Unpickle the index of such a one without looking at what is in it.
-        part: Which part of the files of this package is looked for here: ``(rank, ranks)``.
+        path: Sharded checkpoint of this package or of another tool.
+        weights_only: False unpickles objects that only pickle could save.
+        foreign: True if the checkpoint may be that of another tool.
+        trust_pickle: True to unpickle a foreign index without a check of its content.
+        part: Part of this package's files to look for on this rank: ``(rank, ranks)``.
 
     Raises:
-        CheckpointError: It is damaged, or not to be read without saying so.
+        CheckpointError: The checkpoint is damaged, or foreign without ``foreign=True``.
     """
     remote = isinstance(path, RemotePath)
     if remote or carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
@@ -517,7 +518,7 @@ def open_any(
 
 
 def _start_from(path: str) -> dict[str, Any]:
-    """Weights of a model as a checkpoint of a run that has not begun."""
+    """Read weights from safetensors into the form of a checkpoint at step 0."""
     found = safetensors_in(path)
     if found is None:
         raise CheckpointError(f"{path} has gone since it was found")
@@ -530,6 +531,6 @@ def _start_from(path: str) -> dict[str, Any]:
 
 
 def clear_away(folders: Iterable[str | Location]) -> None:
-    """Delete what killed runs have left in directories of checkpoints; for one rank."""
+    """Delete leftovers of killed runs in checkpoint directories; call it on one rank."""
     for note in (note for folder in folders for note in clean.sweep(folder)):
         warnings.warn(note, stacklevel=2)

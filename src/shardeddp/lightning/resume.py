@@ -30,20 +30,19 @@ from shardeddp.lightning.process_group import ProcessGroup
 
 # -- Loader states of all ranks
 #
-# Lightning saves the state of one rank and gives it to all.
+# Lightning saves the state of one rank and loads it on all.
 
 _PLACE = "combined_loader"
-"""The name that the states of training loaders have among those of Lightning's fit loop."""
+"""Key of the training loaders' states in the state of Lightning's fit loop."""
 
 
 def gather_loader_states(checkpoint: dict[str, Any], group: HostGroup) -> list[Any]:
-    """Every rank's states on rank 0, by rank, where they are not the same; a collective.
+    """Gather the loader states of all ranks on rank 0 if they differ; a collective of all ranks.
 
     Returns:
-        All of them; nothing if all ranks are in one place, or have no stateful loader, and on
-        other ranks.
+        States by rank; empty if all are equal, without stateful loaders, and on other ranks.
     """
-    # Pickled on the way between ranks of one job only.
+    # Pickle is used between ranks of one job only.
     own = _fit_loop(checkpoint).get(_PLACE)
     sent = gather_to_first("saving the states of data loaders", lambda: pickle.dumps(own), group)
     return [pickle.loads(each) for each in sent] if len({*map(bytes, sent)}) > 1 else []
@@ -52,17 +51,17 @@ def gather_loader_states(checkpoint: dict[str, Any], group: HostGroup) -> list[A
 def take_loader_state(
     checkpoint: dict[str, Any], states: object, rank: int, world_size: int
 ) -> None:
-    """Put this rank's states where Lightning looks for them.
+    """Put this rank's loader states into the checkpoint for Lightning.
 
     Args:
-        checkpoint: As it was read.
-        states: By rank, as saved.
-        rank: This rank.
-        world_size: Number of ranks now. If there were more or fewer, all go on from where rank 0
-            was: rank 0 warns.
+        checkpoint: Loaded checkpoint; changed.
+        states: Saved states by rank.
+        rank: Global rank.
+        world_size: Current number of ranks. If the saved one differs, all ranks continue from rank
+            0's state, and rank 0 warns.
 
     Raises:
-        CheckpointError: These are no states.
+        CheckpointError: The saved states are not a list.
     """
     if not isinstance(states, list):
         raise CheckpointError(
@@ -84,31 +83,31 @@ def take_loader_state(
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The part that is read and written here; an empty one where weights alone are saved."""
+    """Return the fit loop's state in a checkpoint; empty if only weights are saved."""
     return _mapping_in(checkpoint, "loops", "fit_loop", "state_dict")
 
 
 def _mapping_in(tree: Any, *keys: str) -> dict[str, Any]:
-    """The mapping behind some keys; an empty one where a hook of the user's has left no such thing."""
+    """Return the mapping at nested keys; empty if a user hook has removed it."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree if isinstance(tree, dict) else {}
 
 
-# -- Resume: random state, places in the data, kept tensors
+# -- Resume: random state, positions in the data, kept tensors
 
 
 class Resume:
-    """State that Lightning does not save, and the moments at which a resumed run gets it back."""
+    """Saving and restoring of state that Lightning does not save."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._randomness = ResumeRandomness()
         self._streams = _ResumedStreams()
-        self._kept: KeptShards | None = None  # from reading a checkpoint until the model is sharded
+        self._kept: KeptShards | None = None  # set from reading a checkpoint until sharding
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle, which has read no checkpoint yet."""
+        """Drop kept shards from copies and pickles."""
         return {**vars(self), "_kept": None}
 
     # -- Checkpoints
@@ -119,10 +118,10 @@ class Resume:
         module: LightningModule | None,
         names: Callable[[], ParameterNames],
     ) -> dict[str, Any]:
-        """A checkpoint with all that Lightning does not know of; user hooks hold the one without.
+        """Return a copy of a checkpoint with our own state; user hooks keep the original.
 
-        A collective of all ranks; where there are none yet, the checkpoint as it is. Rank 0 gets
-        the states of all ranks; everything else is its own.
+        Collective of all ranks; before the rendezvous it returns the checkpoint unchanged. Rank 0
+        gets the random and loader states of all ranks; all other entries are per rank.
         """
         mesh = self._group.current
         if mesh is None:
@@ -130,7 +129,7 @@ class Resume:
         own: dict[str, Any] = {}
         own[STATES] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
         loader_states = gather_loader_states(checkpoint, mesh.control)
-        if loader_states:  # ranks are in different places of their data
+        if loader_states:  # ranks are at different positions in their data
             own[LOADERS] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):
             own[KEPT] = places
@@ -139,11 +138,11 @@ class Resume:
         return {**checkpoint, KEY: own}
 
     def take(self, checkpoint: dict[str, Any], fitting: bool) -> None:
-        """Take the own part out of a loaded checkpoint; user hooks get the one they have seen.
+        """Remove our own state from a loaded checkpoint, so that user hooks get their original.
 
         Args:
             checkpoint: Checkpoint of :meth:`extended`, or of another strategy; changed.
-            fitting: Whether training goes on from it: random states come into force when it starts.
+            fitting: True if training resumes from it; random states are restored at its start.
         """
         self._kept = KeptShards(checkpoint)
         own = checkpoint.pop(KEY, {})
@@ -158,17 +157,14 @@ class Resume:
             take_loader_state(checkpoint, own[LOADERS], rank, size)
 
     def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
-        """Action that shards loads of callbacks as the module is sharded.
-
-        None: nothing was read.
-        """
+        """Return a function that shards kept tensors like the module; None without a checkpoint."""
         kept, self._kept = self._kept, None
         return None if kept is None else partial(kept.shard, module)
 
     # -- Training
 
     def prepare_loader(self, loader: object, trainer: Trainer) -> object:
-        """The loader to use in the place of one of the user's."""
+        """Wrap a user's training loader for the resumed run; return other loaders unchanged."""
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return loader
         loop = trainer.fit_loop
@@ -181,8 +177,8 @@ class Resume:
             and batches.is_last_batch
             and epoch.ready == epoch.started == epoch.processed
         ):
-            # Between epochs. A Trainer that counts steps would train on one more batch of the epoch
-            # that is over.
+            # Between epochs. A Trainer with max_steps would train on one more batch of the finished
+            # epoch.
             for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                 private.end_restart(each)
 
@@ -195,11 +191,10 @@ class Resume:
         return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
 
     def ask_loaders_again(self, loop: FitLoop) -> None:
-        """Drop training loaders that were asked for before Lightning knew where a run goes on.
+        """Drop training loaders that were created before Lightning restored the run's progress.
 
-        Those that know where they are would not be told any more, and the progress of an epoch that
-        is over would go on. In the middle of an epoch others start where they start, as under every
-        strategy.
+        Stateful loaders would miss their state, and a finished epoch would continue. Other loaders
+        start from their beginning in the middle of an epoch, as under every strategy.
         """
         combined = private.combined_loader(loop)
         loaders = [] if combined is None else combined.flattened
@@ -207,44 +202,41 @@ class Resume:
             private.drop_combined_loader(loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
-        """Put the user's own loaders back into the loop.
-
-        This comes before the user's hooks of the start of training.
-        """
+        """Put the user's own loaders back into the loop, before user hooks at training start."""
         loaders = private.combined_loader(trainer.fit_loop)
         if self._streams.wait and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)
 
     def begin_training(self, loop: FitLoop) -> None:
-        """Restore random states, last before the first batch."""
+        """Restore random states, directly before the first batch."""
         if not self._randomness.holds:
             return
         if not loop.restarting and loop.is_resuming:
-            # Between epochs. Lightning would train on with the iterator that was made in setting
-            # up, while the uninterrupted run makes one when the epoch has started, after all hooks.
+            # Between epochs. Lightning would use the iterator from setup, but the uninterrupted run
+            # creates one after the epoch's start hooks.
             private.end_resume(loop)
         self._randomness.begin(self._group.device)
 
     def begin_batch(self) -> None:
-        """Give loaders their own generators back, as their first batch is there."""
+        """Give loaders their own generators back after their first batch."""
         self._randomness.began()
 
     def end_run(self) -> None:
-        """Let go of a run's loaders."""
+        """Drop a run's loaders."""
         self._randomness.forget()
         self._streams.wait = False
 
 
 class _NotStarted(LoaderProxy):
-    """A loader during setup: its first batch is nothing and is thrown away; else the loader itself."""
+    """Proxy of a loader during setup: iteration yields one discarded None, not data."""
 
     def __iter__(self) -> Iterator[None]:
-        """Yield what is asked for ahead."""
+        """Yield the one batch that Lightning prefetches."""
         return iter([None])
 
 
 class _SizedNotStarted(_NotStarted):
-    """The same with a length."""
+    """Proxy of a loader with a length, during setup."""
 
     def __len__(self) -> int:
         """Length of the loader."""
@@ -252,23 +244,19 @@ class _SizedNotStarted(_NotStarted):
 
 
 class _ResumedStreams:
-    """Holds back the iterable data of one run that goes on between epochs until it trains.
+    """Proxies of iterable loaders in a run that resumes between epochs, until it trains.
 
-    Lightning asks for an iterator when it sets up, and takes the first batch, once more where
-    ``trainer.estimated_stepping_batches`` wanted to know the length before, and, so that random
-    numbers go on exactly, when the epoch has started, behind all hooks. For a stream each time
-    costs data.
+    Lightning creates an iterator in setup and prefetches its first batch. It does so again if
+    ``trainer.estimated_stepping_batches`` asked for the length before. And for exact random numbers
+    the resumed run creates one after the epoch's start hooks. Each iterator costs a stream data.
     """
 
     def __init__(self) -> None:
         self.wait = False
-        """Whether a run resumes between epochs and does not train yet."""
+        """True from the load of a checkpoint between epochs until training starts."""
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """A run is about to resume from a checkpoint.
-
-        It will ask for iterators anew when its epoch has started.
-        """
+        """Set ``wait`` if a checkpoint was saved between epochs."""
         loop = _mapping_in(checkpoint, "loops", "fit_loop")
         epoch = _mapping_in(loop, "epoch_progress", "current")
         ended = _mapping_in(loop, "epoch_loop.batch_progress").get("is_last_batch", False)
@@ -276,16 +264,13 @@ class _ResumedStreams:
         self.wait = bool(ended) and len(counts) == 1 and None not in counts
 
     def defer(self, loader: object) -> object:
-        """The loader to use instead of one of the training's while the run is set up.
-
-        One that knows where it is loses nothing.
-        """
+        """Replace a training loader by a proxy during setup; stateful loaders do not need one."""
         streams = has_iterable_dataset(loader) or not isinstance(loader, DataLoader)
         if not self.wait or not streams or isinstance(loader, Stateful):
             return loader
         return _SizedNotStarted(loader) if has_length(loader) else _NotStarted(loader)
 
     def begin(self, loaders: Sequence[object]) -> list[object]:
-        """Training loaders as users know them; training begins."""
+        """Replace the proxies by the user's loaders at the start of training."""
         self.wait = False
         return [vars(each)["loader"] if isinstance(each, _NotStarted) else each for each in loaders]

@@ -51,14 +51,14 @@ from shardeddp.report import terminal_width
 class _Totals:
     steps: int = 0
     seconds: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    """By part and unit."""
+    """Seconds by part and unit."""
     slower: float = 0.0
-    """Of what compute has waited for, seconds that a slower rank was to blame for."""
+    """Seconds of waiting for collectives that were due to a slower rank."""
     samples: int = 0
     tokens: int = 0
     sent: int = 0
     own: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """By step, seconds of data and compute."""
+    """Seconds of data and of compute, by step."""
 
     def add_step(self, spans: Sequence[Span], counts: tuple[int, int, int]) -> None:
         """Add one step."""
@@ -73,7 +73,7 @@ class _Totals:
         self._count(*counts)
 
     def add(self, other: _Totals) -> None:
-        """Add another's steps."""
+        """Add the steps of other totals."""
         self.steps += other.steps
         for key, took in other.seconds.items():
             self._spend(*key, took)
@@ -89,13 +89,13 @@ class _Totals:
         self.sent += sent
 
     def typical(self) -> tuple[float, float]:
-        """Seconds of data and of compute of a usual step; zeros without any."""
+        """Median seconds of data and of compute per step; zeros without steps."""
         if not self.own:
             return 0.0, 0.0
         return median(data for data, _ in self.own), median(compute for _, compute in self.own)
 
     def means(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """Seconds of a step by part, and those of gathers and reductions by unit as well."""
+        """Mean seconds per step by part, and by part and unit for gathers and reductions."""
         each = {key: took / self.steps for key, took in self.seconds.items()}
         parts = {part: sum(took for key, took in each.items() if key[0] == part) for part in PARTS}
         waits = parts["gather"] + parts["reduction"]
@@ -110,74 +110,73 @@ class _Totals:
 
 @dataclass(kw_only=True)
 class _Fit:
-    """One training."""
+    """State of one call of ``Trainer.fit``."""
 
     mesh: Mesh
     clock: StepClock
     undo: Callable[[], None]
     step: int
-    """The Trainer's count when a step has ended last."""
+    """``trainer.global_step`` at the end of the last step."""
     logged: int
     ended: int = 0
     counted: list[int] = field(default_factory=lambda: [0, 0])
-    """Samples and tokens of the step at work."""
+    """Samples and tokens of the current step."""
     sent: int = 0
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque[tuple[int, int, int]])
-    """Counts of steps whose time cannot be read yet."""
+    """Counts of steps with times that cannot be read yet."""
     window: _Totals = field(default_factory=_Totals)
     asked: tuple[_Totals, HostReduction] | None = None
-    """A window that other ranks have been told of."""
+    """Window with times sent to the other ranks, and the pending reduction."""
     since_log: _Totals = field(default_factory=_Totals)
     all: _Totals = field(default_factory=_Totals)
     stragglers: Stragglers = field(default_factory=Stragglers)
     is_warm: bool = False
-    """Whether the first step has been left out: it allocates, compiles and agrees."""
+    """True after the first step, which is left out: it allocates, compiles and agrees."""
 
 
 # -- StepMonitor
 
 
 def timer_of(device: torch.device) -> HostTimer | CudaTimer:
-    """The timer that suits a device."""
+    """Return the timer for a device."""
     return CudaTimer() if device.type == "cuda" else HostTimer()
 
 
 class StepMonitor(Callback):
-    """Says where the time of each training step goes, how fast training is, and which rank is slow.
+    """Callback that reports the time of each training step by part, the throughput, and slow ranks.
 
-    The parts of a step sum to it: computing, waiting for gathers and for reductions (by unit) that
-    computing does not hide, waiting for slower ranks, data, the optimizer, checkpoints, and the
-    rest. They reach all loggers of the Trainer as ``shardeddp/step/...``, every
-    ``log_every_n_steps``; the throughput is in the progress bar, and a table is printed when
-    training ends. A rank that is slower than the others is named, once. Evaluation and the first
-    step are left out. No step waits for the device, or for other ranks.
+    The parts of a step sum to its time: compute, exposed waits for all-gathers and for reductions
+    (by unit), waits for slower ranks, data, the optimizer, checkpoints, and the rest. All loggers
+    get them as ``shardeddp/step/...`` every ``log_every_n_steps``. The progress bar shows the
+    throughput, and a table is printed at the end of training. A slow rank is reported once.
+    Evaluation and the first step are left out. No step waits for the device or for other ranks.
 
     Args:
-        trace: Where the parts of the last ten steps of each rank are written when training ends, for
-            Perfetto or ``chrome://tracing``: ``steps.json`` is ``steps.rank0.json`` and so on. None:
-            nowhere.
-        record: Where rank 0 writes what its steps took when training ends, for
-            ``shardeddp plan --calibrate``. None: nowhere.
+        trace: Path for a trace of each rank's last ten steps, written at the end of training, for
+            Perfetto or ``chrome://tracing``: ``steps.json`` becomes ``steps.rank0.json`` and so on.
+            None: no trace.
+        record: Path for the step times of rank 0, written at the end of training, for
+            ``shardeddp plan --calibrate``. None: no record.
     """
 
     def __init__(self, trace: str | Path | None = None, record: str | Path | None = None) -> None:
         super().__init__()
         self.report: StepReport | None = None
-        """Of this rank's last training, once it has ended."""
+        """Report of this rank's last training; during training, of the last logged steps."""
         self.stragglers: list[int] = []
-        """Ranks that were slower than the others in it."""
+        """Ranks that were slower than the others in that training."""
         self._trace = None if trace is None else Path(trace)
         self._record = None if record is None else Path(record)
         self._last: deque[list[Span]] = deque(maxlen=10)
         self._fit: _Fit | None = None
         self._bare: Any = None  # the module without weights and shards
         self._expected: Planned | None = None
-        self._note = ""  # why something is not known
+        self._note = ""  # reason why figures are missing
         self._gpu: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep a copy of the module without its weights, for its FLOPs."""
+        """Keep a copy of the module without weights, to count its FLOPs."""
         if not isinstance(trainer.strategy, ShardedDP):
             raise ConfigurationError(
                 f"StepMonitor measures steps of ShardedDP, found {type(trainer.strategy).__name__}. Use "
@@ -190,7 +189,7 @@ class StepMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._stop()
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         clock = StepClock(timer_of(mesh.device))
@@ -245,7 +244,7 @@ class StepMonitor(Callback):
         fit.waiting.append((*fit.counted, max(0, sent - fit.sent)))  # pyright: ignore[reportArgumentType]
         fit.counted, fit.sent = [0, 0], sent
         self._take(fit)
-        # Of steps that have ended, which are as many on all ranks; those that can be read may not be.
+        # Count ended steps, which are equal on all ranks; the number of readable steps may differ.
         fit.ended += 1
         if fit.ended % WINDOW == 1 and fit.asked is not None:
             self._hear(fit)
@@ -268,7 +267,7 @@ class StepMonitor(Callback):
             fit.is_warm = True
 
     def _hear(self, fit: _Fit) -> None:
-        """Look at how long all ranks' steps take; they have told each other a step ago."""
+        """Evaluate the step times of all ranks, which were sent one step ago."""
         if fit.asked is None:
             return
         (window, answer), fit.asked = fit.asked, None
@@ -283,7 +282,7 @@ class StepMonitor(Callback):
         self.stragglers = fit.stragglers.named
 
     def _plan(self, trainer: Trainer, batch: Any) -> None:
-        """Predict the step, and count the model's FLOPs; on rank 0."""
+        """Predict the step and count the model's FLOPs, on rank 0."""
         strategy: Any = trainer.strategy
         self._gpu = gpu_at(strategy.root_device)
         options = strategy.options
@@ -337,19 +336,19 @@ class StepMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out what follows."""
+        """Exclude the evaluation from the step."""
         if self._fit is not None:
             self._fit.clock.during(EVALUATION)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on."""
+        """Resume the measurement of the step."""
         if self._fit is not None:
             self._fit.clock.__exit__()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show what was measured."""
+        """Print the report; write trace and record."""
         fit = self._fit
         if fit is None:
             return
@@ -371,7 +370,7 @@ class StepMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Measure no more."""
+        """Stop the measurement."""
         self._stop()
 
     def _stop(self) -> None:
@@ -427,12 +426,12 @@ class StepMonitor(Callback):
         write(path, measured)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle, which measures nothing yet."""
+        """Drop the state of a run from copies and pickles."""
         return {**vars(self), "_fit": None, "_bare": None}
 
 
 def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
-    """Tell all ranks of this one, in bytes of its own; nobody waits."""
+    """Send this rank's times to all ranks in a non-blocking reduction with a slot per rank."""
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return HostReduction(

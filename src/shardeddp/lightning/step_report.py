@@ -25,52 +25,52 @@ _MOST_UNITS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What the steps of one rank took; all of it is a mean."""
+    """Mean times and rates of the steps of one rank."""
 
     rank: int
     steps: int
     parts: Mapping[str, float]
-    """Seconds by part; they sum to the step."""
+    """Seconds by part; they sum to the step time."""
     units: Mapping[tuple[str, str], float]
-    """Of them, seconds of gathers and reductions, by part and unit."""
+    """Seconds of gathers and reductions by part and unit; included in ``parts``."""
     samples_per_s: float
-    """Of all ranks."""
+    """Samples per second of all ranks."""
     tokens_per_s: float | None
-    """Of all ranks; None where samples have none."""
+    """Tokens per second of all ranks; None if samples are not sequences."""
     model_flops_per_s: float | None
-    """Of a rank, without recomputation; None: not known."""
+    """Model FLOP/s per rank, without recomputation; None: unknown."""
     peak_flops_per_s: float | None
-    """Of a rank's device: dense; None: not known."""
+    """Dense peak of the device in FLOP/s; None: unknown."""
     memory_nbytes: int | None
-    """Peak of what a rank has allocated on its device; None: not known."""
+    """Peak of allocated device memory; None: unknown."""
     sent_nbytes: int
-    """In a step."""
+    """Bytes that a rank sends per step."""
     expected: Planned | None
-    """What the planner predicts, for devices that it knows."""
+    """Prediction of the planner; None for unknown devices."""
     note: str
-    """Why something is not known."""
+    """Reason why the MFU is unknown."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds per step."""
         return sum(self.parts.values())
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs in shares of the dense peak."""
+        """Model FLOPs utilization, as a fraction of the dense peak."""
         if self.model_flops_per_s is None or self.peak_flops_per_s is None:
             return None
         return self.model_flops_per_s / self.peak_flops_per_s
 
     @property
     def throughput(self) -> tuple[str, float]:
-        """Name and value."""
+        """Name and value of the throughput: tokens or samples per second."""
         if self.tokens_per_s is None:
             return "samples/s", self.samples_per_s
         return "tokens/s", self.tokens_per_s
 
     def metrics(self) -> dict[str, float]:
-        """Figures by the name that loggers get; what is not known is left out."""
+        """Return the known figures by their names in loggers."""
         figures = {
             "step/total_s": self.seconds,
             **{f"step/{part}_s": seconds for part, seconds in self.parts.items()},
@@ -89,7 +89,7 @@ class StepReport:
 
 
 def step_lines(report: StepReport, width: int) -> list[str]:
-    """The parts of a step as a table, the units most waited for, and figures of its speed."""
+    """Format a table of the step's parts, the units with the longest waits, and the throughput."""
     expected = None if report.expected is None else vars(report.expected.step)
     rows: list[tuple[str, float, float | None]] = []
     for part, seconds in report.parts.items():

@@ -10,53 +10,53 @@ from statistics import mean, median
 from typing import Any
 
 WINDOW = 5
-"""Steps after which ranks tell each other how long their own part of a step takes."""
+"""Steps per window; after each window ranks exchange their own times per step."""
 WINDOWS = 3
-"""That have to agree on a slow rank, at least."""
+"""Minimum number of consecutive slow windows for a straggler."""
 MOST_WINDOWS = 40
-"""The same at most, however long ranks are disturbed that recover."""
+"""Maximum number of consecutive slow windows for a straggler, under any disturbance."""
 SLOWER = 0.08
-"""By how much, in shares of what the others take."""
+"""Relative slowdown of a straggler against the other ranks."""
 BY_CHANCE = 2e-3
-"""Share of slow windows after which disturbed ranks are slow for as long as one that is named."""
+"""Probability that a temporary disturbance lasts long enough to count as a straggler."""
 
 
 class Stragglers:
-    """Finds ranks that are slower than the others over several windows of steps; each once.
+    """Detector of ranks that are slower than the others over several windows of steps.
 
-    Where something else takes a rank's processor now and then, ranks are slow for some windows and
-    recover. How often a slow window of those was followed by another one says how many have to
-    follow each other until that is no disturbance: with a share of q, as many as make q to that
-    power ``BY_CHANCE``. On a quiet machine it is ``WINDOWS``.
+    Other load on a machine makes ranks slow for a few windows, after which they recover. From these
+    follows the required number of consecutive slow windows: if a fraction q of slow windows was
+    followed by another one, it is the n with ``q ** n == BY_CHANCE``. On a quiet machine it is
+    ``WINDOWS``. Each rank is reported once.
     """
 
     def __init__(self) -> None:
         self._windows: deque[Sequence[tuple[float, float]]] = deque(maxlen=MOST_WINDOWS)
-        self._slow: dict[int, int] = {}  # by rank, windows in a row
-        self._followed, self._ended = 0, 0  # of slow windows whose ranks have recovered
+        self._slow: dict[int, int] = {}  # consecutive slow windows, by rank
+        self._followed, self._ended = 0, 0  # slow windows of recovered ranks: not last, last
         self.named: list[int] = []
-        """Ranks that have been found."""
+        """Stragglers reported so far."""
 
     @property
     def needed(self) -> int:
-        """Windows in a row after which a slow rank is named."""
-        # As if one slow window had been seen that another follows in an eighth of all cases.
+        """Number of consecutive slow windows after which a rank is reported."""
+        # Prior: one slow window, followed by another one with a probability of an eighth.
         share = (0.125 + self._followed) / (1 + self._followed + self._ended)
         return min(MOST_WINDOWS, max(WINDOWS, math.ceil(math.log(BY_CHANCE, share) - 1e-9)))
 
     def add(self, window: Sequence[tuple[float, float]]) -> str:
-        """Take a window; a sentence on the rank that is slow, or nothing.
+        """Add a window; return a message on a new straggler, or an empty string.
 
         Args:
-            window: By rank, seconds of data and of compute that are typical of its steps; zeros
-                where a rank cannot tell yet.
+            window: Typical seconds of data and of compute per step, by rank; zeros for ranks
+                without measurements.
         """
         if len(window) < 2 or not all(map(sum, window)):
             return ""
         self._windows.append(window)
         own = [*map(sum, window)]
         order = sorted(own)
-        least = (1 + SLOWER / 2) * order[(len(order) - 2) // 2]  # whichever rank is left out
+        least = (1 + SLOWER / 2) * order[(len(order) - 2) // 2]  # lower bound for every rank
         slow = {
             rank
             for rank, took in enumerate(own)
@@ -73,7 +73,7 @@ class Stragglers:
         return ""
 
     def _judge(self, rank: int, count: int) -> str:
-        """What to say of a rank that was slow for so many windows; nothing if it is slow by little."""
+        """Return the message on a rank after ``count`` slow windows; empty below ``SLOWER``."""
         windows = [*self._windows][-count:]
         own = mean(sum(it[rank]) for it in windows)
         usual = mean(median(map(sum, _without(it, rank))) for it in windows)
@@ -96,7 +96,7 @@ class Stragglers:
 
 
 def _median_of_others(order: Sequence[float], value: float) -> float:
-    """Median of sorted values without one of them."""
+    """Return the median of sorted values without one occurrence of a value."""
     place, count = bisect_left(order, value), len(order) - 1
     low, high = (count - 1) // 2, count // 2
     return sum(order[it + (it >= place)] for it in (low, high)) / 2

@@ -30,19 +30,19 @@ from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
-"""Names of the axes, as in Lightning's ``ModelParallelStrategy``."""
+"""Names of the mesh axes, as in Lightning's ``ModelParallelStrategy``."""
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The axes of ranks for ``parallelize_module``; a collective of all ranks."""
+    """Make the device mesh for ``parallelize_module``; a collective of all ranks."""
     return mesh.device_mesh((DATA_PARALLEL, TENSOR_PARALLEL))
 
 
 def refuse_sharded(module: nn.Module, size: int) -> None:
-    """Refuse modules that another run has sharded, if that or this one splits layers or experts.
+    """Refuse modules that another run has sharded, if either run splits layers or experts.
 
     Raises:
-        ConfigurationError: It is one.
+        ConfigurationError: Parameters of the module are shards of another run.
     """
     sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
     if (size > 1 and sharded) or any(it.spec.mesh.topology.tensor_size > 1 for it in sharded):
@@ -53,26 +53,26 @@ def refuse_sharded(module: nn.Module, size: int) -> None:
 
 
 def tensor_axis(mesh: Mesh) -> TensorAxis:
-    """The ranks that split layers, for the styles of a plan."""
+    """Return the tensor-parallel group for the styles of a plan."""
     return TensorAxis(name_group(mesh.activations), mesh.tensor.rank, mesh.tensor.size)
 
 
 def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
-    """Split the layers of a plan that are in styles of torch, which make DTensors."""
+    """Split the layers of a plan with torch styles, which create DTensors."""
     for layer in layers:
         if isinstance(layer.style, ParallelStyle):
             parallelize_module(layer.module, mesh, layer.style)
 
 
 def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
-    """Refuse modules that tensor parallelism has not been tried with.
+    """Refuse modules that tensor parallelism is not tested with.
 
     Args:
-        module: The LightningModule.
-        plan: The plan by which its layers are going to be split.
+        module: LightningModule of the run.
+        plan: Tensor-parallel plan, not applied yet.
 
     Raises:
-        ConfigurationError: It is compiled or on the meta device while layers are DTensors.
+        ConfigurationError: The module has DTensors, and is compiled or on the meta device.
     """
     distributed = _distributed(module, plan)
     deferred = (
@@ -107,17 +107,15 @@ _SHAPES = (
     "out of bounds",
     "expand",
 )
-"""In messages of torch about shapes that do not go together."""
+"""Parts of torch's messages on mismatched shapes."""
 
 
 def explain_shapes(error: BaseException, size: int) -> None:
-    """Put at the end of an error about shapes what ranks have of split layers.
-
-    Others stay as they are.
+    """Append a hint on split layers to an error about shapes; ignore other errors.
 
     Args:
-        error: Of a step.
-        size: Ranks that split layers.
+        error: Error of a step; changed.
+        size: Size of the tensor-parallel group.
     """
     if size == 1 or not isinstance(error, RuntimeError | IndexError | ValueError):
         return
@@ -135,11 +133,11 @@ def explain_shapes(error: BaseException, size: int) -> None:
 
 
 def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
-    """See that ranks that split layers have one loss; a collective of them.
+    """Check that the loss is equal in the tensor-parallel group; a collective of the group.
 
     Raises:
-        RuntimeError: They have not: their batches or random numbers differ, or a part of features has
-            been taken for all of them.
+        RuntimeError: Losses differ by more than 1 %: ranks have different batches or random
+            numbers, or use a part of the features as if it were all of them.
     """
     if isinstance(loss, DTensor):
         return
@@ -159,10 +157,10 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
 
 
 def refuse_uncalled_layers(module: nn.Module) -> None:
-    """See that split layers have been called: their forwards exchange what their splits need.
+    """Check that split layers were called, because only their forwards run the exchanges.
 
     Raises:
-        RuntimeError: The weight of one has been used without that.
+        RuntimeError: The weight of a split layer was used without a call of the layer.
     """
     name = next((name for name, it in module.named_modules() if used_without_call(it)), None)
     if name is not None:
@@ -178,18 +176,18 @@ _DATA_GROUPS: list[ProcessGroup] = []
 
 @dataclass(frozen=True)
 class GatherOverData:
-    """Gathers states of a metric over ranks with different batches; a metric's ``dist_sync_fn``."""
+    """Gather of metric states over ranks with different batches; a metric's ``dist_sync_fn``."""
 
     number: int
-    """Of their process group, which copies of the metric cannot hold."""
+    """Index of the process group in ``_DATA_GROUPS``; copies of a metric cannot hold the group."""
 
     def __call__(self, state: torch.Tensor, group: object = None) -> list[torch.Tensor]:
-        """The states of all of them."""
+        """Gather the states of all ranks."""
         return gather_all_tensors(state, _DATA_GROUPS[self.number])
 
 
 def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let metrics among modules leave out ranks that have the same batches."""
+    """Let metrics synchronize only over ranks with different batches."""
     gather = GatherOverData(len(_DATA_GROUPS))
     _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
     for child in module.modules():
@@ -200,7 +198,7 @@ def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
-    """Names of what is, or is going to be, a DTensor."""
+    """Return the names of parameters that are DTensors, and of layers that will have some."""
     names = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
     if plan is not None and plan != "auto":
         names += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
@@ -208,15 +206,15 @@ def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
 
 
 def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | None) -> None:
-    """Refuse callbacks that tensor parallelism has not been tried with.
+    """Refuse callbacks that tensor parallelism is not tested with.
 
     Args:
-        trainer: Of the run.
-        module: The LightningModule.
-        plan: The plan by which its layers are going to be split.
+        trainer: Trainer of the run.
+        module: LightningModule of the run.
+        plan: Tensor-parallel plan, not applied yet.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: A callback averages weights in an unsupported way.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, StochasticWeightAveraging):
@@ -233,7 +231,7 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
 
 
 def explain_missing_mesh(error: TypeError) -> None:
-    """Raise an error with advice, if a ``configure_model`` has asked for a mesh that is not there."""
+    """Raise an error with advice if ``configure_model`` used a ``device_mesh`` that is missing."""
     if "device_mesh" in (extract_tb(error.__traceback__)[-1].line or ""):
         raise ConfigurationError(
             "configure_model asks for a device_mesh, and there is none without a tensor axis. "

@@ -31,22 +31,22 @@ from shardeddp.lightning.private import PrefetchDataFetcher
 
 
 class UnevenEvaluation:
-    """Lets a rank that has no batch left take part in gathers of others, in one run of a Trainer."""
+    """Participation of a rank without batches in the gathers of other ranks, during evaluation."""
 
     def __init__(self, mesh: Mesh, agreement: OrderAgreement) -> None:
         self._mesh, self._agreement = mesh, agreement
-        # Puts back the loop's own end, which waits for all ranks.
+        # Function that restores the loop's own end, which waits for all ranks.
         self._restore: Callable[[], None] | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Let each rank run through its own batches if their numbers differ or are unknown.
+        """Let each rank run its own batches if their numbers differ or are unknown.
 
-        Where forwards send tokens to experts of other ranks, a rank that has no batch left would not
-        answer: numbers that are unknown are compared batch by batch.
+        With expert parallelism a rank without a batch would not answer the tokens of others. Then
+        unknown numbers are compared before every batch.
 
         Raises:
-            ConfigurationError: They differ, and forwards send tokens; or they are unknown, and the
-                module takes its batches itself.
+            ConfigurationError: With expert parallelism, numbers of batches differ; or they are
+                unknown, and the module takes batches from ``dataloader_iter``.
         """
         loop = _loop_of(trainer)
         sends = self._mesh.experts is not None
@@ -71,7 +71,7 @@ class UnevenEvaluation:
         self._restore = private.delay_ends(loop, self._wait)
 
     def end(self) -> None:
-        """The evaluation is over, or has failed."""
+        """Drop the state of an evaluation that has ended or failed."""
         self._agreement.close()
         if self._restore is not None:
             self._restore()
@@ -82,7 +82,7 @@ class UnevenEvaluation:
         return then()
 
     def _compare_batches(self, trainer: Trainer, loop: Any) -> None:
-        """Let ranks compare, before each batch, whether all have one."""
+        """Check before each batch that all ranks have one."""
         name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
         fetcher = private.data_fetcher(loop)
         if not isinstance(fetcher, PrefetchDataFetcher):
@@ -97,12 +97,12 @@ class UnevenEvaluation:
 
 
 class EvenFetcher(PrefetchDataFetcher):
-    """Gives the batches that another fetcher gives, where all ranks have one of the same loader.
+    """Fetcher that checks for each batch that all ranks have one of the same loader.
 
     Args:
-        fetcher: In whose place it comes, with all that it has fetched.
+        fetcher: Fetcher to replace; its state, with prefetched batches, is taken over.
         hook: Name of the hook that has made the loaders.
-        group: All ranks.
+        group: Host group of all ranks.
     """
 
     def __init__(self, fetcher: PrefetchDataFetcher, hook: str, group: HostGroup) -> None:
@@ -117,7 +117,7 @@ class EvenFetcher(PrefetchDataFetcher):
             found = None
         loaders = len(self.combined_loader.flattened)
         _, batch, loader = found or (None, 0, loaders)
-        # One of them is set on each rank; where more are, all ranks see that.
+        # Each rank sets one flag; several flags in the result mean that ranks differ.
         flags = agree_on_any([it == loader for it in range(loaders + 1)], self._group)
         if sum(flags) > 1:
             self._refuse(loader, batch, flags.index(True))
@@ -126,7 +126,7 @@ class EvenFetcher(PrefetchDataFetcher):
         return found
 
     def _refuse(self, loader: int, batch: int, uneven: int) -> None:
-        """Raise on all ranks: some have a batch of the uneven loader, and others do not."""
+        """Raise on all ranks, because only some have a batch of the uneven loader."""
         mine = batch if loader == uneven else None
         told: list[int | None] = [
             json.loads(it) for it in all_gather_bytes(json.dumps(mine).encode(), self._group)
@@ -137,7 +137,7 @@ class EvenFetcher(PrefetchDataFetcher):
             for rank, it in enumerate(told)
         )
         source: Any = self.combined_loader.flattened[uneven]
-        kind = type(getattr(source, "dataset", source)).__name__  # any iterable is a loader
+        kind = type(getattr(source, "dataset", source)).__name__  # loaders may be any iterable
         limit = f"limit_{self._hook.removesuffix('_dataloader')}_batches"
         raise ConfigurationError(
             f"expert_parallel_size needs equal numbers of batches on all ranks in an evaluation, and "
@@ -149,7 +149,7 @@ class EvenFetcher(PrefetchDataFetcher):
 
 
 def _loop_of(trainer: Trainer) -> Any:
-    """The loop that evaluates now."""
+    """Return the running evaluation loop."""
     if trainer.predicting:
         return trainer.predict_loop
     if trainer.state.fn == TrainerFn.FITTING:
@@ -158,7 +158,7 @@ def _loop_of(trainer: Trainer) -> Any:
 
 
 def _lengths(loop: Any) -> Iterator[int | None]:
-    """Batches of each loader; None where it cannot tell, or is made of what it iterates over."""
+    """Yield the number of batches of each loader; None if unknown or for an iterable dataset."""
     for loader, limit in zip(
         private.combined_loader(loop).flattened, loop.max_batches, strict=True
     ):
@@ -170,39 +170,38 @@ def _lengths(loop: Any) -> Iterator[int | None]:
 
 
 class EvenTraining:
-    """Keeps ranks with different numbers of training batches together, in one run of a Trainer.
+    """Coordination of ranks with different numbers of training batches, in one run of a Trainer.
 
-    Numbers that loaders know are compared when they are there. Where a loader does not know its
-    own, ranks tell each other before each batch whether it is their last, and wait for the answer:
-    what Lightning does next depends on it.
+    Known lengths of loaders are compared as soon as the loaders exist. If a loader has no length,
+    the ranks agree before each batch whether it is the last. They wait for the result, because
+    Lightning's next action depends on it.
 
-    A rank that joins others with no batch of its own goes through all that a batch does, with the
-    last that it had: whatever the module communicates meets what the others communicate. Its loss
-    has no weight (:meth:`zero_repeated_loss`).
+    With ``join``, a rank without a batch runs its last batch again with all hooks, so that it takes
+    part in all collectives of the module. Its loss has no weight (:meth:`zero_repeated_loss`).
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
         self._choice = choice
         self.mesh = mesh
-        """Another one once the run goes on with another sharding strategy."""
+        """Current mesh; replaced when the run is resharded."""
 
-        # Batches of this rank; infinite for a loader without a length.
+        # Number of batches of this rank; infinite for a loader without a length.
         self._own: float = inf
-        self._differ = False  # whether ranks have different numbers of batches
-        self._asks = False  # before each batch, as not all ranks know theirs
-        # The current batch is a repeated one, or belongs to no epoch.
+        self._differ = False  # True if ranks have different numbers of batches
+        self._asks = False  # True to agree before each batch, because some numbers are unknown
+        # True if the current batch is a repeated one, or beyond the end of the loader.
         self._repeats = False
         # Agreed end of the epoch before the next batch; None: not agreed
         self._over: bool | None = None
 
     def align(self, trainer: Trainer) -> bool:
-        """Compare the ranks' numbers of batches; make all count with the same one; a collective.
+        """Compare the numbers of batches and set a common one; a collective of all ranks.
 
         Returns:
-            Whether they differ.
+            True if the numbers differ.
 
         Raises:
-            ConfigurationError: They do, and that is not wanted.
+            ConfigurationError: The numbers differ, and ``uneven_batches`` does not allow that.
         """
         loop = trainer.fit_loop
         loader = private.combined_loader(loop)
@@ -228,7 +227,7 @@ class EvenTraining:
         return True
 
     def begin(self, trainer: Trainer) -> None:
-        """Training begins, or an epoch whose loaders were made anew."""
+        """Prepare training, or an epoch with new loaders."""
         self.align(trainer)
         fetcher = private.data_fetcher(trainer.fit_loop)
         if isinstance(fetcher, PrefetchDataFetcher):
@@ -245,7 +244,7 @@ class EvenTraining:
             )
 
     def begin_batch(self, trainer: Trainer) -> None:
-        """Find out whether the batch at work is the last of the epoch."""
+        """Determine if the current batch is the last of the epoch."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         ready = progress.current.ready
         if ready == 1 and reloads_dataloaders(trainer):
@@ -261,18 +260,18 @@ class EvenTraining:
             over = self._agree("last" if progress.is_last_batch else "more", ready) is not False
         else:
             over = progress.is_last_batch and self._choice != "join"
-        over |= ready >= trainer.num_training_batches  # also where the loader has more
+        over |= ready >= trainer.num_training_batches  # even if the loader has more
         if progress.is_last_batch and not over and watched is not None:
             watched.repeat()
         progress.is_last_batch = over
 
     def zero_repeated_loss(self, loss: torch.Tensor) -> None:
-        """Let a loss have gradients of zero where the batch was trained on before."""
+        """Zero the gradient of a loss if the batch is a repeated one."""
         if self._repeats and loss.requires_grad:
             loss.register_hook(torch.zeros_like)
 
     def _goes_on_without(self, trainer: Trainer) -> bool:
-        """Whether this rank, which has no batch, is to go on with one that it has had."""
+        """Return True if this rank, which has no batch left, is to repeat its last one."""
         if self._asks:
             self._over = self._agree(
                 "none", trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
@@ -282,12 +281,12 @@ class EvenTraining:
         return self._choice == "join"
 
     def _agree(self, mine: str, ready: int) -> bool | None:
-        """Whether the epoch ends with a batch; None if no rank has one.
+        """Agree on the end of the epoch: True if it ends with this batch; None if no rank has it.
 
         Args:
-            mine: This rank's part of it: ``more`` batches after it, none (it is the ``last``), or
-                not even this one.
-            ready: Its number, from 1.
+            mine: State of this rank: ``more`` batches follow, this is the ``last``, or ``none``:
+                the rank does not have this batch.
+            ready: Number of the batch in the epoch, from 1.
         """
         if not agree_on_any([mine != "more"], self.mesh.control)[0]:
             return False
@@ -304,9 +303,9 @@ class EvenTraining:
         return self._choice != "join" or "more" not in told
 
     def _refuse(self, counts: Sequence[str], *, too_late: bool = False) -> None:
-        """Raise where different numbers are not wanted, or it is too late to stop.
+        """Raise if ``uneven_batches`` does not allow different numbers, or it is too late to stop.
 
-        It is too late when nobody can stop any more before the batch that some lack.
+        It is too late if ranks have already begun a batch that others do not have.
         """
         if self._choice == "join" or (self._choice == "min" and not too_late):
             return
@@ -322,12 +321,12 @@ class EvenTraining:
 
 
 class WatchedFetcher(PrefetchDataFetcher):
-    """Gives the batches that another fetcher gives, and others in their place where there are none.
+    """Fetcher that can repeat the last batch of another fetcher after its end.
 
     Args:
-        fetcher: In whose place it comes, with all that it has fetched.
-        goes_on: Asked where there is no batch: whether to give one all the same.
-        rank: This rank.
+        fetcher: Fetcher to replace; its state, with prefetched batches, is taken over.
+        goes_on: Function called at the end of the data; True to repeat a batch.
+        rank: Global rank.
     """
 
     def __init__(
@@ -338,10 +337,10 @@ class WatchedFetcher(PrefetchDataFetcher):
         self._last: Any = None
         self._told = False
         self.repeats = False
-        """Whether the last batch was a repeated one."""
+        """True if the last returned batch was a repeated one."""
 
     def repeat(self) -> None:
-        """Give the last batch once more, if training goes on then."""
+        """Repeat the last batch on the next call, if training continues then."""
         self._told = True
 
     @override
@@ -358,7 +357,7 @@ class WatchedFetcher(PrefetchDataFetcher):
             raise StopIteration
         self.repeats = True
         if self._last is None:
-            # Nothing yet: the run was resumed where this rank had none left.
+            # No last batch: the run was resumed at a point where this rank had none left.
             self._last = next(iter(self.combined_loader), None)
         if self._last is None:
             raise RuntimeError(
@@ -374,7 +373,7 @@ class WatchedFetcher(PrefetchDataFetcher):
 
 
 def _ends_before(trainer: Trainer, count: float) -> bool:
-    """Whether training is known to reach its last step before a rank uses up ``count`` batches."""
+    """True if training certainly reaches ``max_steps`` within ``count`` batches of each rank."""
     accumulates = any(
         isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)
     )

@@ -13,22 +13,22 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU as its data sheet has it; all products are dense, without structured sparsity."""
+    """Data sheet of a GPU; peaks are dense, without structured sparsity."""
 
     name: str
     bf16_tflops: float
-    """Dense; that of fp16 where the GPU has no bf16."""
+    """Dense bf16 peak; the fp16 peak for GPUs without bf16."""
     fp32_tflops: float
-    """Of matmuls as torch does them by default: without TF32."""
+    """Peak of fp32 matmuls without TF32, torch's default."""
     memory_gb: float
-    """In units of 10**9 bytes."""
+    """Memory in 10**9 bytes."""
     memory_tbs: float
     link_gbs: float
-    """GB/s to the other GPUs of its node, in one direction."""
+    """Bandwidth to the other GPUs of the node in GB/s, one direction."""
     best: float
-    """Share of the dense peak that the best matmul of any shape reaches."""
+    """Fraction of the dense peak that the fastest matmul of any shape reaches."""
     network_gbits: float = 200.0
-    """Gbit/s of a GPU's share of the network that its vendor's reference machine has."""
+    """Inter-node bandwidth per GPU of the vendor's reference machine, in Gbit/s."""
     has_bf16: bool = True
 
     def __post_init__(self) -> None:
@@ -77,20 +77,20 @@ _ALIASES = {"A100": "A100-80", "H100": "H100-80", "A100-SXM": "A100-80", "H100-S
 
 
 def name_of_gpu(name: str) -> str:
-    """The name in ``GPUS`` of a GPU that is written in another way; of others, its upper case."""
+    """Normalize the name of a GPU to its key in ``GPUS``; unknown names become upper case."""
     key = name.upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
     return _ALIASES.get(key, key)
 
 
 def find_gpu(name: str, **figures: float | None) -> GPU:
-    """A GPU by name, or by numbers.
+    """Return a GPU by name, or by its figures.
 
     Args:
-        name: As in ``GPUS``, in any case; any name where all figures are given.
-        **figures: Fields of :class:`GPU` that replace those of the table; None: as they are.
+        name: Name in ``GPUS``, case-insensitive; any name if all figures are given.
+        **figures: Fields of :class:`GPU` that override the table; None keeps the table's value.
 
     Raises:
-        UsageError: The table does not have it, and figures are missing.
+        UsageError: The GPU is not in the table, and figures are missing.
     """
     given = {key: value for key, value in figures.items() if value is not None}
     key = name_of_gpu(name)
@@ -112,9 +112,9 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
 
 
 def gpu_of_device(name: str, memory_nbytes: int) -> str | None:
-    """The name in ``GPUS`` of a device as its driver names it, such as ``NVIDIA H100 80GB HBM3``.
+    """Return the key in ``GPUS`` for a driver's device name, such as ``NVIDIA H100 80GB HBM3``.
 
-    None: the table does not have it.
+    Returns None if the table does not have the device.
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
     pcie = {"PCIE", "NVL"} & set(words)
@@ -123,20 +123,20 @@ def gpu_of_device(name: str, memory_nbytes: int) -> str | None:
         if word and pcie and f"{word}-{min(pcie)}" in GPUS:
             return f"{word}-{min(pcie)}"
         if family:
-            # Of variants, the one whose memory is nearest.
+            # Among variants, the one with the nearest memory size.
             return min(family, key=lambda it: abs(GPUS[it].memory_gb * 1e9 - memory_nbytes))
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines of a run."""
+    """Machines of a run."""
 
     gpu: GPU
     count: int
     per_node: int = 8
     network_gbits: float | None = None
-    """Gbit/s of a GPU's share of its node's network; None: unknown, a share of the reference's."""
+    """Inter-node bandwidth per GPU in Gbit/s; None: a fraction of the reference machine's."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.per_node < 1:
@@ -153,10 +153,10 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """GPUs of a node that are used."""
+        """Number of GPUs in use per node."""
         return min(self.count, self.per_node)
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Number of nodes."""
         return self.count // self.ranks_per_node

@@ -14,7 +14,7 @@ from typing import overload
 
 @dataclass(frozen=True)
 class Interval:
-    """Elements ``start <= i < stop`` of something one-dimensional; ``start == stop`` is empty."""
+    """Elements ``start <= i < stop`` of a 1D range; ``start == stop`` is empty."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Interval:
         return self.stop - self.start
 
     def intersect(self, other: "Interval") -> "Interval":
-        """The common part; an empty interval at the nearer edge when there is none.
+        """Return the intersection; if it is empty, an empty interval at the nearer edge.
 
         >>> Interval(0, 6).intersect(Interval(4, 9))
         Interval(start=4, stop=6)
@@ -40,7 +40,7 @@ class Interval:
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> "Interval":
-        """The same elements counted from another origin."""
+        """Add an offset to both ends."""
         return Interval(self.start + offset, self.stop + offset)
 
 
@@ -57,30 +57,30 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part; None if there is none."""
+        """Return the intersection; None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = map(min, _ends(self), _ends(other))
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, other: "Box") -> "Box":
-        """The same elements counted from the first element of another box, which has them."""
+        """Return the box in coordinates relative to the first element of an enclosing box."""
         offsets = (at - origin for at, origin in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
     def outside(self, other: "Box") -> "Box":
-        """The inverse of :meth:`inside`."""
+        """Return the box in the coordinates of the tensor; the inverse of :meth:`inside`."""
         offsets = (at + origin for at, origin in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of these elements in a tensor."""
+        """Slices that index these elements in the tensor, one per dim."""
         return tuple(map(slice, self.offsets, _ends(self)))
 
 
 def whole_of(shape: Sequence[int]) -> Box:
-    """The box of all elements."""
+    """Return the box of all elements of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -101,11 +101,11 @@ def boxes(interval: Interval, shape: Sequence[int]) -> list[Box]:
         . . . .
 
     Args:
-        interval: Elements in row-major order, inside the tensor.
-        shape: The tensor's shape.
+        interval: Interval of the row-major elements, inside the tensor.
+        shape: Shape of the tensor.
 
     Returns:
-        The boxes; empty for an empty interval.
+        Boxes in row-major order; empty for an empty interval.
     """
     numel = math.prod(shape)
     if interval.stop > numel:
@@ -142,10 +142,10 @@ def _inside_row(interval: Interval, index: int, shape: tuple[int, ...]) -> Itera
 
 
 def interval_of(box: Box, shape: Sequence[int]) -> Interval:
-    """The row-major interval that a box of a tensor fills; :func:`boxes` turns it into that box.
+    """Return the row-major interval of a contiguous box; the inverse of :func:`boxes`.
 
     Raises:
-        ValueError: The box does not lie in the tensor, or its elements do not follow each other.
+        ValueError: The box exceeds the tensor, or its elements are not contiguous.
     """
     inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
         0 <= offset <= offset + size <= dim
@@ -169,30 +169,30 @@ def interval_of(box: Box, shape: Sequence[int]) -> Interval:
 
 
 MAX_CUT_DIMS = 6
-"""Dims along which a tensor may be cut into boxes; a device mesh has fewer."""
+"""Maximum number of dims along which boxes cut a tensor; a device mesh has fewer dims."""
 
 
 def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None:
     """Check that every element of a tensor is in exactly one box.
 
-    Summed up, the boxes count how often each element is covered. A count is determined by its
-    differences along all dims, and those of a box are its corners with alternating signs: so the
-    corners of all boxes have to add up to the corners of the tensor. That takes one pass, however
-    the boxes lie.
+    The sum of the boxes' indicator functions counts the cover of each element. A function is
+    determined by its differences along all dims, which for a box are its corners with alternating
+    signs. So the corners of all boxes must add up to those of the tensor. One pass suffices for
+    boxes in any order.
 
     Args:
-        name: Of the tensor, for the error.
-        shape: Of the tensor.
-        found: Boxes inside of it that have elements.
+        name: Name of the tensor, for the error.
+        shape: Shape of the tensor.
+        found: Non-empty boxes inside the tensor.
 
     Raises:
-        ValueError: Some element is in no box, or in several.
+        ValueError: Elements are in no box or several, or more than ``MAX_CUT_DIMS`` dims are cut.
     """
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in found)]
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"{name} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
     whole = [whole_of(shape)] if 0 not in shape else []
-    # Keys are bytes, whose hash is randomized: a crafted file cannot force collisions.
+    # Keys are bytes, with a randomized hash: a crafted file cannot force collisions.
     as_bytes = Struct(f"{len(cut)}q").pack
     corners: Counter[bytes] = Counter()
     for box, sign in [*((box, 1) for box in found), *((box, -1) for box in whole)]:
@@ -206,18 +206,18 @@ def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None
         )
 
 
-# -- FlatLayout: places of a unit's parameters in its flat buffer
+# -- FlatLayout: offsets of a unit's parameters in its flat buffer
 
 ALIGNMENT_NBYTES = 16
-"""Every slot and every rank's slice starts on a multiple of this.
+"""Alignment in bytes of every slot and of every rank's slice.
 
-Vector loads and NCCL's fast path want that (https://github.com/pytorch/pytorch/issues/195450).
+Vector loads and NCCL's fast path need it (https://github.com/pytorch/pytorch/issues/195450).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlot:
-    """The place of one parameter in a flat buffer; ``offset`` and ``numel`` count elements."""
+    """Offset and shape of one parameter in a flat buffer; ``offset`` counts elements."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -225,34 +225,33 @@ class ParameterSlot:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def interval(self) -> Interval:
-        """The parameter's elements, counted from the start of the flat buffer."""
+        """Interval of the parameter's elements in the flat buffer."""
         return Interval(self.offset, self.offset + self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Places parameters in flat buffers, of which each of ``num_slices`` ranks owns an equal slice.
+    """Layout of parameters in a flat buffer that ``num_slices`` ranks own in equal slices.
 
-    Parameters keep the order they come in; each starts on an aligned element; the end is padded so
-    that every rank's slice is equally long and aligned as well. Two float32 parameters of 6 and 5
+    Parameters keep their order, and each starts on an aligned element. The end is padded so that
+    every rank's slice has the same length and is aligned as well. Two float32 parameters of 6 and 5
     elements over 2 ranks (16 bytes are 4 elements)::
 
         flat buffer   a a a a a a - - | b b b b b - - -     padded_numel = 16
         rank          0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1     shard_numel  = 8
 
-    Build it with :meth:`build`. The layout is arithmetic: it holds no tensor and knows no process
-    group.
+    Use :meth:`build` to make one. It is pure arithmetic, without tensors and process groups.
     """
 
     itemsize: int
-    """Bytes of one element in the narrowest of the buffers.
+    """Bytes of one element in the buffer of the narrowest dtype.
 
-    Alignment is by it, so it holds in the wider ones too.
+    Alignment is computed for it, and so holds for the wider dtypes too.
     """
 
     num_slices: int
@@ -287,12 +286,12 @@ class FlatLayout:
         itemsize: int,
         num_slices: int,
     ) -> "FlatLayout":
-        """Lay parameters out one behind the other.
+        """Lay out parameters one after the other.
 
         Args:
             names: Fqn of each parameter, in module order.
             shapes: Shape of each parameter.
-            itemsize: Bytes of one element in the narrowest buffer.
+            itemsize: Bytes of one element in the buffer of the narrowest dtype.
             num_slices: Number of ranks that own a slice of the buffer each: ``Topology.num_slices``.
         """
         alignment = ALIGNMENT_NBYTES // math.gcd(ALIGNMENT_NBYTES, itemsize)
@@ -302,7 +301,7 @@ class FlatLayout:
             slot = ParameterSlot(fqn=fqn, shape=tuple(shape), offset=_round_up(end, alignment))
             slots.append(slot)
             end = slot.interval.stop
-        # The constructor refuses less than one slice; until then it must not divide.
+        # The constructor refuses less than one slice; avoid a division by zero before that.
         padded_numel = _round_up(end, alignment * max(1, num_slices))
         return cls(
             itemsize=itemsize, num_slices=num_slices, slots=tuple(slots), padded_numel=padded_numel
@@ -310,22 +309,22 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Number of elements of all parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of each rank's slice, with padding."""
+        """Number of elements of each rank's slice, with padding."""
         return self.padded_numel // self.num_slices
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the flat buffer that belong to no parameter."""
+        """Number of padding elements in the flat buffer."""
         return self.padded_numel - self.numel
 
     @cached_property
     def padding_intervals(self) -> tuple[Interval, ...]:
-        """The stretches of the flat buffer that belong to no parameter, in order."""
+        """Non-empty intervals of padding in the flat buffer, in order."""
         edges = [
             0,
             *(edge for slot in self.slots for edge in (slot.interval.start, slot.interval.stop)),
@@ -335,13 +334,13 @@ class FlatLayout:
         return tuple(gap for gap in gaps if gap.numel)
 
     def slice_interval(self, slice_rank: int) -> Interval:
-        """The slice of the flat buffer that ``slice_rank`` owns."""
+        """Return the interval of the flat buffer that ``slice_rank`` owns."""
         if not 0 <= slice_rank < self.num_slices:
             raise ValueError(f"expected a slice rank in [0, {self.num_slices}), found {slice_rank}")
         return Interval(slice_rank * self.shard_numel, (slice_rank + 1) * self.shard_numel)
 
     def parameter_interval(self, slot: ParameterSlot, slice_rank: int) -> Interval:
-        """Elements of the parameter, counted from its own start, that ``slice_rank`` owns.
+        """Return the interval of a parameter that ``slice_rank`` owns, relative to its start.
 
         The interval may be empty.
         """
@@ -351,20 +350,20 @@ class FlatLayout:
         return owned.shift(-slot.offset)
 
     def local_interval(self, slot: ParameterSlot, slice_rank: int) -> Interval:
-        """Elements of :meth:`parameter_interval`, counted from the start of the rank's slice.
+        """Return the elements of :meth:`parameter_interval` relative to the start of the slice.
 
-        Empty at the nearer end of the slice when there are none, so that neighbours in the flat
-        buffer are neighbours in every slice.
+        Without elements it is an empty interval at the nearer end of the slice, so that neighbours
+        in the flat buffer are neighbours in every slice.
         """
         owned = self.slice_interval(slice_rank)
         return owned.intersect(slot.interval).shift(-owned.start)
 
 
 class OwnedIntervals(Sequence[Interval]):
-    """Boxes of a parameter for each of its owners, computed when they are asked for.
+    """Intervals of a parameter for each of its owners, computed on access.
 
-    Intervals of thousands of owners for thousands of parameters would take gigabytes. Equal to any
-    sequence of equal intervals.
+    Stored intervals of thousands of owners for thousands of parameters would take gigabytes.
+    Compares equal to any sequence of equal intervals.
     """
 
     def __init__(self, layout: FlatLayout, slot: ParameterSlot, slice_ranks: Sequence[int]) -> None:

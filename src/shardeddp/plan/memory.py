@@ -7,32 +7,32 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 WAITING_UNITS = 4
-"""Largest units whose shards of gradients may wait for replicas when another unit is reduced."""
+"""Maximum number of units with gradients queued for the replicate group during a reduce-scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCost:
-    """The flat buffers of one group of parameters, as the cost model sees them."""
+    """Sizes of the flat buffers of one group of parameters."""
 
     layout: FlatLayout
     trainable: bool
     main_itemsize: int
-    """Bytes of an element of the main shard, the gradient shard and the optimizer's states."""
+    """Bytes per element of the main shard, the gradient shard and the optimizer states."""
 
     param_itemsize: int
-    """Bytes of an element of the gathered buffer, and of the gradients that autograd leaves."""
+    """Bytes per element of the gathered buffer and of unsharded gradients."""
 
     reduce_itemsize: int
-    """Bytes of an element of the gradient buffer."""
+    """Bytes per element of the gradient buffer."""
 
     split: int = 1
-    """Replicas that split a shard among them."""
+    """Number of replicas that split a shard; 1 if every replica has the whole shard."""
 
     replicas: int = 1
-    """Shard groups that train on different batches."""
+    """Size of the replicate group."""
 
     parts: int = 1
-    """Ranks that have other parts of the same layers, or other experts; these figures are of one."""
+    """Size of the tensor-parallel or expert-parallel group; all figures are those of one rank."""
 
     @property
     def shard_size(self) -> int:
@@ -52,24 +52,24 @@ class GroupCost:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the gathered buffer; zero when the main shard is the buffer."""
+        """Bytes of the gathered buffer; zero if the main shard serves as the buffer."""
         resident = self.layout.num_slices == 1 and self.param_itemsize == self.main_itemsize
         return 0 if resident else self.layout.padded_numel * self.param_itemsize
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of the gradients where autograd leaves them; zero for frozen parameters."""
+        """Bytes of the unsharded gradients; zero for frozen parameters."""
         return self.layout.padded_numel * self.param_itemsize if self.trainable else 0
 
     @property
     def largest_nbytes(self) -> int:
-        """Bytes of the gradient of the largest parameter; zero for frozen ones."""
+        """Bytes of the largest parameter's gradient; zero for frozen parameters."""
         numels = [slot.numel for slot in self.layout.slots if self.trainable]
         return max(numels, default=0) * self.param_itemsize
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of the gradient buffer; zero if gradients are packed directly into their shard."""
+        """Bytes of the gradient buffer; zero if gradients are packed into the gradient shard."""
         direct = self.layout.num_slices == 1 and self.reduce_itemsize == self.main_itemsize
         return (
             0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
@@ -77,51 +77,51 @@ class GroupCost:
 
     @property
     def arriving_nbytes(self) -> int:
-        """Bytes of the other ranks' gradients for this rank's slice."""
+        """Bytes of the receive buffer for other ranks' gradients in a reduce-scatter (gloo)."""
         return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.num_slices
 
     @property
     def partial_nbytes(self) -> int:
-        """Bytes of the sums of micro-batches that replicas have not shared yet."""
+        """Bytes of partial sums: averaged in the shard group, not yet across replicas."""
         return self.shard_nbytes * self.split if self.trainable and self.replicas > 1 else 0
 
     @property
     def sharing_nbytes(self) -> int:
-        """Bytes of a shard's gradients on their way to the replicas, beside the gradient shard.
+        """Bytes of buffers for the reduction across replicas, without the gradient shard.
 
-        Arrivals from replicas that split the shard are included.
+        Includes the receive buffers of replicas that split the shard.
         """
         if self.replicas == 1 or (self.split == 1 and self.reduce_itemsize == self.main_itemsize):
-            return 0  # it is averaged where it stays
+            return 0  # averaged in place
         shard = self.buffer_nbytes * self.split // self.layout.num_slices
         return shard + shard - shard // self.split
 
     @property
     def leaving_nbytes(self) -> int:
-        """Bytes of a shard's gradients on their way from a device to the host."""
+        """Bytes of the device copy of a gradient shard that is offloaded to the host."""
         nbytes = self.layout.padded_numel * self.reduce_itemsize // self.layout.num_slices
         return nbytes if self.trainable else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes of one rank's device, without activations and the user's own tensors."""
+    """Predicted memory of one rank in bytes, without activations and the user's own tensors."""
 
     main_shard_nbytes: int
     gradient_shard_nbytes: int
     optimizer_nbytes: int
     retained_nbytes: int = 0
-    """Gathered parameters that stay between steps."""
+    """Gathered parameters that are retained between steps."""
 
     in_flight_nbytes: int
-    """Unsharded parameters and gradients of the units that are in flight at the worst moment."""
+    """Unsharded parameters and gradients at the peak of a step."""
 
     host_nbytes: int = 0
-    """State kept in host memory instead, between steps."""
+    """State offloaded to host memory."""
 
     @property
     def resting_nbytes(self) -> int:
-        """Bytes that stay between steps."""
+        """Bytes on the device between steps."""
         return (
             self.main_shard_nbytes
             + self.gradient_shard_nbytes
@@ -131,22 +131,22 @@ class MemoryPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """Bytes held at the worst moment of a step."""
+        """Bytes on the device at the peak of a step."""
         return self.resting_nbytes + self.in_flight_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
-    """Bytes that a unit or a part of it holds on its rank's device now."""
+    """Memory that a unit or one of its groups currently holds on the device, in bytes."""
 
     main_nbytes: int = 0
     gradient_nbytes: int = 0
-    """Of gradient shards."""
+    """Bytes of gradient shards."""
     in_flight_nbytes: int = 0
-    """Gathered parameters, and gradients that are not reduced yet."""
+    """Bytes of gathered parameters, and of gradients that are not reduced yet."""
 
     def __add__(self, other: "HeldMemory") -> "HeldMemory":
-        """Both."""
+        """Add field by field."""
         return HeldMemory(**{name: mine + vars(other)[name] for name, mine in vars(self).items()})
 
 
@@ -162,32 +162,29 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of a rank.
 
-    The root unit is unsharded throughout a backward, and its gradients may be there from the start
-    (those of an output layer are the first of all). Beside them there are two candidates for the
-    worst moment:
+    The root unit is unsharded throughout a backward, and its gradients may exist from the start
+    (those of an output layer come first). In addition there are two candidates for the peak:
 
-    - An inner unit is at its last gradient. Its gradients lie where autograd left them; those of
-      the unit before it, packed into a flat buffer, are being reduced. Over gloo the other ranks'
-      contributions arrive beside that buffer, which is still being sent from. How many units are
-      unsharded then is the strategy's choice: ``prefetch`` more than the one at work, or all that
-      the backward has not come to yet, or all and always.
-    - The root unit's gradients are packed, so they are there twice; the last inner unit's wait for
-      their turn.
+    - An inner unit computes its last gradient. Its gradients are unsharded; those of the previous
+      unit, packed into a flat buffer, are being reduced. With gloo the other ranks' contributions
+      need a receive buffer as well, while the flat buffer is still being sent. The number of
+      unsharded units depends on the strategy: the running one and ``prefetch`` more, or all that
+      the backward has not reached yet, or always all.
+    - The root unit's gradients are packed, so they exist twice; those of the last inner unit wait
+      for their reduction.
 
-    Units are expected side by side, in the order of their forwards: one with others inside it stays
-    unsharded while those are at work.
+    Units are assumed to be siblings in forward order: a unit with other units inside it stays
+    unsharded while those run.
 
     Args:
-        units: The flat buffers of every unit, the root unit first.
-        sharding: Times of resharding and reduction, and state kept on the host.
+        units: Flat buffers of every unit, the root unit first.
+        sharding: Strategy: times of resharding and reduction, state offloaded to the host.
         prefetch: Depth of the backward prefetch, in units.
-        states_per_element: Optimizer states of a parameter's own dtype per element; 2 for Adam.
-        staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up
-            on the way.
-        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where
-            the strategy does not reduce them each time, and in sums of the shard group where it
-            does and there are replicas.
-        offload_optimizer: The optimizer's states live on the host, with copies of parameters and
+        states_per_element: Optimizer states in the main dtype per parameter element; 2 for Adam.
+        staged: True if a reduce-scatter needs a receive buffer (gloo); NCCL sums in transit.
+        accumulates: True if a step has several micro-batches. Their gradients are kept unsharded if
+            the strategy reduces once per step; else as partial sums if there are replicas.
+        offload_optimizer: True if optimizer states live on the host, with copies of parameters and
             gradients.
     """
     groups = [group for unit in units for group in unit]
@@ -220,10 +217,10 @@ def plan_memory(
 def waiting_gradients(
     units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
 ) -> int:
-    """Bytes of gradients that wait for a step's last micro-batch, beside the gradient shards.
+    """Return the bytes of gradients accumulated over micro-batches, without gradient shards.
 
-    All of them are there from the end of the first micro-batch to the last backward. Arguments as
-    in :func:`plan_memory`.
+    They exist from the end of the first micro-batch to the last backward. Arguments as in
+    :func:`plan_memory`.
     """
     if not accumulates:
         return 0
@@ -243,10 +240,10 @@ def backward_moments(
     staged: bool = True,
     accumulates: bool = False,
 ) -> list[tuple[int, int]]:
-    """Candidates for the worst moment of a backward; arguments as in :func:`plan_memory`.
+    """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`.
 
     Returns:
-        The place of the unit at work, and bytes of unsharded parameters and gradients then.
+        Pairs: index of the running unit, bytes of unsharded parameters and gradients.
     """
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
@@ -257,8 +254,8 @@ def backward_moments(
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     root = kept_root + sum(gradients[:1]) + waiting
     if accumulates and not sharding.reduce_every_backward:
-        # All of them lie where autograd left them, until each has been packed. A new one is there
-        # twice until it has been added to that of the micro-batches before.
+        # All gradients stay unsharded until each is packed. A new one exists beside the accumulated
+        # one until it has been added.
         extra = [
             max(buffer, more - own)
             for buffer, more, own in zip(buffers, packed, gradients, strict=True)
@@ -274,18 +271,18 @@ def backward_moments(
     ]
 
     def waiting_behind(place: int) -> int:
-        """Bytes of reductions in the second collective while the unit of this place is in the first."""
+        """Bytes in reductions across replicas while this unit is in its reduce-scatter."""
         behind = sharing[place + 1 :]
         if staged:
             return sum(behind[:1])
-        # Streams keep the order: the host issues both at once, as far as the reducer lets it.
+        # Streams keep the order, so the host issues both at once, up to the reducer's limit.
         return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
 
-    # The root's turn, the last inner unit being done.
+    # The root's reduction, after the last inner unit.
     moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0))]
     for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
         moments.append((place, root + own + held))
-    # The unit before the one at work is in the first collective, the one before that in the second.
+    # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
     for place, (own, before, held) in enumerate(
         zip(gradients[1:], packed[2:], unsharded, strict=False), start=1
     ):
@@ -294,7 +291,7 @@ def backward_moments(
 
 
 def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
-    """By inner unit, bytes of inner units' unsharded parameters while the backward is at it."""
+    """Bytes of all inner units' unsharded parameters during the backward of each inner unit."""
     inner = parameters[1:]
     if sharding.reshard is Reshard.NEVER:
         return [0 for _ in inner]

@@ -11,7 +11,7 @@ from shardeddp.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """A rank's place and its view of the run; fields are plain, they travel as JSON."""
+    """Node, host and run configuration of a rank; fields are plain values, sent as JSON."""
 
     rank: int
     node: int
@@ -20,19 +20,19 @@ class RankInfo:
     num_nodes: int
     ranks_per_node: int
     run: str = ""
-    """Versions and options, which have to be equal on all ranks."""
+    """Versions and options, which must be equal on all ranks."""
 
     problem: str = ""
-    """Why this rank cannot take part; empty: it can."""
+    """Reason why this rank cannot join the run; empty if it can."""
 
     switches: str = ""
-    """Network switches from the outermost to that of its node, joined by periods; empty: unknown."""
+    """Network switches from the outermost to the node's own, joined by periods; empty: unknown."""
 
     domain: str = ""
-    """Of GPUs that NVLink connects across nodes; empty: there is none, or it is not known."""
+    """Name of the NVLink domain that spans nodes; empty if there is none or it is unknown."""
 
     def agrees_with(self, other: RankInfo) -> bool:
-        """Whether two ranks believe the same."""
+        """Return True if two ranks have the same world size, number of nodes and ranks per node."""
         return (self.world_size, self.num_nodes, self.ranks_per_node) == (
             other.world_size,
             other.num_nodes,
@@ -41,7 +41,7 @@ class RankInfo:
 
 
 def ranks_by_node(infos: Sequence[RankInfo]) -> dict[int, list[int]]:
-    """The ranks of every node, ascending; nodes in the order of their first ranks."""
+    """Group ranks by node, ascending; nodes in the order of their first ranks."""
     nodes: defaultdict[int, list[int]] = defaultdict(list)
     for info in sorted(infos, key=lambda info: info.rank):
         nodes[info.node].append(info.rank)
@@ -49,14 +49,14 @@ def ranks_by_node(infos: Sequence[RankInfo]) -> dict[int, list[int]]:
 
 
 def check_infos(infos: Sequence[RankInfo]) -> None:
-    """See that every node has the ranks that the Trainer was told of.
+    """Check that every node has the number of ranks that the Trainer expects.
 
     Args:
-        infos: Of all ranks that have come; rank 0's first.
+        infos: Rank infos of all ranks at the rendezvous, rank 0 first.
 
     Raises:
-        ConfigurationError: A rank cannot take part; or nodes have different numbers of ranks, or
-            other ones than expected, and are listed.
+        ConfigurationError: A rank cannot join the run; or the numbers of ranks per node differ from
+            each other or from the Trainer's; the error lists the nodes.
     """
     unable = [info for info in infos if info.problem]
     if unable:
@@ -79,11 +79,11 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
 
 
 def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
-    """The ranks node by node; nodes that are near each other follow one another.
+    """Return the ranks ordered node by node, with nearby nodes adjacent.
 
-    Nodes of one NVLink domain come together, and so do nodes and domains behind one switch, from
-    the innermost to the outermost. Where nothing is known of the network, and among equals, the
-    first rank decides. Four nodes of one rank::
+    Nodes of one NVLink domain are adjacent, and so are nodes and domains of one switch, from the
+    innermost to the outermost. Ties, and nodes with an unknown network, are ordered by their first
+    rank. Four nodes of one rank::
 
         node      0      1      2      3
         switches  s0.s2  s0.s1  s0.s2  s0.s1     order: 0, 2, 1, 3
@@ -96,10 +96,10 @@ def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
         info = first[ranks[0]]
         path = info.switches.split(".")
         if info.domain:
-            # Behind the switches of its first node, wherever its others are.
+            # A domain takes the switches of its first node, even if its other nodes differ.
             path = [*domains.setdefault(info.domain, info.switches).split("."), info.domain, *path]
         paths[node] = path
-    leads: dict[tuple[str, ...], int] = {}  # by beginning of a path, the first rank that has it
+    leads: dict[tuple[str, ...], int] = {}  # first rank by prefix of a path
     for node, path in paths.items():
         for length in range(1, len(path) + 1):
             leads.setdefault(tuple(path[:length]), nodes[node][0])
@@ -113,9 +113,9 @@ def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
 
 
 def reach_of(infos: Sequence[RankInfo]) -> int:
-    """Ranks that reach each other without the network: those of an NVLink domain, else of a node.
+    """Number of ranks that are connected without the network: an NVLink domain's, or a node's.
 
-    Of domains, where all ranks are in one and all have as many.
+    Domains count only if they contain all ranks and have equal sizes.
     """
     node, sizes = infos[0].ranks_per_node, Counter(info.domain for info in infos)
     size = min(sizes.values())
@@ -124,10 +124,10 @@ def reach_of(infos: Sequence[RankInfo]) -> int:
 
 
 def check_runs(infos: Sequence[RankInfo]) -> None:
-    """See that all ranks are about to run the same thing, before any of them waits for another.
+    """Check that all ranks run the same code and options, before any collective.
 
     Raises:
-        ConfigurationError: They are not; names the ranks on either side.
+        ConfigurationError: Ranks differ from rank 0; the error lists them.
     """
     first = infos[0]
     odd = [info for info in infos if info.run != first.run]

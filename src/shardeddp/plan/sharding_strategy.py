@@ -10,16 +10,16 @@ from shardeddp.plan.topology import Topology
 
 
 class Reshard(Enum):
-    """Time at which a unit's unsharded parameters are released, and their memory until then."""
+    """Point in a step at which a unit's unsharded parameters are released."""
 
     AFTER_FORWARD = "after_forward"
-    """Unsharded while the unit computes: one unit at a time, plus prefetch."""
+    """Unsharded only while the unit computes: one unit at a time, plus prefetch."""
 
     AFTER_BACKWARD = "after_backward"
     """Unsharded from the unit's forward to the end of its backward."""
 
     NEVER = "never"
-    """Gathered buffers are retained, and filled again only when the main shard has changed."""
+    """Gathered buffers are retained; they are gathered again only after the main shard changes."""
 
 
 class ShardSize(Enum):
@@ -31,29 +31,29 @@ class ShardSize(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingStrategy:
-    """A sharding strategy as the engine sees it."""
+    """Sharding strategy of the engine: shard size, times of resharding and of reduction."""
 
     shard_size: int | ShardSize
     reshard: Reshard
     reduce_every_backward: bool
-    """Whether gradients are reduced in every backward.
+    """True if gradients are reduced in every backward.
 
-    False: they accumulate unsharded and are reduced once per optimizer step. True: those of each
-    micro-batch are reduced in the shard group and accumulate there; replicas share them once per
-    optimizer step.
+    False: gradients accumulate unsharded and are reduced once per optimizer step. True: each
+    micro-batch is reduced in the shard group and accumulates as shards; the reduction across
+    replicas follows once per optimizer step.
     """
 
     split_replicas: bool = False
-    """Replicas split main shards, gradient shards and optimizer states among them."""
+    """True if replicas split main shards, gradient shards and optimizer states."""
 
     regather_size: int | None = None
-    """Ranks that gather for the backward, each from its part of the forward's gather.
+    """Number of ranks in the backward's all-gather, each with a part kept from the forward's.
 
     None: the shard group.
     """
 
     offload_params: bool = False
-    """Main shards, gradient shards and with them the optimizer's states live in host memory."""
+    """True if main shards, gradient shards and optimizer states live in host memory."""
 
     def topology(
         self,
@@ -62,18 +62,18 @@ class ShardingStrategy:
         order: tuple[int, ...] | None = None,
         tensor_size: int = 1,
     ) -> Topology:
-        """The mesh of ranks that this strategy makes of a run.
+        """Return the mesh of ranks for this strategy.
 
         Args:
-            num_nodes: Machines.
-            ranks_per_node: The same number on each.
-            order: The ranks node by node; None: as they count.
-            tensor_size: Ranks that split layers among them.
+            num_nodes: Number of nodes.
+            ranks_per_node: Number of ranks on each node.
+            order: Ranks ordered node by node; None: 0, 1, 2, ...
+            tensor_size: Size of the tensor-parallel group.
 
         Raises:
             ConfigurationError: The tensor size does not divide the ranks of a node; or the shard
-                size does not divide the number of ranks, or lets some groups cross a node where
-                none has to.
+                size does not divide the number of ranks, or makes some groups cross nodes without
+                need.
         """
         if ranks_per_node % tensor_size:
             raise ConfigurationError(
@@ -112,7 +112,7 @@ class ShardingStrategy:
 
 
 def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
-    """Order of ranks in which groups of a size are on few nodes; None: the natural order."""
+    """Order ranks so that groups of ``size`` span few nodes; None: the natural order."""
     ranks = order or ()
     groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
     order = tuple(rank for group in sorted(groups) for rank in group)
@@ -120,7 +120,7 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
 
 
 def shard_sizes(num_nodes: int, ranks_per_node: int) -> list[int]:
-    """Sizes of shard groups that lie inside nodes or are of whole nodes, ascending; more than 1."""
+    """Return the shard sizes above 1 that divide a node or consist of whole nodes, ascending."""
     count = num_nodes * ranks_per_node
     return [
         size
@@ -134,10 +134,10 @@ ShardingStrategyName = Literal[
 ]
 
 ShardSizeOption: TypeAlias = int | Literal["auto"] | None
-"""Ranks of a shard group: a number, chosen when the run is set up, or as the strategy says."""
+"""Size of a shard group: a number; ``auto``: chosen at setup; None: the strategy's default."""
 
 OptimizerShard = Literal["group", "world"]
-"""Ranks that split the optimizer states: the shard group, or all."""
+"""Ranks that split the optimizer states: the shard group or all ranks."""
 
 SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # ZeRO-3, FSDP
@@ -156,16 +156,16 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     "shard_optimizer": ShardingStrategy(
         shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False
     ),
-    # DDP: the group that shares a model is the rank itself
+    # DDP: a shard group of one rank
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
 
 
 def find_sharding(sharding_strategy: str) -> ShardingStrategy:
-    """Sharding strategy of a name, which is taken in any case.
+    """Return the sharding strategy of a case-insensitive name.
 
     Raises:
-        ConfigurationError: There is no such strategy; names the nearest one.
+        ConfigurationError: The name is unknown; the error suggests the nearest one.
     """
     name = str(sharding_strategy).lower()
     if name in SHARDING_STRATEGIES:
@@ -186,22 +186,21 @@ def choose_sharding(
     offload_params: bool = False,
     optimizer_shard: OptimizerShard = "group",
 ) -> ShardingStrategy:
-    """Sharding strategy of a name with the options that the user has set.
+    """Return the sharding strategy of a name with the user's options applied.
 
     Args:
-        sharding_strategy: A name, in any case.
-        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: as the strategy
-            says; ``auto``: the same, until the run has chosen it.
-        reduce_every_backward: None: as the strategy says.
-        reshard_after_forward: True, False, or a number of ranks that gather for the backward; None:
-            what the strategy says.
-        offload_params: Whether shards live in host memory.
-        optimizer_shard: ``group``: as the parameters; ``world``: replicas split it, for
-            ``hybrid_shard`` only.
+        sharding_strategy: Case-insensitive name.
+        shard_size: Size of a shard group, for ``hybrid_shard`` only; None: the strategy's default;
+            ``auto``: the default until setup chooses one.
+        reduce_every_backward: Override of the strategy's field; None keeps it.
+        reshard_after_forward: True, False, or the number of ranks in the backward's all-gather;
+            None: the strategy's default.
+        offload_params: True to keep shards in host memory.
+        optimizer_shard: ``group``: optimizer states are sharded like parameters; ``world``:
+            replicas split them as well, for ``hybrid_shard`` only.
 
     Raises:
-        ConfigurationError: There is no such strategy, or something about it is not for the user to
-            choose.
+        ConfigurationError: The name is unknown, or an option does not go with the strategy.
     """
     sharding = find_sharding(sharding_strategy)
     changes: dict[str, Any] = {}
@@ -240,20 +239,20 @@ def choose_sharding(
 
 
 AUTO = "auto"
-"""Sharding strategy, or shard size, of a run that chooses it by its plan when it is set up."""
+"""Option value of a strategy or shard size that setup chooses by a plan."""
 
 PREFERENCE = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-"""Order of preference where nothing is known of the hardware: the least memory first."""
+"""Order of preference for unknown hardware: the least memory first."""
 
 
 def candidates(**options: Any) -> dict[str, ShardingStrategy]:
-    """The sharding strategies that go with other options, in the order of ``PREFERENCE``.
+    """Return the sharding strategies that accept the options, in the order of ``PREFERENCE``.
 
     Args:
-        options: Of :func:`choose_sharding`.
+        options: Options of :func:`choose_sharding`.
 
     Raises:
-        ConfigurationError: No strategy goes with them.
+        ConfigurationError: No strategy accepts them.
     """
     found: dict[str, ShardingStrategy] = {}
     refusals: list[ConfigurationError] = []

@@ -7,7 +7,7 @@ from math import gcd
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A mesh of ``replicate_size x shard_size`` ranks; neighbours in ``order`` share a model.
+    """Mesh of ``replicate_size x shard_size`` ranks; neighbours in ``order`` share a model.
 
     Six ranks with ``shard_size=2``::
 
@@ -21,31 +21,30 @@ class Topology:
     world_size: int
     shard_size: int
     split_replicas: bool = False
-    """Whether the replicas of a shard split main shard, gradient shard and optimizer states.
+    """True if replicas split each main shard, gradient shard and its optimizer states.
 
-    Else each replica has all of them.
+    False: each replica has all of them.
     """
 
     tensor_size: int = 1
-    """Neighbouring ranks in ``order`` that split layers among them (tensor parallelism).
+    """Size of a tensor-parallel group: neighbouring ranks in ``order``.
 
-    They train on the same batches. Each place among the neighbours has a mesh of
-    ``replicate_size x shard_size`` ranks of its own; with ``tensor_size=2``, ranks 0, 2, 4, ... are
-    those of place 0.
+    Its ranks train on the same batches. Each tensor rank has its own mesh of
+    ``replicate_size x shard_size`` ranks; with ``tensor_size=2``, ranks 0, 2, 4, ... have tensor
+    rank 0.
     """
 
     order: tuple[int, ...] | None = None
-    """Ranks in the order in which members of a shard group are adjacent; None: 0, 1, 2, ...
+    """Order of ranks in which members of a shard group are adjacent; None: 0, 1, 2, ...
 
-    Another order is needed where SLURM distributes ranks over nodes cyclically, or numbers nodes
-    that are far from each other one after the other. Every group lists its ranks ascending, as
-    process groups do.
+    Needed if SLURM distributes ranks over nodes cyclically, or gives consecutive numbers to distant
+    nodes. Every group lists its ranks ascending, as process groups do.
     """
 
     nearest: tuple[int, ...] | None = None
-    """Ranks in the order in which those that are near each other are adjacent; None: 0, 1, 2, ...
+    """Order of ranks in which nearby ranks are adjacent; None: 0, 1, 2, ...
 
-    Subgroups of a shard group follow it; members of a shard group are ascending.
+    Determines the subgroups of a shard group; members of a shard group stay ascending.
     """
 
     def __post_init__(self) -> None:
@@ -72,10 +71,10 @@ class Topology:
                 )
 
     def over_experts(self, size: int) -> "Topology":
-        """The mesh of parameters of which each of ``size`` neighbouring ranks has its own experts.
+        """Return the mesh of expert parameters, with ``size`` expert ranks as its tensor axis.
 
-        Ranks that have the same experts share them: as many as share the rest of the model, or all
-        of them, if these are fewer.
+        Ranks with the same experts shard them in groups of the model's shard size, or of its
+        greatest common divisor with their number.
 
         >>> of_experts = Topology(world_size=8, shard_size=8).over_experts(2)
         >>> of_experts.tensor_groups(), of_experts.shard_groups()
@@ -95,16 +94,16 @@ class Topology:
         return self.world_size // self.tensor_size
 
     def data_rank(self, rank: int) -> int:
-        """Place of ``rank`` among them; its neighbours along the tensor axis have the same."""
+        """Index of ``rank`` on the data axis; equal for all ranks of a tensor-parallel group."""
         return self._place[rank] // self.tensor_size
 
     def tensor_rank(self, rank: int) -> int:
-        """Place of ``rank`` among those that split layers with it."""
+        """Rank of ``rank`` in its tensor-parallel group."""
         return self._place[rank] % self.tensor_size
 
     @cached_property
     def _place(self) -> tuple[int, ...]:
-        """By rank, its place in the order."""
+        """Position in the order, by rank."""
         places = dict(zip(self._ranks, range(self.world_size), strict=True))
         return tuple(places[rank] for rank in range(self.world_size))
 
@@ -113,14 +112,14 @@ class Topology:
         return self.order if self.order is not None else tuple(range(self.world_size))
 
     def shard_rank(self, rank: int) -> int:
-        """Place of ``rank`` inside its shard group."""
+        """Rank of ``rank`` in its shard group."""
         return self.data_rank(rank) % self.shard_size
 
     def replicate_rank(self, rank: int) -> int:
-        """Place of ``rank`` inside its replicate group.
+        """Rank of ``rank`` in its replicate group.
 
-        It is the number of its replica, unless ranks are placed on nodes in such an order that the
-        ranks of one replica are before those of another in some groups only.
+        It is the index of the replica, unless the order of ranks puts one replica before another in
+        some replicate groups only.
         """
         return self._replicate_ranks[rank]
 
@@ -130,11 +129,11 @@ class Topology:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of a flat buffer: one per rank that owns elements of its own."""
+        """Number of slices of a flat buffer, one per rank that owns elements."""
         return self.data_size if self.split_replicas else self.shard_size
 
     def slice_rank(self, rank: int) -> int:
-        """Number of the slice owned by ``rank``; slices of a shard's replicas lie side by side.
+        """Index of the slice that ``rank`` owns; slices of a shard's replicas are adjacent.
 
         >>> [Topology(world_size=6, shard_size=2).slice_rank(rank) for rank in range(6)]
         [0, 1, 0, 1, 0, 1]
@@ -147,7 +146,7 @@ class Topology:
         return self.shard_rank(rank) * self.replicate_size + self.replicate_rank(rank)
 
     def owner_groups(self) -> list[list[int]]:
-        """The ranks that own all of the model together, in groups.
+        """Return the groups of ranks that together own all elements of a flat buffer.
 
         >>> Topology(world_size=6, shard_size=2).owner_groups()
         [[0, 1], [2, 3], [4, 5]]
@@ -155,17 +154,17 @@ class Topology:
         return self.data_groups() if self.split_replicas else self.shard_groups()
 
     def data_groups(self) -> list[list[int]]:
-        """The ranks that train on different batches, in groups; by tensor rank."""
+        """Return the groups of ranks that train on different batches, by tensor rank."""
         return [sorted(ranks) for ranks in self._axes]
 
     def tensor_groups(self) -> list[list[int]]:
-        """The ranks that split layers, in groups; by data rank."""
+        """Return the tensor-parallel groups, by data rank."""
         return [list(ranks) for ranks in zip(*self._axes, strict=True)]
 
     def holder_groups(self) -> list[list[int]]:
-        """The ranks that hold all of the model together, each group once.
+        """Return the groups of ranks that together hold the whole model.
 
-        Those that own one place of the tensor axis do not have what the other places split off:
+        An owner group has the parameters of one tensor rank only; a holder group joins them:
 
         >>> split = Topology(world_size=8, shard_size=2, tensor_size=2)
         >>> split.owner_groups()
@@ -181,11 +180,11 @@ class Topology:
         ]
 
     def shard_groups(self) -> list[list[int]]:
-        """The ranks of every shard group, by replica."""
+        """Return the shard groups, by tensor rank and replica."""
         return self._runs_of(self.shard_size)
 
     def subgroups(self, size: int) -> list[list[int]]:
-        """The ranks of every shard group in groups of ``size``, those nearest to each other.
+        """Split every shard group into groups of ``size`` nearby ranks.
 
         >>> Topology(world_size=4, shard_size=4, nearest=(0, 2, 1, 3)).subgroups(2)
         [[0, 2], [1, 3]]
@@ -209,7 +208,7 @@ class Topology:
         ]
 
     def replicate_groups(self) -> list[list[int]]:
-        """The ranks of every replicate group, by shard rank.
+        """Return the replicate groups, by tensor rank and shard rank.
 
         >>> Topology(world_size=6, shard_size=2).replicate_groups()
         [[0, 2, 4], [1, 3, 5]]
@@ -222,7 +221,7 @@ class Topology:
 
     @property
     def _axes(self) -> list[tuple[int, ...]]:
-        """By tensor rank, the ranks that have it, in the order of the data axis."""
+        """Ranks of each tensor rank, in the order of the data axis."""
         return [self._ranks[place :: self.tensor_size] for place in range(self.tensor_size)]
 
     def _runs_of(self, size: int) -> list[list[int]]:

@@ -29,34 +29,34 @@ from shardeddp.planner.cost import (
 from shardeddp.planner.trace import Work
 
 VERSION = 2
-"""Of the files; another one is refused."""
+"""Version of the file format; files of other versions are refused."""
 TIME_INTERVAL = 0.15
-"""Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
+"""Relative error of predicted step times, 90th percentile over runs outside of the fit."""
 PROBED, RECORDED = 0.10, 0.15
-"""The same of parts of a step that a probe, or a run, has measured on the machines of the plan."""
+"""Relative error of step parts that a probe, or a run, measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")
 _MOST = 1e4
-"""Times by which a run may differ from what was planned."""
+"""Largest factor between measured and planned times."""
 
-# -- What is measured, as files have it
+# -- Measurements, in the structure of the files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What was measured on."""
+    """Device and job size of a measurement."""
 
     name: str
-    """That of the planner's table where it has the device."""
+    """Name in the planner's ``GPUS`` table, or the driver's name for other devices."""
     threads: int
-    """Of a rank that computes on the host; 1 elsewhere."""
+    """Threads per rank on CPU; 1 on GPU."""
     memory_gb: float
-    """Of a rank, in units of 10**9 bytes."""
+    """Memory per rank in 10**9 bytes."""
     ranks: int
     per_node: int
 
     @classmethod
     def of(cls, device: torch.device, ranks: int, per_node: int) -> Device:
-        """The device of this rank."""
+        """Describe the device of this rank."""
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             name = gpu_of_device(found.name, found.total_memory) or found.name
@@ -71,68 +71,68 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Work that was timed."""
+    """Timed operation or training step."""
 
     label: str
     dtype: str
     """``fp32`` or ``bf16``."""
     work: Work
-    """Of the forward."""
+    """Work of the forward."""
     seconds: float
     backward_s: float = 0.0
-    """0: there was none."""
+    """Seconds of the backward; 0 without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCollective:
-    """A collective that was timed, of ranks that are neighbours."""
+    """Timed collective of consecutive ranks."""
 
     kind: str
     ranks: int
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer, not of one rank's shard."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a probe has measured; seconds are those of the slowest rank."""
+    """Measurements of a probe; times are those of the slowest rank."""
 
     device: Device
     compute: Sequence[Timed]
     host: Timed
-    """A step so small that the device waits for the host."""
+    """Step that is small enough to be bound by kernel launches of the host."""
     memory_gbs: float
-    """Read and written by a copy."""
+    """Bandwidth of a device copy, bytes read plus written, in GB/s."""
     optimizer_gbs: float
-    """The same by a step of AdamW."""
+    """Bandwidth of an AdamW step, bytes read plus written, in GB/s."""
     micro_batch_s: float
-    """Of loops and hooks, beside work and collectives."""
+    """Overhead of loops and hooks per micro-batch, without compute and collectives."""
     step_s: float
-    """The same of an optimizer step, without its micro-batches'."""
+    """Overhead per optimizer step, without that of its micro-batches."""
     collective_s: float
-    """The same of each collective, beside its transfer; 0 of a single rank."""
+    """Overhead per collective, without its transfer; 0 for a single rank."""
     spread: float
-    """Share by which repetitions are slower than the fastest: how busy the machine is otherwise."""
+    """Relative slowdown of repetitions against the fastest: a measure of other load."""
     collectives: Sequence[TimedCollective] = ()
-    """None of a single rank."""
+    """Timed collectives; empty for a single rank."""
     interference: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By kind, seconds that a collective costs computing beside it, per second of its own."""
+    """Seconds that overlapped compute loses per second of a collective, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the time of a step is computed from, beside machines and constants."""
+    """Input of the cost model for one step, apart from the cluster and the constants."""
 
     work: Work
-    """Of a micro-batch."""
+    """Work of a micro-batch."""
     inner: Work
-    """What of it is done by the units but the root."""
+    """Part of ``work`` that inner units do."""
     collectives: Sequence[Collective]
     setting: StepSetting
 
     def time(self, cluster: Cluster, constants: Constants) -> Step:
-        """The time of one optimizer step."""
+        """Predict the time of one optimizer step."""
         return time_of_work(
             self.work, self.inner, self.collectives, cluster, self.setting, constants
         )
@@ -140,30 +140,30 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What the steps of a run took on rank 0: means in seconds."""
+    """Step times of a run on rank 0: means in seconds."""
 
     name: str
-    """Of the model, and how it was trained."""
+    """Model name and training setting."""
     device: Device
     steps: int
     parts: Mapping[str, float]
-    """They sum to the step."""
+    """Seconds per part of the step; they sum to the step time."""
     gathers: Mapping[str, float]
-    """Of them, waits for gathers by unit."""
+    """Seconds of waiting for all-gathers, by unit; included in ``parts``."""
     reductions: Mapping[str, float]
     figures: Mapping[str, float]
-    """As loggers get them."""
+    """Metrics as logged."""
     memory: Mapping[str, float]
-    """Bytes by kind, as planned."""
+    """Planned bytes by kind."""
     task: Task
 
     @property
     def compute(self) -> float:
-        """With what loops and hooks take."""
+        """Seconds of compute, with those of loops and hooks."""
         return self.parts["compute"] + self.parts["rest"]
 
     def planned(self, calibration: Calibration) -> tuple[Step, Cluster] | None:
-        """The step as it is planned; None: the planner has no figures of the device."""
+        """Predict the step; None if the planner has no figures for the device."""
         name, figures = self.device.name, dict(calibration.figures)
         if not figures and name not in GPUS:
             return None
@@ -191,15 +191,14 @@ _POSITIVE = {
     *("seconds", "memory_gb", "memory_gbs", "optimizer_gbs"),
     *("ranks", "per_node", "threads", "steps"),
 }
-"""Figures that are above 0; all others are at least 0."""
+"""Names of figures that must be above 0; all others must be at least 0."""
 
 
 def read(path: Path) -> Probe | Recorded:
-    """What a file has, checked.
+    """Read and validate a file.
 
     Raises:
-        ConfigurationError: It is no such file, of another version, or has figures that nothing can
-            have measured.
+        ConfigurationError: The file has another format or version, or has impossible figures.
     """
     wanted = "a file of `shardeddp probe` or StepMonitor(record=...)"
     try:
@@ -227,7 +226,7 @@ def read(path: Path) -> Probe | Recorded:
 
 
 def _parsed(kind: Any, value: Any, where: str) -> Any:
-    """A value of a type, from JSON."""
+    """Convert a JSON value to a type, with validation."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _parsed(inner[0], value, where)
@@ -266,21 +265,21 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Constants, and what of them was measured on the machines of a plan; by default nothing."""
+    """Constants of the cost model, fitted or measured; by default nothing is measured."""
 
     constants: Constants = FITTED
     device: Device | None = None
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the device, for :func:`find_gpu`, where the planner's table does not have it."""
+    """Figures for :func:`find_gpu` of a device that is not in the planner's table."""
     network_gbits: float | None = None
-    """Of a GPU between nodes; what was measured of it is as much as collectives reach."""
+    """Inter-node bandwidth per GPU in Gbit/s; a measured one is the rate that collectives reach."""
     intervals: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By part of a step that was measured, the share within which its time lies."""
+    """Relative error of the predicted time, by measured part of a step."""
     lines: Sequence[str] = ()
-    """What was calibrated with what."""
+    """Report lines: files used, and the figures taken from them."""
 
     def interval(self, step: Step) -> float:
-        """Share of a step's predicted time within which it lies."""
+        """Return the relative error of a step's predicted time, weighted over its parts."""
         parts = vars(step).items()
         weighted = sum(took * self.intervals.get(name, TIME_INTERVAL) for name, took in parts)
         return weighted / step.total
@@ -289,15 +288,15 @@ class Calibration:
 def calibrate(
     paths: Sequence[Path], gpu: str | None = None, network_gbits: float | None = None
 ) -> Calibration:
-    """Constants from files: those of a probe, and then those of a run, of each the last.
+    """Compute constants from files: first the probes, then the runs; the last one of each holds.
 
     Args:
         paths: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``.
-        gpu: That the plan is for; None: the one that was measured.
-        network_gbits: What the plan says of the network between nodes.
+        gpu: GPU of the plan; None: the measured one.
+        network_gbits: Inter-node bandwidth per GPU of the plan in Gbit/s; None: unknown.
 
     Raises:
-        ConfigurationError: A file cannot be read, or is of another device.
+        ConfigurationError: A file cannot be read, or was measured on another device.
     """
     result = Calibration(network_gbits=network_gbits)
     found = [(read(Path(it)), it) for it in paths]
@@ -328,7 +327,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
     if not all(best.values()) or not any(it.backward_s for it in rows):
         raise ConfigurationError(f"{path}: compute lacks matmuls of fp32 and bf16, or whole steps")
     figures: dict[str, float] = {}
-    if found is None:  # what was measured is all that there is
+    if found is None:  # without a data sheet, measured figures are the only ones
         figures = {
             "bf16_tflops": best["bf16"],
             "fp32_tflops": best["fp32"],
@@ -383,20 +382,20 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
 
 
 _LEAST = 1e-3
-"""Of constants, which are positive."""
+"""Lower bound of constants, which must be positive."""
 
 
 def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> tuple[dict[str, Any], float]:
-    """Constants of forwards and backwards from some that were timed, and how far these are off."""
-    if gpu.name not in GPUS:  # the host computes: it waits for nobody
+    """Fit compute constants to timed forwards and backwards; also return the largest misfit."""
+    if gpu.name not in GPUS:  # on CPU there is no device that waits for the host
         rows = [*rows, host]
     names = ("matmul_flops", "matmul_nbytes", "attention_flops", "moved_nbytes", "kernels")
     work = [[getattr(it.work, name) for name in names] for it in rows]
-    # Whole steps are what is planned; single operations tell their parts apart.
+    # Whole steps weigh more because they are predicted; single operations separate the constants.
     weights = [4.0 if it.backward_s else 1.0 for it in rows]
     costs = _least_squares(work, [it.seconds for it in rows], weights)
     flop, operand, attention, moved, kernel = costs
-    # Whole steps: what matmuls and attention take, the rest, and the rest of the backward.
+    # Whole steps: time of matmuls and attention in both passes, of other kernels in the forward.
     ahead = [[cost * it for cost, it in zip(costs, each, strict=True)] for each in work]
     whole = [
         (it, 3 * sum(parts[:2]) + (1 + BACKWARD_ATTENTION) * parts[2], sum(parts[3:]))
@@ -431,9 +430,9 @@ def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> tuple[dict[str,
 def _least_squares(
     rows: Sequence[Sequence[float]], seconds: Sequence[float], weights: Sequence[float]
 ) -> list[float]:
-    """Costs of at least 0 by which sums over rows come nearest to seconds, in shares of them.
+    """Return the non-negative costs with the least squared relative error of the predicted seconds.
 
-    Of all choices of costs that are 0, the best one: there are few.
+    Tries every subset of columns with a cost above 0; there are few columns.
     """
     weight = torch.tensor(weights, dtype=torch.double, device="cpu")
     table = torch.tensor(rows, dtype=torch.double, device="cpu")
@@ -452,7 +451,7 @@ def _least_squares(
 
 
 def _rate_and_latency(timed: Sequence[TimedCollective]) -> tuple[float, float]:
-    """GB/s and seconds of gathers of one group."""
+    """Bandwidth in GB/s and latency in seconds of one group's all-gathers."""
     gathers = [it for it in timed if it.kind == "all_gather"]
     rows = [[it.nbytes * (it.ranks - 1) / it.ranks, 1.0] for it in gathers]
     costs = _least_squares(rows, [it.seconds for it in gathers], [1.0] * len(rows))
@@ -460,7 +459,7 @@ def _rate_and_latency(timed: Sequence[TimedCollective]) -> tuple[float, float]:
 
 
 def _speed(kind: str, timed: Sequence[TimedCollective], gbs: float, latency: float) -> float:
-    """Of a kind of collective, in shares of that of gathers which send as much."""
+    """Speed of a kind of collective relative to an all-gather of the same traffic."""
     passes = 2 if kind == "all_reduce" else 1
     return median(
         passes * (it.nbytes * (it.ranks - 1) / it.ranks / (gbs * 1e9) + latency) / it.seconds
@@ -470,7 +469,7 @@ def _speed(kind: str, timed: Sequence[TimedCollective], gbs: float, latency: flo
 
 
 def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
-    """Constants by which the plan of a run takes as long as the run has taken."""
+    """Scale the constants so that the predicted time of a run equals the measured one."""
     device, task = run.device, run.task
     found = run.planned(base)
     if found is None:
@@ -483,9 +482,9 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
     exposed = run.parts["gather"] + run.parts["reduction"]
     together = (*_COMPUTE, *_NETWORK, "exchanges")
     if base.figures or planned.exchanges:
-        # The host computes, or layers are split: what transfers cost computing beside them, and waits
-        # for activations, are in the run's computing, and in the plan's collectives. Those are as they
-        # are planned otherwise; the sum is the run's.
+        # On CPU, or with tensor parallelism, the run's compute time includes the slowdown by
+        # transfers and the waits for activations, which the plan counts as collectives. Their
+        # constants stay as they are; compute is scaled so that the sum is that of the run.
         compute = _factor(
             run.compute + exposed,
             lambda it: _parts(task.time(cluster, _scaled(constants, compute=it)), together),
@@ -522,7 +521,7 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
 
 
 def _scaled(constants: Constants, *, compute: float = 1.0, network: float = 1.0) -> Constants:
-    """Constants by which computing, and collectives, take so many times as long."""
+    """Return constants that multiply the time of compute and of collectives by these factors."""
     c = constants
     return replace(
         c,
@@ -547,7 +546,7 @@ def _parts(step: Step, names: Sequence[str]) -> float:
 
 
 def _factor(seconds: float, planned: Callable[[float], float]) -> float:
-    """Factor by which what is planned, which grows with it, takes so many seconds."""
+    """Bisect for the factor with ``planned(factor) == seconds``; ``planned`` must be increasing."""
     low, high = -math.log(_MOST), math.log(_MOST)
     for _ in range(40):
         middle = (low + high) / 2

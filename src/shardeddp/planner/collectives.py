@@ -17,20 +17,20 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective, of one flat buffer or of activations."""
+    """One collective on a flat buffer or on activations."""
 
     kind: Kind
     phase: Phase
     unit: int
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer, not of one rank's shard."""
     ranks: int
     stride: int = 1
     """Distance of neighbours in the group: inside a shard group the ranks that split a layer, or have
     different experts, which are neighbours themselves; across replicas as many as the ranks of a
     replica."""
     times: int = 1
-    """Per optimizer step."""
+    """Number of calls per optimizer step."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -42,9 +42,9 @@ class Collective:
 def collectives_of_step(
     units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, micro_batches: int = 1
 ) -> list[Collective]:
-    """What a rank communicates for one optimizer step, the steps before it being alike.
+    """Return the collectives that a rank issues in one optimizer step, in steady state.
 
-    Inner units are expected to run one after the other: the last one ends the forward and begins
+    Inner units are assumed to run one after the other: the last one ends the forward and begins
     the backward, and the root stays unsharded through both.
 
     Args:
@@ -102,9 +102,9 @@ class Exchange:
 
     kind: Kind
     nbytes: int
-    """Of the whole buffer."""
+    """Bytes of the whole buffer, not of one rank's shard."""
     is_redone: bool = False
-    """Whether a recomputation of the unit runs it once more."""
+    """True if a recomputation of the unit issues it again."""
 
 
 def exchanges_of_step(

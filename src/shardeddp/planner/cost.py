@@ -11,65 +11,64 @@ from shardeddp.planner.collectives import Collective
 from shardeddp.planner.trace import Work
 
 BACKWARD_ATTENTION = 2.5
-"""FLOPs of fused attention's backward per FLOP of its forward: it computes the scores again."""
+"""FLOPs of fused attention's backward per FLOP of its forward; it recomputes the scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is not in data sheets; the defaults are fitted to published runs.
+    """Constants that data sheets do not give; the defaults are fitted to published runs.
 
     `benchmarks/plan_accuracy.py --calibrate` fits them to 221 runs of MPT, Llama and GPT under FSDP1,
-    FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100, without what is theirs alone.
-    Every value is positive, so that a fit can move its logarithm.
+    FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100, without constants that are
+    specific to one framework. Every value is positive: the fit varies logarithms.
     """
 
     matmul: float = 0.982
-    """Rate of large matmuls in shares of the best that was measured on the GPU."""
+    """Rate of large matmuls, as a fraction of the best rate measured on the GPU."""
     matmul_traffic: float = 1.74
-    """Cost of a matmul's operands and results in shares of their time at full bandwidth."""
+    """Time of a matmul's operands and results, as a multiple of their time at full bandwidth."""
     attention: float = 0.269
-    """Rate of fused attention in shares of the dense peak."""
+    """Rate of fused attention, as a fraction of the dense peak."""
     moved: float = 0.674
-    """Cost of element-wise bytes in shares of their time at full bandwidth."""
+    """Time of element-wise bytes, as a multiple of their time at full bandwidth."""
     moved_backward: float = 1.67
     """Element-wise bytes of a backward per byte of its forward."""
     root_moved: float = 0.923
-    """Element-wise bytes of the root (embedding, logits, loss) per byte that was counted."""
+    """Element-wise bytes of the root (embedding, logits, loss) per counted byte."""
     recompute: float = 0.805
-    """Cost of a recomputation per cost of the forward."""
+    """Time of a recomputation per time of the forward."""
     kernel_us: float = 4.29
-    """Time that each kernel takes on the device whatever its size."""
+    """Fixed device time of each kernel."""
     launch_us: float = 24.6
-    """Host time of each kernel of a forward."""
+    """Host time of each kernel launch in a forward."""
     launch_backward: float = 1.73
-    """Host time of a backward's kernels per that of its forward's, which are fewer."""
+    """Host time of all launches in a backward per host time of those in the forward."""
     link: float = 0.727
-    """Share of the node's link that collectives reach."""
+    """Fraction of the intra-node link bandwidth that collectives reach."""
     network: float = 0.707
-    """The same for the network between nodes."""
+    """Fraction of the inter-node bandwidth that collectives reach."""
     network_unstated: float = 0.591
-    """Share of the reference machine's network that there is where nobody says."""
+    """Assumed fraction of the reference machine's network where its bandwidth is not given."""
     latency_us: float = 25.4
-    """Of a collective, whatever its ranks."""
+    """Fixed latency of a collective."""
     hop_us: float = 6.55
-    """Of each step from one rank of a ring to the next."""
+    """Latency of each hop between neighbours of a ring."""
     interference: float = 0.371
-    """Slowdown of computing by the communication that it hides."""
+    """Slowdown of compute by overlapped communication."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
-    """The same by kind of collective, of those that were measured."""
+    """Slowdown by kind of collective, for measured kinds."""
     optimizer: float = 1.23
-    """Passes of an optimizer over its states in shares of their time at full bandwidth."""
+    """Time of an optimizer step, as a multiple of its states' time at full bandwidth."""
     micro_batch_ms: float = 12.6
-    """Host time of each micro-batch beside its kernels'."""
+    """Host time of each micro-batch, without its kernel launches."""
     step_ms: float = 2.05
-    """Of an optimizer step, whatever its size."""
+    """Fixed host time of an optimizer step."""
     collective_us: float = 1e-3
-    """Host time of each collective beside its transfer: hooks, hand-over to a stream, swapping of
-    parameters. As good as nothing where it was not measured: those of a fit to runs of one strategy
-    are in ``micro_batch_ms``."""
+    """Host time of each collective without its transfer: hooks, enqueueing on a stream, swapping of
+    parameters. Nearly 0 unless measured: constants fitted to runs of one strategy have it in
+    ``micro_batch_ms``."""
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Rate of matmuls and attention by GPU, in shares of the above; of collectives by kind, in
-    shares of that of gathers."""
+    """Relative rate of matmuls and attention by GPU, and of collectives by kind (all-gather: 1)."""
 
 
 FITTED = Constants(
@@ -93,34 +92,34 @@ class Step:
     compute: float
     recompute: float
     gathers: float
-    """Exposed: not hidden behind computing."""
+    """Exposed time of all-gathers: the part that compute does not overlap."""
     reductions: float
     optimizer: float
     launch: float
-    """Waiting of the device for the host."""
+    """Time that the device waits for the host."""
     exchanges: float = 0.0
     """Of activations, by ranks that split layers or have different experts, which wait for them."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSetting:
-    """What a step's time depends on beside work, collectives and machines."""
+    """Settings that change a step's time, apart from work, collectives and cluster."""
 
     micro_batches: int = 1
     recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Shares of inner units' matmuls, attention and the rest that backward computes again."""
+    """Recomputed fractions of inner units' matmuls, attention and other kernels."""
     fp32: bool = False
     optimizer_nbytes: float = 0.0
-    """That a rank's optimizer step reads and writes."""
+    """Bytes that a rank's optimizer step reads and writes."""
     host_gbs: float | None = None
-    """Rate of an optimizer step on the host; None: it steps on the device."""
+    """Bandwidth in GB/s of an optimizer step on the host; None: the step runs on the device."""
     overlaps: bool = True
-    """Whether reductions run beside the backward; False: after it."""
+    """True if reductions overlap the backward; False if they follow it."""
 
 
 def time_of_work(
@@ -131,15 +130,15 @@ def time_of_work(
     setting: StepSetting,
     constants: Constants,
 ) -> Step:
-    """The time of one optimizer step.
+    """Predict the time of one optimizer step.
 
     Args:
-        all_work: Of a micro-batch.
-        inner: What of it is done by the units but the root.
-        collectives: Of a step.
-        cluster: Where it runs.
-        setting: How.
-        constants: What data sheets do not say.
+        all_work: Work of one micro-batch.
+        inner: Part of ``all_work`` that inner units do.
+        collectives: Collectives of one optimizer step.
+        cluster: Cluster with the rates of its GPUs and links.
+        setting: Micro-batches, recomputation and optimizer of the step.
+        constants: Fitted or measured constants.
     """
     c, count = constants, setting.micro_batches
     root = Work()
@@ -162,7 +161,7 @@ def time_of_work(
     }
     work = {"forward": ahead, "backward": back + redone}
     waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
-    # Of gathers, and of reductions: seconds, and what they cost computing that hides them.
+    # Per phase, for all-gathers and for reductions: seconds, and slowdown of overlapped compute.
     times: dict[str, list[tuple[float, float]]] = {
         phase: [
             _sum_of(
@@ -179,8 +178,8 @@ def time_of_work(
     if not setting.overlaps:
         reductions = times["backward"][1][0] + times["step"][1][0]
         times["backward"][1] = times["step"][1] = _NONE
-    # What happens once per step hides with the rest: gathers in the first forward, reductions in
-    # the last backward.
+    # Collectives once per step overlap as well: all-gathers the first forward, reductions the last
+    # backward.
     for phase, once in (
         ("forward", (times["step"][0], _NONE)),
         ("backward", (_NONE, times["step"][1])),
@@ -214,7 +213,7 @@ def time_of_work(
 def _forward(
     work: Work, cluster: Cluster, setting: StepSetting, c: Constants, factor: float = 1.0
 ) -> tuple[tuple[float, float, float], float]:
-    """Seconds of matmuls, attention and the rest on the device, and of launching on the host."""
+    """Device seconds of matmuls, attention and other kernels; host seconds of their launches."""
     gpu = cluster.gpu
     peak = (gpu.fp32_tflops if setting.fp32 else gpu.bf16_tflops) * 1e12
     bandwidth = gpu.memory_tbs * 1e12
@@ -228,7 +227,7 @@ def _forward(
 
 
 def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
-    """Seconds of one collective as a ring does it.
+    """Predict the seconds of one collective, called once.
 
     Rings of the ranks of a node share its network: between nodes a ring has all of it, and groups
     across replicas, of which a node has several, a part. A gather passes every rank in turn; an
@@ -266,19 +265,19 @@ def _sum_of(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _exposed(communication: float, costs: float, compute: float) -> float:
-    """Seconds that communication adds to computing beside which it runs.
+    """Return the seconds that communication adds to the compute that overlaps it.
 
     Args:
-        communication: Seconds.
-        costs: By which all of it slows computing that hides it.
-        compute: Seconds.
+        communication: Seconds of communication.
+        costs: Seconds that compute loses if all communication is overlapped.
+        compute: Seconds of compute.
     """
     hidden = min(1.0, compute / communication) if communication else 0.0
     return _soft_max(communication, compute) - compute + costs * hidden
 
 
 def _soft_max(one: float, other: float, sharpness: int = 6) -> float:
-    """The larger, a little more where they are alike: two queues do not stay side by side."""
+    """Smooth maximum, larger for similar values: two queues never overlap perfectly."""
     larger = max(one, other)
     return (
         larger * (1 + (min(one, other) / larger) ** sharpness) ** (1 / sharpness) if larger else 0.0

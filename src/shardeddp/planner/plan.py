@@ -24,18 +24,18 @@ from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
 Model: TypeAlias = nn.Module | type[nn.Module] | str | Mapping[str, Any] | Dimensions | Source
-"""Everything that :func:`make_plan` understands as a model."""
+"""Types that :func:`make_plan` accepts as a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of one model on some machines, with their memory and time; ``str()`` shows them."""
+    """Settings of one model on a cluster, with predicted memory and time; ``str()`` shows them."""
 
     name: str
-    """Of the model."""
+    """Name of the model."""
     cluster: Cluster
     plans: Sequence[Planned]
-    """Every combination, the best first."""
+    """All combinations, the best first."""
     calibrated: Sequence[str] = ()
     """What was calibrated with what."""
     axes: ModelAxes = WHOLE
@@ -47,12 +47,12 @@ class Plan:
 
     @property
     def best(self) -> Planned:
-        """The fastest that fits; where nothing fits, the one that needs the least memory."""
+        """Fastest combination that fits; if none fits, the one with the lowest peak."""
         return self.plans[0]
 
     @property
     def fits(self) -> bool:
-        """Whether any combination fits."""
+        """True if any combination fits."""
         return self.best.fits
 
     @property
@@ -61,30 +61,30 @@ class Plan:
         return self.best.choice.yaml(self.cluster, self.axes)
 
     def why(self) -> list[str]:
-        """Lines that say why the best one is it."""
+        """Return lines that explain the best combination."""
         return why(self.best, self.plans[1:], self.cluster)
 
     def lines(self, top: int = 10, width: int = 100) -> list[str]:
-        """A table of the best.
+        """Format a table of the best combinations.
 
         Args:
-            top: Rows.
-            width: Columns of the terminal.
+            top: Number of rows.
+            width: Width of the terminal in characters.
         """
         even = "Tokens are taken to be spread evenly over experts."
         notes = {"TP": self.splits, "": even if self.is_routed else ""}
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:
-        """A page with one picture of the best one's memory and time."""
+        """Make an HTML page with the memory and time of the best combination."""
         return picture(self.best, self.cluster, self.name, self.yaml)
 
     def as_json(self) -> str:
-        """Every combination as JSON: bytes, seconds, and their intervals."""
+        """Write all combinations as JSON: bytes, seconds and their intervals."""
         return json.dumps([it.as_json() for it in self.plans], indent=2)
 
     def __str__(self) -> str:
-        """Text of the table, the reasons, and the configuration to copy if something fits."""
+        """Format the table, the explanation, and the configuration to copy if any fits."""
         lines = [*self.lines(), "", *self.why()]
         return "\n".join([*lines, "", self.yaml] if self.fits else lines)
 
@@ -114,40 +114,41 @@ def make_plan(
     experts: PolicyLike = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
-    """Plan an unmodified model: what fits on some machines, how fast it is and why.
+    """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
 
     No weights are loaded and nothing runs: one training step of one sample and one of two are
     traced on tensors that have shapes and no values. Routers are taken to choose experts evenly.
 
     Args:
-        model: A LightningModule, which is copied without its weights and stays as it is; its class,
-            or the import path of that (or a YAML file of LightningCLI); the ``config`` of a
-            transformers model as a mapping (``config.to_dict()``), or dimensions.
-        gpu: Name of the GPU, as ``shardeddp.plan.hardware`` lists them; None: the device that
-            ``calibrate`` is about, else H100-80.
-        gpus: All of them; one rank each.
-        per_node: GPUs of a node.
-        network_gbits: Of a GPU's share of its node's network; None: unknown, a usual one.
-        gpu_figures: For a GPU that is not listed: ``bf16_tflops``, ``memory_gb`` (10**9 bytes),
-            ``memory_tbs`` (TB/s) and ``link_gbs`` (GB/s to others of its node, one direction).
-        arguments: Of the constructor, where a class or its path is given.
-        inputs: Of a batch, as ``int64:B,S``; several are a tuple. Nothing: ``batch``, or the
-            module's ``example_input_array``.
-        batch: Makes a batch of so many samples; before ``inputs``.
-        length: What ``S`` stands for: tokens of a sample.
-        global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
-        strategies: Names of sharding strategies, each in all shard sizes that make a difference; or
-            names with strategies as they are set.
-        precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``. None:
-            ``bf16-mixed``, or ``16-mixed`` on a GPU that has no bfloat16.
-        recomputes: ``none``, ``selective`` (matmuls and attention are kept), ``full``.
+        model: LightningModule (copied without its weights, not changed), its class or import path,
+            or a YAML file of LightningCLI; or the ``config`` of a transformers model as a mapping
+            (``config.to_dict()``), or dimensions.
+        gpu: Name of the GPU, one of those in ``shardeddp.plan.hardware``; None: the device of
+            ``calibrate``, else H100-80.
+        gpus: Total number of GPUs, one rank each.
+        per_node: Number of GPUs per node.
+        network_gbits: Inter-node bandwidth per GPU in Gbit/s; None: unknown, a usual one.
+        gpu_figures: Figures of a GPU that is not listed: ``bf16_tflops``, ``memory_gb`` (10**9
+            bytes), ``memory_tbs`` (TB/s) and ``link_gbs`` (GB/s inside a node, one direction).
+        arguments: Constructor arguments of a class or import path.
+        inputs: Dtypes and sizes of a batch's tensors, such as ``int64:B,S``; several make a tuple.
+            Empty: ``batch``, or the module's ``example_input_array``.
+        batch: Function of the number of samples that returns a batch; overrides ``inputs``.
+        length: Tokens per sample, the value of ``S``.
+        global_batch: Samples per optimizer step over all ranks; None: one micro-batch per rank.
+        strategies: Names of sharding strategies, each planned with all useful shard sizes; or pairs
+            of a name and a configured strategy.
+        precisions: Values of the Trainer's ``precision``, or ``bf16`` for
+            ``MixedPrecision(param_dtype="bfloat16")``. None: ``bf16-mixed``, or ``16-mixed`` if the
+            GPU has no bfloat16.
+        recomputes: ``none``, ``selective`` (keeps matmuls and attention), ``full``.
         offloads: ``none``, ``optimizer``, ``params``.
-        micro_batches: Samples of a rank's forward.
-        auto_wrap_policy: As :class:`shardeddp.ShardedDP` takes it.
-        tensor_parallel_sizes: Ranks that split layers among them. Layers are split by the engine's own
-            code, and a rank's part of the step is traced.
-        tensor_parallel_plan: As :class:`shardeddp.ShardedDP` takes it, but for styles of torch;
-            ``auto`` is known of configs of transformers and of dimensions, too. None: ``auto`` for
+        micro_batches: Samples per forward of a rank, to compare.
+        auto_wrap_policy: Wrap policy, see :class:`shardeddp.ShardedDP`.
+        tensor_parallel_sizes: Tensor-parallel sizes to compare. The engine's own code splits the
+            layers, and one rank's part of the step is traced.
+        tensor_parallel_plan: Plan as in :class:`shardeddp.ShardedDP`, without styles of torch;
+            ``auto`` also works for configs of transformers and for dimensions. None: ``auto`` for
             these two.
         expert_parallel_sizes: Ranks that have different experts, and send tokens to each other; with
             ``tensor_parallel_sizes``, either is 1 in each plan.
@@ -232,7 +233,7 @@ def make_plan(
 
 
 def _precisions(wanted: Sequence[str] | None, gpu: GPU) -> Sequence[str]:
-    """Those of a plan, all of which the GPU computes in."""
+    """Return the precisions of a plan; raise UsageError if the GPU does not support one."""
     if gpu.has_bf16:
         return wanted or ["bf16-mixed"]
     if missing := [name for name in wanted or () if name.startswith("bf16")]:

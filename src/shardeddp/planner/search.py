@@ -36,18 +36,18 @@ from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 
 MEMORY_INTERVAL = 0.06
-"""Share of a predicted peak within which runs lie; what is called fitting fits at its upper end."""
+"""Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
 CONTEXT_NBYTES = int(1.5 * GIB)
-"""Of a GPU, outside of the allocator: CUDA's context, NCCL's buffers, libraries' workspaces."""
+"""GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
 SLACK = 0.08
-"""Of what is allocated and freed within a step; the allocator cannot give it all back."""
+"""Fragmentation of the allocator, as a fraction of memory allocated and freed within a step."""
 HOST_GBS = 20.0
-"""Of optimizer states that a rank's share of its host steps through."""
+"""Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
 PREFETCH = 1
-"""Units that are gathered ahead."""
+"""Number of units to prefetch."""
 OPTIMIZER_STATES = 2
-"""Per element of a trainable parameter: Adam's."""
+"""Optimizer states per trainable parameter element; 2 for Adam."""
 
 RECOMPUTES = {
     "none": (0.0, 0.0, 0.0),
@@ -59,12 +59,12 @@ RECOMPUTES = {
 OFFLOADS = ("none", "optimizer", "params")
 
 Strategies: TypeAlias = Sequence[str | tuple[str, ShardingStrategy]]
-"""Names of sharding strategies, and strategies with their names as a run has set them."""
+"""Names of sharding strategies, or pairs of a name and a configured strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to run."""
+    """One combination of settings."""
 
     strategy: str
     shard_size: int
@@ -127,56 +127,56 @@ def _as_yaml(option: str, value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a rank at the worst moment of a step, by kind; the device's sum to its peak."""
+    """Bytes of a rank at the peak of a step, by kind; all but ``host`` sum to the device's peak."""
 
     parameters: int
     gradients: int
     optimizer: int
     in_flight: int
-    """Unsharded parameters and gradients, communication buffers among them."""
+    """Bytes of unsharded parameters and gradients, including communication buffers."""
     activations: int
     logits: int
-    """What the root keeps and computes behind the last inner unit."""
+    """Bytes of the root's activations after the last inner unit: logits, loss, their gradient."""
     slack: int
     context: int
     host: int
 
     @property
     def peak(self) -> int:
-        """Of the device."""
+        """Peak bytes of the device."""
         return sum(vars(self).values()) - self.host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A choice with its figures."""
+    """Choice with its predicted memory and time."""
 
     choice: Choice
     memory: Memory
     step: Step
     interval: float
-    """Share of the step's time within which it lies."""
+    """Relative error of the step time."""
     task: Task
-    """What the step was computed from."""
+    """Input of the cost model for the step."""
     tokens: int
-    """Of all ranks, per optimizer step."""
+    """Tokens of all ranks per optimizer step."""
     model_flops: float
-    """Of a rank, per optimizer step, without recomputation."""
+    """Model FLOPs of a rank per optimizer step, without recomputation."""
     peak_flops: float
     fits: bool
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.step.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs in shares of the dense peak."""
+        """Model FLOPs utilization, as a fraction of the dense peak."""
         return self.model_flops / self.step.total / self.peak_flops
 
     def as_json(self) -> dict[str, Any]:
-        """Plain figures: bytes, seconds, and intervals."""
+        """Return plain figures: bytes, seconds and intervals."""
         seconds, peak = self.step.total, self.memory.peak
         return {
             **vars(self.choice),
@@ -192,7 +192,7 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Planner:
-    """Plans one model on some machines; what is not said here is as in :func:`make_plan`.
+    """Planner of one model on one cluster; see :func:`make_plan` for the other arguments.
 
     Args:
         source: How the model is built, and how a step of it is run.
@@ -253,7 +253,7 @@ class Planner:
         return self._profiles[key]
 
     def plans(self) -> list[Planned]:
-        """Every combination, the best first: those that fit by tokens per second, then the others."""
+        """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
         for option, values, known in (
             ("recomputes", self.recomputes, tuple(RECOMPUTES)),
             ("offloads", self.offloads, OFFLOADS),
@@ -361,7 +361,7 @@ class Planner:
         collectives: Sequence[Collective],
         trained_nbytes: int,
     ) -> Planned:
-        """The figures of one choice; where the host steps, gradients and parameters cross to it."""
+        """Predict the time of one choice; a host step includes transfers to and from the host."""
         on_host = choice.offload != "none"
         task = Task(
             work=work.total,
@@ -398,7 +398,7 @@ class Planner:
 def at_loss(
     units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
 ) -> int:
-    """Bytes of unsharded parameters, and of gradients that wait, between forward and backward."""
+    """Return bytes of unsharded parameters and waiting gradients between forward and backward."""
     full = [sum(group.full_nbytes for group in unit) for unit in units]
     unsharded = {
         Reshard.NEVER: 0,
@@ -415,11 +415,11 @@ def memory_of(
     unsharded_nbytes: int,
     moments: Sequence[tuple[int, int]],
 ) -> Memory:
-    """Bytes of a rank at the worst moment of a step.
+    """Predict the bytes of a rank at the peak of a step.
 
-    Two kinds of moment: between forward and backward, where everything that was kept is there and
-    the loss computes the gradient of the logits; and the turns of the units in backward, where what
-    later units kept is gone.
+    There are two kinds of candidates. Between forward and backward, all saved activations exist,
+    and the loss computes the gradient of the logits. In the backward of a unit, the activations of
+    later units are freed already.
     """
     kept, again = kept_by_unit(work, recompute)
     head = work.head
@@ -453,7 +453,7 @@ def memory_of(
 
 
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
-    """By unit, bytes kept from forward to backward, and bytes computed again in its turn."""
+    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
     for own in work.work[1:]:
         if recompute == "none":
@@ -467,7 +467,7 @@ def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[in
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:
-    """Equal collectives of different units as one that happens several times."""
+    """Merge equal collectives of different units into one with the sum of their ``times``."""
     counts: defaultdict[Collective, int] = defaultdict(int)
     for it in collectives:
         counts[replace(it, unit=0, times=1)] += it.times
@@ -477,7 +477,7 @@ def combined(collectives: Sequence[Collective]) -> list[Collective]:
 def _shardings(
     strategies: Strategies, cluster: Cluster, tensor_size: int
 ) -> Iterator[tuple[str, ShardingStrategy]]:
-    """Strategies as they are set; of names, with the shard sizes that make a difference."""
+    """Yield configured strategies unchanged, and named ones with all useful shard sizes."""
     node, count = cluster.ranks_per_node // tensor_size, cluster.count // tensor_size
     names = {it.lower() for it in strategies if isinstance(it, str)}
     for it in strategies:
@@ -494,7 +494,7 @@ def _shardings(
 
 
 def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]:
-    """Why a plan is the best: what its step is spent on, and what its neighbours lose by."""
+    """Explain the best plan: largest parts of its step, and losses of plans with one change."""
     parts: Mapping[str, float] = vars(best.step)
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
     spent = ", ".join(f"{100 * parts[name] / best.step.total:.0f} % {name}" for name in largest)

@@ -23,17 +23,17 @@ from shardeddp.wrap.tree import imported
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """How a model is built, and how a step of it is run."""
+    """Factory of a model and of a training step on it."""
 
     name: str
     build: Callable[[], nn.Module]
     step: Callable[[nn.Module, int], Any]
     tensor_plan: TensorPlan | None = None
-    """What a ``tensor_parallel_plan`` of ``auto``, or none, stands for; None: what the module says."""
+    """Tensor-parallel plan for ``auto`` or an unset option; None: the plan of the module itself."""
 
 
 def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> Source:
-    """A decoder that predicts sequences of a length."""
+    """Return the source of a decoder on sequences of ``length`` tokens."""
 
     def step(module: nn.Module, samples: int) -> Any:
         return module(torch.empty(samples, length, dtype=torch.long))
@@ -47,7 +47,7 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
 
 
 def of_transformers_config(path: Path, length: int) -> Source:
-    """A decoder with the dimensions of a ``config.json`` of transformers."""
+    """Return the source of a decoder with the dimensions of a transformers ``config.json``."""
     config = _parsed(path / "config.json" if path.is_dir() else path, json.loads)
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: expected a JSON object, found {type(config).__name__}")
@@ -69,19 +69,19 @@ def of_module(
     length: int,
     make_batch: Callable[[int], Any] | None = None,
 ) -> Source:
-    """A LightningModule, unmodified; its ``training_step`` is what is planned.
+    """Return the source of an unmodified LightningModule; its ``training_step`` is planned.
 
     Args:
-        named: The class, its import path (``package.module.Class``), or a YAML file of LightningCLI
-            whose ``model`` has ``class_path`` and ``init_args``.
-        arguments: Of the constructor; they go before those of the file.
-        inputs: Of a batch, as ``int64:B,S``; several are a tuple. Nothing: the module's
-            ``example_input_array``.
-        length: What ``S`` stands for.
-        make_batch: Makes a batch of so many samples; before ``inputs``.
+        named: Class, its import path (``package.module.Class``), or a YAML file of LightningCLI
+            that has ``class_path`` and ``init_args`` under ``model``.
+        arguments: Constructor arguments; they override those of the file.
+        inputs: Dtypes and sizes of a batch's tensors, such as ``int64:B,S``; several make a tuple.
+            Empty: the module's ``example_input_array``.
+        length: Sequence length, the value of ``S``.
+        make_batch: Function of the number of samples that returns a batch; overrides ``inputs``.
 
     Raises:
-        ConfigurationError: There is no such class, or it cannot be built without data.
+        ConfigurationError: The class does not exist, or cannot be built without data.
     """
     path = named if isinstance(named, str) else ""
     if path.endswith((".yaml", ".yml")):
@@ -126,13 +126,13 @@ def of_instance(
     length: int,
     make_batch: Callable[[int], Any] | None = None,
 ) -> Source:
-    """A LightningModule that is there; copies without its weights are planned.
+    """Return the source of a LightningModule instance; copies without its weights are planned.
 
     Args:
-        module: Stays as it is.
-        inputs: As for :func:`of_module`.
-        length: What ``S`` stands for.
-        make_batch: As for :func:`of_module`.
+        module: Instance to copy; it is not changed.
+        inputs: Dtypes and sizes of a batch's tensors, see :func:`of_module`.
+        length: Sequence length, the value of ``S``.
+        make_batch: Function that returns a batch, see :func:`of_module`.
     """
     return Source(
         name=type(module).__name__,
@@ -142,10 +142,10 @@ def of_instance(
 
 
 def without_weights(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers are on the meta device.
+    """Copy a module with its parameters and buffers on the meta device.
 
     Raises:
-        ConfigurationError: Something that it holds cannot be copied.
+        ConfigurationError: An attribute of the module cannot be copied.
     """
     known: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -164,7 +164,7 @@ def without_weights(module: nn.Module) -> nn.Module:
 
 
 def configured(module: nn.Module) -> nn.Module:
-    """A module on the meta device whose ``configure_model``, if it has one, has built the rest."""
+    """Call ``configure_model`` of a module on the meta device, if it has one; return the module."""
     build: Callable[[], None] | None = getattr(module, "configure_model", None)
     if build is not None:
         try:
@@ -195,7 +195,7 @@ def _training_step(
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:
-    """Whether a ``training_step`` takes the number of its batch, which may be left out."""
+    """True if a ``training_step`` takes a batch index, which Lightning makes optional."""
     try:
         inspect.signature(train).bind(None, 0)
     except TypeError:

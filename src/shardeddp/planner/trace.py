@@ -41,27 +41,27 @@ from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
 @dataclass(kw_only=True)
 class Work:
-    """What the forward of some modules does; backward and recomputation follow from it."""
+    """Counted work of a forward; that of backward and recomputation is derived from it."""
 
     matmul_flops: float = 0.0
     matmul_nbytes: float = 0.0
-    """Of operands and results."""
+    """Bytes of matmuls' operands and results."""
     attention_flops: float = 0.0
-    """Of fused attention; half of the square where it is causal."""
+    """FLOPs of fused attention; half as many if it is causal."""
     moved_nbytes: float = 0.0
-    """Read and written by everything else."""
+    """Bytes that all other operations read and write."""
     kernels: int = 0
     saved_nbytes: int = 0
-    """Kept for the backward; each storage once, parameters and their copies not at all."""
+    """Bytes saved for the backward: each storage once, without parameters and their copies."""
     costly_nbytes: int = 0
-    """Results of matmuls and attention among it: what selective checkpointing keeps."""
+    """Part of ``saved_nbytes`` from matmuls and attention, which selective checkpointing keeps."""
     input_nbytes: int = 0
-    """Tensors that the module is called with."""
+    """Bytes of the module's input tensors."""
     largest_nbytes: int = 0
-    """Largest single result."""
+    """Bytes of the largest single result."""
 
     def add(self, other: Work, times: int = 1) -> None:
-        """Count other work as well."""
+        """Add other work ``times`` times; ``largest_nbytes`` is a maximum."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             setattr(
@@ -71,15 +71,15 @@ class Work:
 
 @dataclass(kw_only=True)
 class ModelProfile:
-    """One micro-batch of a module in the units that the engine would make of it."""
+    """Work of one micro-batch, by unit of the engine."""
 
     units: list[UnitSpec]
     work: list[Work]
-    """By unit."""
+    """Work of each unit, the root unit first."""
     head: Work
-    """What the root computes after the last inner unit: logits and loss; contained in its work."""
+    """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
     tokens: int
-    """Of a micro-batch; samples where inputs are no sequences."""
+    """Tokens of a micro-batch; samples if inputs are not sequences."""
     exchanges: list[list[Exchange]]
     """By unit, what ranks that have parts of its layers exchange."""
     is_routed: bool = False
@@ -89,16 +89,16 @@ class ModelProfile:
 
     @cached_property
     def total(self) -> Work:
-        """The sum over all units."""
+        """Sum over all units."""
         return _sum(self.work)
 
     @cached_property
     def inner(self) -> Work:
-        """The sum over all units but the root."""
+        """Sum over all inner units."""
         return _sum(self.work[1:])
 
     def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
-        """The profile of more samples; this one is of one sample, ``two`` of two."""
+        """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
 
         def at(one: Work, other: Work) -> Work:
             first, second = vars(one), vars(other)
@@ -137,7 +137,7 @@ def _sum(works: Sequence[Work]) -> Work:
 
 @dataclass
 class _Recorder:
-    """Takes operations and saved tensors into the innermost unit that is at work."""
+    """Recorder of operations and saved tensors in the innermost running unit."""
 
     work: list[Work]
     head: Work
@@ -152,14 +152,14 @@ class _Recorder:
     """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
     values: Values = field(default_factory=Values)
     is_backward: bool = False
-    """Whether what runs is what backward would exchange."""
+    """True while exchanges of the backward are recorded."""
 
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
-        """Surround what backward would exchange; the rest of it follows from the forward."""
+        """Record only exchanges of the backward; its other work is derived from the forward."""
         self.is_backward = True
         try:
             yield
@@ -167,7 +167,7 @@ class _Recorder:
             self.is_backward = False
 
     def bind(self, unit: int, spec: ParameterSpec, parameter: nn.Parameter) -> None:
-        """Let modules compute with what is made of a parameter, as the engine does."""
+        """Replace a parameter in its modules by its wrapped form, as the engine does."""
         assert spec.distribution is not None
         self.inside.append(unit)
         made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ class _Recording(DispatchMode):
         super().__init__()
         self._recorder, self._truth = recorder, truth
         self.was_asked = False
-        """Whether the step has read a truth value."""
+        """True if the step has read the value of a boolean tensor."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -332,7 +332,7 @@ _WHAT_IT_CALLS: dict[str, Callable[..., Any]] = {
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Shapes, dtypes, and what is kept for backward: the input and one number of each vector."""
+    """RMS norm with correct shapes, dtypes and saved tensors: input, weight, scale per vector."""
 
     @staticmethod
     @override
@@ -343,7 +343,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Equal for tensors of one memory while they live."""
+    """Return the id of a tensor's storage, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -433,14 +433,14 @@ def _like(value: Any) -> Any:
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
-"""As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``, and so on."""
+"""Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype)``."""
 
 _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
-"""Those in float16, which has as many bytes and as fast products, with the same in bfloat16."""
+"""Equivalents in bfloat16 of precisions in float16: the same bytes and matmul rates."""
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
-    """Put tensors without memory in the place of parameters and buffers; ties stay."""
+    """Replace parameters and buffers by fake tensors, without memory; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # an identity must not become another's
 
@@ -472,7 +472,7 @@ def profile(
     tokens: int,
     axes: ModelAxes = WHOLE,
 ) -> ModelProfile:
-    """Run one forward of a module on tensors without memory, and count it by unit.
+    """Run one forward of a module on fake tensors, and count its work by unit.
 
     Args:
         module: Built on the meta device or anywhere else; its tensors are replaced by ones without
@@ -579,7 +579,7 @@ def profile(
 
 
 def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn.Parameter]]:
-    """Parameters of which something is made that modules compute with, and their units."""
+    """Yield unit index, spec and parameter for parameters that modules use in a wrapped form."""
     for index, unit in enumerate(units):
         for spec in unit.parameters:
             owner, name = spec.owners[0]
@@ -590,7 +590,7 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Surround a step whose error is told by us: torch logs those of shapes with a traceback."""
+    """Disable torch's log of fake tensors, which prints a traceback for errors reported here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -603,7 +603,7 @@ def _quiet() -> Generator[None]:
 
 
 def _of_states(units: Sequence[UnitSpec]) -> str:
-    """What can be said of a module that does not run."""
+    """Return a sentence on the memory of parameters, gradients and optimizer states alone."""
     specs = [it for unit in units for it in unit.parameters]
     numel = sum(it.parameter.numel() for it in specs)
     nbytes = sum(it.parameter.nbytes * (4 if it.parameter.requires_grad else 1) for it in specs)
@@ -614,10 +614,10 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
 
 
 def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
-    """The dtype that the engine would gather a parameter in; gradients travel in float32.
+    """Set the engine's main and compute dtype of a parameter; gradients are reduced in float32.
 
-    The main shard's dtype is that of the parameter, which ``bf16`` has in float32 and computes with
-    in bfloat16.
+    The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
+    bfloat16.
     """
     return replace(
         spec, parameter=_main(spec, precision), compute_in=_compute_dtype(spec, precision)

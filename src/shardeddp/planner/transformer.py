@@ -22,7 +22,7 @@ _MOST = {
     "kv_heads": 2**16,
     "hidden": 2**24,
 }
-"""Of each size: what is beyond is a slip, and would be planned for minutes."""
+"""Upper bound of each size: larger ones are typing errors, and would take minutes to plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class Dimensions:
     vocabulary: int
     kv_heads: int | None = None
     hidden: int | None = None
-    """Of the MLP; None: four times the width."""
+    """Hidden width of the MLP; None: four times the width."""
     gated: bool = True
-    """SwiGLU: three matrices instead of two."""
+    """SwiGLU, with three matrices in the MLP instead of two."""
     tied: bool = False
     bias: bool = False
     rope: bool = True
-    """Rotary positions; else a learned table."""
+    """Rotary position embeddings; False: a learned table."""
     rms: bool = True
     fused_attention: bool = True
 
@@ -60,10 +60,10 @@ class Dimensions:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
-        """The dimensions in a ``config.json`` of transformers.
+        """Read the dimensions from a ``config.json`` of transformers.
 
         Raises:
-            ConfigurationError: It is not one of a decoder, or has experts.
+            ConfigurationError: The model is no decoder, or has experts.
         """
         names = {
             "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -100,10 +100,10 @@ class Dimensions:
 
     @classmethod
     def of_text(cls, text: str) -> Dimensions:
-        """The dimensions of ``layers=32,width=4096,heads=32,vocabulary=32000``.
+        """Parse dimensions such as ``layers=32,width=4096,heads=32,vocabulary=32000``.
 
         Raises:
-            UsageError: A name or a value is not known, or one is missing.
+            UsageError: A name or value is invalid, or a required name is missing.
         """
         known = {it.name: it for it in fields(cls)}
         values: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class Dimensions:
 
 
 class Attention(nn.Module):
-    """Causal attention; query heads may share key and value heads."""
+    """Causal self-attention; grouped queries if ``kv_heads`` is smaller than ``heads``."""
 
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """Shape (batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         heads, shared = self.num_heads, self.num_key_value_heads
         features = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         parts = features.split([heads, shared, shared], dim=-2)
@@ -160,7 +160,7 @@ def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Pre-norm transformer block: attention and an MLP."""
 
     def __init__(self, dims: Dimensions) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Block(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """Shape (batch, length, width) to the same."""
+        """Map (batch, length, width) to the same shape."""
         x = x + self.attention(self.norms[0](x), angles)
         normed = self.norms[1](x)
         hidden = self.up(normed)
@@ -183,7 +183,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Blocks between an embedding and an output layer."""
+    """Decoder: embedding, blocks, norm and output layer."""
 
     def __init__(self, dims: Dimensions, length: int) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens (batch, length) to the loss of predicting each from those before it."""
+        """Return the scalar cross-entropy of tokens of shape (batch, length), not shifted."""
         length = tokens.shape[1]
         x = self.embedding(tokens)
         angles = None
@@ -218,13 +218,13 @@ SPLITS = (
     "output and down by rows, an output layer that is not tied by columns, its logits gathered. "
     "Other models name their layers."
 )
-"""What :func:`tensor_plan_of` splits."""
+"""Description of the plan of :func:`tensor_plan_of`, for messages."""
 
 
 def tensor_plan_of(dims: Dimensions) -> dict[str, str]:
-    """How tensor-parallel ranks split a decoder; see ``SPLITS``."""
+    """Return the tensor-parallel plan of a decoder; see ``SPLITS``."""
     plan = {
-        "blocks.*.attention.qkv": "packed_colwise:1",  # of all heads, side by side
+        "blocks.*.attention.qkv": "packed_colwise:1",  # queries, keys, values in one weight
         "blocks.*.attention.num_heads": "divide",
         "blocks.*.attention.num_key_value_heads": "divide",
         "blocks.*.attention.out": "rowwise",
@@ -241,14 +241,14 @@ def _norm(dims: Dimensions) -> nn.Module:
 
 
 class _RmsNorm(nn.Module):
-    """Several kernels, partly in float32: as transformers has it, and torch before 2.8."""
+    """RMS norm of several kernels, partly in float32, as in transformers and torch before 2.8."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (..., width) to the same."""
+        """Map (..., width) to the same shape."""
         vectors = x.float()
         scales = torch.rsqrt(vectors.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * (vectors * scales).to(x.dtype)

@@ -125,7 +125,7 @@ def _batch(plan: Planned) -> str:
 
 
 def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> str:
-    """One HTML page: memory as a treemap with free memory, the step as a bar, the YAML to copy."""
+    """Make the HTML page of a plan: memory as a treemap, the step as a bar, the YAML to copy."""
     memory = {key: value for key, value in vars(plan.memory).items() if key != "host"}
     room = cluster.gpu.memory_gb * 1e9
     memory["free"] = max(0, int(room - plan.memory.peak))
@@ -153,7 +153,7 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
 
 
 def run_page(run: Recorded, calibration: Calibration) -> str:
-    """One HTML page on the steps of a run: their parts beside the plan's, waits by unit, memory."""
+    """Make the HTML page of a run: measured and planned parts of a step, waits by unit, memory."""
     seconds, device = sum(run.parts.values()), run.device
     planned = run.planned(calibration)
     longest = seconds if planned is None else max(seconds, planned[0].total)
@@ -213,7 +213,7 @@ _MOST_ROWS = 40
 
 
 def _rows(kind: str, parts: Mapping[str, float], width: float) -> str:
-    """A bar for each part, the largest first."""
+    """Draw a bar for each part, the largest first."""
     most = sorted(parts, key=lambda it: -parts[it])[:_MOST_ROWS]
     drawn = "".join(
         f"<rect x='0' y='{22 * place}' width='{0.5 * width * parts[it] / parts[most[0]]:.1f}' "
@@ -225,7 +225,7 @@ def _rows(kind: str, parts: Mapping[str, float], width: float) -> str:
 
 
 def _treemap(parts: dict[str, int], width: float, height: float) -> str:
-    """Rectangles whose areas are the parts: each is split where its halves are most alike."""
+    """Draw rectangles with areas equal to the parts, by recursive splits into similar halves."""
     items = sorted(((v, k) for k, v in parts.items() if v > 0), reverse=True)
     drawn: list[str] = []
 
@@ -268,7 +268,7 @@ def _bar(parts: Mapping[str, float], width: float) -> str:
 
 
 def _legend(texts: Mapping[str, str]) -> str:
-    """The colour of each part, its name and a text."""
+    """Draw a legend: colour and name of each part, and a text."""
     parts = "\n".join(
         f"<span><i style='background:{_colour(key)}'></i>{escape(_LABELS.get(key, key))} {text}</span>"
         for key, text in texts.items()

@@ -39,7 +39,7 @@ _WRAPPED_BY = {
     "SIZE_BASED_WRAP": "min_num_params",
     "NO_WRAP": None,
 }
-"""Kinds of policies, and the key that each looks at."""
+"""Key that each kind of wrap policy reads."""
 
 _OF_DEEPSPEED_LAUNCHER = (
     "zero3_init_flag deepspeed_multinode_launcher deepspeed_hostfile offload_optimizer_nvme_path "
@@ -55,14 +55,14 @@ _OF_ZERO = {
 
 
 def translate_accelerate(config: Mapping[str, Any], folder: Path) -> tuple[str, Translation]:
-    """The kind that a configuration of Accelerate chooses, and arguments of ShardedDP for it.
+    """Translate a configuration of Accelerate; return its ``distributed_type`` and the arguments.
 
     Args:
-        config: As its YAML file has it.
-        folder: Of that file, where it may name one of DeepSpeed.
+        config: Content of the YAML file.
+        folder: Folder of that file, to resolve the path of a DeepSpeed file.
 
     Raises:
-        ConfigurationError: The file of DeepSpeed cannot be parsed.
+        ConfigurationError: The DeepSpeed file cannot be parsed.
     """
     config = _switched(config)
     kind = str(config["distributed_type"] or "NO").upper()
@@ -100,7 +100,7 @@ def translate_accelerate(config: Mapping[str, Any], folder: Path) -> tuple[str, 
 
 
 def _switched(value: Any) -> Any:
-    """A value with the texts by which Accelerate's files say true and false as these."""
+    """Convert the strings yes, no, true and false in a value to booleans, recursively."""
     if isinstance(value, Mapping):
         return {str(key): _switched(it) for key, it in cast("Mapping[Any, Any]", value).items()}
     words = {"true": True, "yes": True, "false": False, "no": False}
@@ -108,7 +108,7 @@ def _switched(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A value, a whole number where it is a text or a float of one, such as 1e8."""
+    """Convert strings and floats of numbers, such as 1e8, to numbers; return others unchanged."""
     try:
         number = float(value) if isinstance(value, (str, float)) else value
         return int(number) if number == int(number) else number
@@ -160,7 +160,7 @@ def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
 
 
 def _axes(made: Translation, config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of Accelerate's ``ParallelismConfig`` by axis, of those with several ranks."""
+    """Return the axes of Accelerate's ``ParallelismConfig`` with a size above 1, by name."""
     sizes: dict[str, int] = {}
     for key, value in config.items():
         name = key.removeprefix("parallelism_config_")
@@ -192,7 +192,7 @@ def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
 
 
 def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of FSDPStrategy; what goes other ways is said in ``made``."""
+    """Return arguments of FSDPStrategy; add notes on all other keys to ``made``."""
     given = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     version = given.pop("version", 1)
     arguments: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, A
     for key, value in given.items():
         name = _OF_FSDP.get(key, key)
         if key == "cpu_ram_efficient_loading" or (key == "ignored_modules" and value == ""):
-            made.unneeded.append(f"fsdp_{key}")  # the former is what configure_model does
+            made.unneeded.append(f"fsdp_{key}")  # configure_model serves cpu_ram_efficient_loading
         elif name in _OF_ACCELERATE and isinstance(value, (str, bool)):
             arguments[name] = _OF_ACCELERATE[name].get(value, value)
         else:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 
 class Expression(str):
-    """Python code that stands for a value which is not known before it runs."""
+    """Python source of a value that is unknown before the program runs."""
 
     __slots__ = ()
 
@@ -23,30 +23,30 @@ class Expression(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """An object by the call that makes it."""
+    """Call that constructs an object."""
 
     path: str
-    """Class or function, as it was written."""
+    """Class or function, as written in the source."""
 
     positional: tuple[Any, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     written: str = ""
-    """Python code that makes it; empty for what is written by name and arguments."""
+    """Original source of the call; empty if it is to be written from path and arguments."""
 
     @property
     def name(self) -> str:
-        """The path's last word."""
+        """Last component of the path."""
         return self.path.rpartition(".")[2]
 
     @property
     def named(self) -> dict[str, Any]:
-        """All arguments by name; those without are named by their places in torch's classes."""
+        """All arguments by name; positional ones get the names of the class's signature."""
         places = _PLACES.get(self.name, ())
         extra = (f"argument {place + 1}" for place in range(len(places), len(self.positional)))
         return {**dict(zip([*places, *extra], self.positional, strict=False)), **self.arguments}
 
     def get(self, name: str) -> Any:
-        """An argument; None where it is not given."""
+        """Return an argument; None if it is missing."""
         return self.named.get(name)
 
     def __repr__(self) -> str:
@@ -71,14 +71,14 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "init_device_mesh": ("device_type", "mesh_shape"),
     "timedelta": ("days", "seconds", "microseconds", "milliseconds", "minutes", "hours", "weeks"),
 }  # fmt: skip
-"""Arguments of other libraries' classes in their order."""
+"""Positional parameters of other libraries' classes, in order."""
 
 
 def described(value: Any) -> Any:
-    """A value of a running program, as it would be read from a file.
+    """Convert a value of a running program to the form in which files are read.
 
-    Enumerations become their names, dtypes theirs, and option objects of other libraries the calls
-    that make them; classes and functions stay.
+    Enumeration members become their names; partials and dataclass instances become a :class:`Call`.
+    Other values, such as classes, functions and dtypes, are returned unchanged.
     """
     if isinstance(value, Enum):
         return value.name
@@ -101,7 +101,7 @@ def described(value: Any) -> Any:
 
 
 def has_expression(value: Any) -> bool:
-    """Whether a value has parts that are not known before it runs."""
+    """True if a value contains an :class:`Expression`."""
     if isinstance(value, Call):
         return has_expression(value.named)
     if isinstance(value, Mapping):
@@ -112,18 +112,18 @@ def has_expression(value: Any) -> bool:
 
 
 class OpaqueValueError(Exception):
-    """A value of a running program that no code is known for."""
+    """Value of a running program that cannot be written as code."""
 
 
 def python_code(value: Any, quote: Callable[[str], str] = repr) -> str:
-    """A value as Python code that makes it, of names that its file is taken to import.
+    """Write a value as Python code; names in it are assumed to be imported.
 
     Args:
-        value: Of a file or of a running program.
-        quote: Writes texts.
+        value: Value from a file or from a running program.
+        quote: Function that writes string literals.
 
     Raises:
-        OpaqueValueError: Nothing that can be written makes it.
+        OpaqueValueError: The value cannot be written as code.
     """
     write = partial(python_code, quote=quote)
     if isinstance(value, Expression) or (isinstance(value, Call) and value.written):

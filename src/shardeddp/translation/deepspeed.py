@@ -29,13 +29,13 @@ _ITS_OWN = {
     *("fp16", "bf16", "zero_allow_untested_optimizer", "gradient_accumulation_steps"),
     *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "flops_profiler"),
 }
-"""Keys that a configuration of DeepSpeed has, and others hardly."""
+"""Keys that are typical of a DeepSpeed configuration."""
 
 _OF_LIGHTNING = {"trainer", "strategy", "class_path"}
 
 
 def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is DeepSpeed's, by its keys."""
+    """True if the keys of a mapping are those of a DeepSpeed configuration."""
     sizes = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
     return bool({*config} & sizes) or bool(_ITS_OWN & {*config} and not _OF_LIGHTNING & {*config})
 
@@ -54,7 +54,7 @@ def _or_auto(rule: Rule) -> Rule:
 
 
 def _within(rules: Mapping[str, Rule], expected: str = "a mapping") -> Rule:
-    """A rule that takes the keys of a mapping by rules of their own; any value may be 'auto'."""
+    """Make a rule for a mapping with a rule for each of its keys; any value may be 'auto'."""
     inside = {key: _or_auto(rule) for key, rule in rules.items()}
 
     @any_value
@@ -259,7 +259,7 @@ _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 
 @any_value
 def _optimizer(made: Translation, key: str, value: Any) -> None:
-    """DeepSpeed's Adam is torch's AdamW, as long as nobody asks for the other one."""
+    """Translate DeepSpeed's Adam, which is torch's AdamW unless ``adam_w_mode`` is false."""
     it = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
     kind, asked, line = str(it.get("type")).lower(), it.get("params") or {}, ""
     if not isinstance(value, Mapping) or not isinstance(asked, Mapping):
@@ -269,7 +269,7 @@ def _optimizer(made: Translation, key: str, value: Any) -> None:
         name: own for name, own in cast("Mapping[str, Any]", asked).items() if own is not None
     }
     if kind == "adamw" or (kind == "adam" and params.get("adam_w_mode", True) is True):
-        # Its own kernels do not decay weights unless they are told to; torch's class does.
+        # DeepSpeed's kernels have a default weight decay of 0, torch's class has not.
         own = {} if params.get("torch_adam") else {"weight_decay": 0.0}
         own = {**{name: params[name] for name in _ADAM if name in params}, **own, **params}
         own = {name: own[name] for name in own if name in _ADAM and own[name] != "auto"}
@@ -357,11 +357,11 @@ _BESIDE_CONFIG = {
     *SHARED, *_SCALING, "config", "exclude_frozen_parameters", "load_full_weights", "logging_level",
     "remote_device",
 }  # fmt: skip
-"""Arguments of DeepSpeedStrategy that do not make a configuration."""
+"""Arguments of DeepSpeedStrategy that it reads even if ``config`` is given."""
 
 
 def drop_unread(made: Translation, given: dict[str, Any]) -> None:
-    """Take out arguments that DeepSpeedStrategy does not look at beside the others."""
+    """Remove arguments that DeepSpeedStrategy ignores because of other ones."""
     says = "config" if given.get("config") is not None else "zero_optimization"
     if says == "zero_optimization" and given.get(says) is not False:
         return
@@ -371,11 +371,11 @@ def drop_unread(made: Translation, given: dict[str, Any]) -> None:
 
 
 def with_config(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Arguments of DeepSpeedStrategy with the configuration that they name read from its file.
+    """Replace the path in ``config`` of DeepSpeedStrategy by the content of that file.
 
     Args:
-        arguments: By name.
-        folder: From which the file's path is relative.
+        arguments: Arguments of DeepSpeedStrategy by name.
+        folder: Base folder of a relative path.
 
     Raises:
         ConfigurationError: The file cannot be parsed.

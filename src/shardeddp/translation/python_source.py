@@ -14,10 +14,10 @@ _READ = (
     "partial ModuleWrapPolicy CustomPolicy MixedPrecision MixedPrecisionPolicy CPUOffload "
     "CPUOffloadPolicy OffloadPolicy init_device_mesh timedelta"
 ).split()
-"""Calls that rules look into; others are passed on as they are written."""
+"""Calls that rules inspect; others are passed on as source."""
 
 _HARMLESS = {*RULES, *_READ, "Trainer", "Fabric", "ShardedDP"} - {"partial"}
-"""Calls that do not change what they are given."""
+"""Calls that do not mutate their arguments."""
 
 _ENUMERATIONS = ("ShardingStrategy", "BackwardPrefetch")
 
@@ -29,19 +29,19 @@ _SCOPES = (
 )  # fmt: skip
 
 _Binding = tuple[ast.AST, ast.AST]
-"""What holds the place where a name is bound, and the module, function or class of that place."""
+"""Parent node of a name's binding, and the enclosing module, function or class."""
 
 
 class SourceReader:
-    """Values of expressions, as far as a file says them.
+    """Static evaluator of the expressions in one Python file.
 
-    A name is read where it is bound once in the whole file, by a plain assignment of the module or
-    of the same function. A value that can be changed in place has to be used by the calls alone
-    that this file is read for.
+    A name has a value if the whole file binds it once, by a plain assignment in the module or in
+    the same function. A mutable value must in addition be used only by the calls that this reader
+    is meant for.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        # By the name here: the module that it is or comes from, and its name there.
+        # Imports by local name: module, and the name in that module.
         self._imported: dict[str, tuple[str, str]] = {}
         self._bound: dict[str | None, list[_Binding]] = {}
         self._scopes: dict[ast.AST, ast.AST] = {}
@@ -69,7 +69,7 @@ class SourceReader:
                 self._loads.subtract(it.id for it in given if isinstance(it, ast.Name))
 
     def _value_of(self, name: ast.Name) -> ast.expr | None:
-        """The expression that a name stands for wherever it is bound; None where that may vary."""
+        """Return the only expression that a name is bound to; None if it may vary."""
         bindings = self._bound.get(name.id, [])
         if len(bindings) != 1 or name.id in self._following:
             return None
@@ -94,7 +94,7 @@ class SourceReader:
         return Expression(name.id) if changes or isinstance(found, Expression) else found
 
     def strategy_of(self, call: ast.Call) -> tuple[str, list[ast.expr]] | None:
-        """The strategy that a call makes, or makes a partial of, and arguments by place."""
+        """Return the strategy that a call or partial constructs, and its positional arguments."""
         name = self.name_of(call.func)
         if name in RULES:
             return name, call.args
@@ -103,13 +103,13 @@ class SourceReader:
         return None
 
     def is_strategy(self, value: ast.expr) -> bool:
-        """Whether an expression makes a strategy that is reported where it is made."""
+        """True if an expression constructs a strategy, which is reported at its own line."""
         if isinstance(value, ast.Name):
             value = self._value_of(value) or value
         return isinstance(value, ast.Call) and self.name_of(value.func) in (*RULES, "ShardedDP")
 
     def name_of(self, function: ast.expr) -> str:
-        """The name under which a function was defined, if it is called by a name."""
+        """Return the original name of a function, through imports and aliases; else empty."""
         if isinstance(function, ast.Attribute):
             return function.attr
         if not isinstance(function, ast.Name):
@@ -123,7 +123,7 @@ class SourceReader:
         return self._imported.get(function.id, ("", function.id))[1].rpartition(".")[2]
 
     def is_fabric(self, node: ast.AST) -> bool:
-        """Whether a call makes a Fabric, or what is named comes from Fabric's modules."""
+        """True if a call constructs a Fabric, or a name comes from Fabric's modules."""
         function = node.func if isinstance(node, ast.Call) else node
         if isinstance(function, ast.expr) and self.name_of(function) == "Fabric":
             return True
@@ -137,7 +137,7 @@ class SourceReader:
         )
 
     def arguments(self, call: ast.Call) -> tuple[dict[str, Any], list[str]]:
-        """Arguments with names, and what is unpacked and cannot be read."""
+        """Return keyword arguments by name, and the source of unreadable ``**`` arguments."""
         given: dict[str, Any] = {}
         unread: list[str] = []
         for each in call.keywords:
@@ -153,7 +153,7 @@ class SourceReader:
         return given, unread
 
     def read(self, node: ast.expr) -> Any:
-        """A value: a plain one, a :class:`Call`, or the expression itself."""
+        """Evaluate to a plain value, a :class:`Call`, or an :class:`Expression`."""
         match node:
             case ast.Constant(value=value):
                 return value
@@ -193,7 +193,7 @@ class SourceReader:
 
 
 def _bound_by(node: ast.AST) -> list[str | None]:
-    """Names that a node gives a value, or takes it from."""
+    """Names that a node binds, deletes or declares global or nonlocal."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.alias):

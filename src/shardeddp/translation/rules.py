@@ -14,65 +14,65 @@ from shardeddp.translation.calls import Expression, has_expression
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a reader has to know about one key."""
+    """Remark on the translation of one key."""
 
     key: str
     text: str
     lost: bool = False
-    """Whether something that was asked for cannot be had, so the run will not be the same."""
+    """True if the setting has no counterpart, so that the run will differ."""
 
 
 @dataclass(kw_only=True)
 class Translation:
-    """Arguments of ShardedDP, and what to know about them."""
+    """Translated arguments of ShardedDP, with notes."""
 
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     trainer: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the Trainer that go with them."""
+    """Arguments of the Trainer that belong to the translation."""
 
     notes: list[Note] = field(default_factory=list[Note])
     unneeded: list[str] = field(default_factory=list[str])
-    """Keys that ask for what is always so, or tune parts that are not there."""
+    """Keys of settings that always hold here, or that tune parts this engine does not have."""
 
     @property
     def loses(self) -> bool:
-        """Whether something that was asked for cannot be had."""
+        """True if a setting has no counterpart."""
         return any(note.lost for note in self.notes)
 
     def note(self, key: str, text: str) -> None:
-        """Say how a key changes its meaning."""
+        """Add a note on a change of meaning."""
         self.notes.append(Note(key=key, text=text))
 
     def lose(self, key: str, text: str) -> None:
-        """Say that something cannot be had."""
+        """Add a note on a setting without counterpart."""
         self.notes.append(Note(key=key, text=text, lost=True))
 
 
 Apply = Callable[[Translation, str, Any], None]
-"""Takes a key and its value into a translation."""
+"""Function that adds a key and its value to a translation."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a key and its value are taken into a translation; as a decorator, of a function."""
+    """Rule that adds a key and its value to a translation; also a decorator of a function."""
 
     apply: Apply
     any_value: bool = False
-    """Whether it passes values on without a look at them, or looks for expressions itself."""
+    """True if the function accepts any value, expressions included."""
 
     needed: bool | None = None
-    """Whether its key is needed whatever the value; None: where it changes or says something."""
+    """True if the key always counts as needed, False if never; None: if it has an effect."""
 
 
 any_value = partial(Rule, any_value=True)
-"""Decorator that makes a rule of a function which takes expressions as well."""
+"""Decorator for rules that accept expressions as well."""
 
 UNNEEDED = Rule(lambda made, key, value: None, any_value=True, needed=False)
-"""For keys that ask for what is always so, or tune parts that are not there."""
+"""Rule for settings that always hold here, or that tune parts this engine does not have."""
 
 
 def takes(expected: str, *types: type) -> Callable[[Apply], Rule]:
-    """Decorator that makes a rule for values of some types alone; None asks for nothing."""
+    """Return a decorator for rules that accept only some types; None has no effect."""
 
     def checked(apply: Apply) -> Rule:
         @any_value
@@ -91,7 +91,7 @@ is_flag = takes("true or false", bool)
 
 
 def not_understood(made: Translation, key: str, value: Any, expected: str) -> None:
-    """Lose a value of another kind; None asks for nothing."""
+    """Add a note on a value of the wrong kind; None has no effect."""
     if isinstance(value, Expression):
         made.lose(key, f"only the running program knows {value}: expected {expected}")
     elif value is not None:
@@ -99,7 +99,7 @@ def not_understood(made: Translation, key: str, value: Any, expected: str) -> No
 
 
 def always(text: str) -> Rule:
-    """A switch that is always on here."""
+    """Make a rule for a switch that is always on here."""
 
     @Rule
     def rule(made: Translation, key: str, value: Any) -> None:
@@ -110,7 +110,7 @@ def always(text: str) -> Rule:
 
 
 def lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
-    """Something that cannot be had, unless its value asks for nothing."""
+    """Make a rule for a setting without counterpart; values in ``unless`` have no effect."""
 
     @any_value
     def rule(made: Translation, key: str, value: Any) -> None:
@@ -121,24 +121,24 @@ def lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
 
 
 _LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
-"""Keys that are looked at when the sharding strategy is known."""
+"""Keys to apply last, because they depend on the sharding strategy."""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of arguments in the order in which they are taken."""
+    """Sort names of arguments into the order in which rules are applied."""
     return sorted(names, key=_LAST.__contains__)
 
 
 def apply_rules(
     made: Translation, rules: Mapping[str, Rule], arguments: Mapping[str, Any], prefix: str = ""
 ) -> None:
-    """Take each key by its rule; what has none, or surprises it, is lost.
+    """Apply the rule of each key; keys without a rule, or with a failing rule, are noted as lost.
 
     Args:
-        made: What is added to.
-        rules: By key.
-        arguments: Values by key, as a file has them.
-        prefix: Of keys in lines about them.
+        made: Translation to add to.
+        rules: Rules by key.
+        arguments: Values by key, as read from a file.
+        prefix: Prefix of keys in notes.
     """
     for key in in_order(arguments):
         rule, value = rules.get(key), arguments[key]
@@ -173,7 +173,7 @@ def not_known(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """The end of a line about a name that is not known."""
+    """Return the end of a message on an unknown name."""
     return "".join(f"; did you mean {name}?" for name in names)
 
 

@@ -39,7 +39,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_find_unused_parameters_true": ("DDPStrategy", {"find_unused_parameters": True}),
     "ddp_find_unused_parameters_false": ("DDPStrategy", {}),
 }
-"""Names that Lightning's Trainer knows, and the strategies that they stand for."""
+"""Class and arguments of the strategy names that Lightning's Trainer accepts."""
 
 _POSITIONS: dict[str, tuple[str, ...]] = {
     "FSDPStrategy": ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
@@ -55,12 +55,12 @@ _POSITIONS: dict[str, tuple[str, ...]] = {
 def translate(
     strategy: str, arguments: Mapping[str, Any], positional: Sequence[Any] = ()
 ) -> Translation:
-    """Arguments of ShardedDP for those of another strategy of Lightning.
+    """Translate the arguments of another Lightning strategy to those of ShardedDP.
 
     Args:
-        strategy: Its class name, one of :data:`RULES`.
-        arguments: By name, as a file has them or ``described`` makes them.
-        positional: Those without names, in order.
+        strategy: Class name, one of :data:`RULES`.
+        arguments: Arguments by name, read from a file or converted by ``described``.
+        positional: Positional arguments, in order.
     """
     made = Translation()
     places = _POSITIONS[strategy]
@@ -80,7 +80,7 @@ def translate(
 
 
 def translate_config(config: Mapping[str, Any]) -> Translation:
-    """Arguments of ShardedDP for a configuration of DeepSpeed, as its JSON file has it."""
+    """Translate the content of a DeepSpeed JSON file to arguments of ShardedDP."""
     made = Translation()
     DEEPSPEED["config"].apply(made, "config", config)
     _say_defaults(made, "DeepSpeedStrategy", {})
@@ -88,7 +88,7 @@ def translate_config(config: Mapping[str, Any]) -> Translation:
 
 
 def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) -> None:
-    """What is other than there where nothing was said."""
+    """Add notes on defaults that differ from those of the other strategy."""
     if strategy == "DeepSpeedStrategy":
         made.note("precision", "DeepSpeed keeps float32 master weights and steps on them whatever "
                                "the precision; here precision='bf16-mixed' or '16-mixed' does "
@@ -121,7 +121,7 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
 
 
 def settle(made: Translation) -> None:
-    """Take out what does not go with the sharding strategy."""
+    """Remove options that do not go with the sharding strategy."""
     if "shard_size" in made.options:
         made.options.setdefault("sharding_strategy", "hybrid_shard")
     whole = made.options.get("sharding_strategy") in ("no_shard", "shard_optimizer")

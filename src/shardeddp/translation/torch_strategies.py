@@ -47,14 +47,14 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Of Accelerate, from 1."""
+"""Strategy names in Accelerate's numbering, which starts at 1."""
 
 
 def sharding_of(value: Any) -> dict[str, Any] | None:
-    """Our arguments for a sharding strategy of other libraries; None where it is not known.
+    """Translate another library's sharding strategy to options of ShardedDP; None if unknown.
 
     Args:
-        value: A name in any case (``HYBRID_SHARD_ZERO2``, ``zero3``, ``hsdp``), or a member of
+        value: Case-insensitive name (``HYBRID_SHARD_ZERO2``, ``zero3``, ``hsdp``), or a member of
             torch's ``ShardingStrategy``.
     """
     found = _STRATEGIES.get(_word(value))
@@ -62,19 +62,19 @@ def sharding_of(value: Any) -> dict[str, Any] | None:
 
 
 def prefetch_of(value: Any) -> int | None:
-    """Our number of units for torch's ``BackwardPrefetch``; None where it is something else."""
+    """Translate torch's ``BackwardPrefetch`` to a number of units; None for other values."""
     return {"BACKWARD_PRE": 1, "BACKWARD_POST": 1, "NO_PREFETCH": 0}.get(_word(value))
 
 
 def options_of(option: str, value: Any) -> Any:
-    """A value of ``cpu_offload`` or ``mixed_precision`` where torch has a class of its own for it.
+    """Convert torch's option objects for ``cpu_offload`` and ``mixed_precision`` to our values.
 
     Args:
-        option: Which of the two.
-        value: Any; what is no object of torch's FSDP is returned as it is.
+        option: Name of the option, one of the two.
+        value: Object of torch's FSDP; other values are returned unchanged.
 
     Raises:
-        ConfigurationError: Something in it cannot be had.
+        ConfigurationError: A field of the object has no counterpart.
     """
     if not type(value).__module__.startswith("torch.distributed."):
         return value
@@ -88,13 +88,13 @@ def options_of(option: str, value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    """An enumeration's member, a name or a dotted path, as its last word in capitals."""
+    """Last component, in upper case, of an enumeration member, name or dotted path."""
     word = value.name if isinstance(value, Enum) else str(value)
     return word.rpartition(".")[2].strip("'\"").lstrip("_").upper()
 
 
 def _dtype(value: Any) -> Any:
-    """The name of a dtype that is written as ``torch.bfloat16``."""
+    """Strip ``torch.`` from the name of a dtype."""
     text = str(value)
     return text.removeprefix("torch.") if text.startswith("torch.") else value
 
@@ -103,7 +103,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _pass_on(made: Translation, key: str, option: str, value: Any, remark: str = "") -> None:
-    """Give a value as it is, with a line where the file does not say what it is."""
+    """Set an option to a value unchanged, with a note if the value is an expression."""
     made.options[option] = value
     if isinstance(value, Expression) or (remark and isinstance(value, Call)):
         made.note(key, f"{value} is passed on as it is written{remark}")
@@ -117,7 +117,7 @@ def _same(made: Translation, key: str, value: Any) -> None:
 
 @any_value
 def _timeout(made: Translation, key: str, value: Any) -> None:
-    """Seconds; also a text that LightningCLI reads as a duration, or the call that makes one."""
+    """Translate a timeout: seconds, a duration string of LightningCLI, or a ``timedelta`` call."""
     if isinstance(value, Call) and value.name == "timedelta" and not has_expression(value):
         value = timedelta(**value.named).total_seconds()
     elif isinstance(value, Call):
@@ -168,7 +168,7 @@ _POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
 
 @any_value
 def _policy(made: Translation, key: str, value: Any) -> None:
-    """A wrap policy: torch's objects, partials of its functions, classes, or None."""
+    """Translate a wrap policy: torch's objects, partials of its functions, classes, or None."""
     option = key.removesuffix("_policy") if key.startswith("activation") else "auto_wrap_policy"
     remark = _SIGNATURE if key.endswith("_policy") else ""
     if value is None and option != "auto_wrap_policy":
@@ -241,7 +241,7 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
         ours["reduce_dtype"] = ours["param_dtype"]
         made.note(key, "gradients are reduced in param_dtype there where reduce_dtype is not "
                        "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
-    # FSDP1 casts the inputs of the root even where it casts no others, and the rest follows from it.
+    # FSDP1 casts the root's inputs even if it casts no others; inner activations follow from them.
     casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
     casts = found.pop("cast_forward_inputs", value.name != "MixedPrecision")
     if isinstance(casts, Expression) or isinstance(casts_root, Expression):

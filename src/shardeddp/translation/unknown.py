@@ -12,7 +12,7 @@ from shardeddp.translation.strategies import RULES, settle
 
 
 def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Iterable[str]) -> str:
-    """An error's text for arguments that ShardedDP does not have."""
+    """Return the error message for arguments that ShardedDP does not have."""
     known, lines, foreign = list(known), list[str](), dict[str, str]()
     own = {key: it for key, it in given.items() if key in known}
     for name in names:
@@ -53,18 +53,18 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
 
 
 _TRAINERS = "precision devices num_nodes gradient_clip_val accumulate_grad_batches".split()
-"""Arguments that people give to a strategy, and Lightning's Trainer takes."""
+"""Arguments of Lightning's Trainer that are often given to a strategy."""
 
 _THEIRS = frozenset(name for rules in RULES.values() for name in rules)
 
 
 def _owner(name: str) -> str | None:
-    """The strategy of others that has an argument."""
+    """Return the other strategy that has an argument; None if there is none."""
     return next((each for each, rules in RULES.items() if name in rules), None)
 
 
 def _line(options: Mapping[str, Any], around: str = "{}") -> str:
-    """Arguments as they are written, and the names of those whose values cannot be."""
+    """Write options as code; list the names of options with values that cannot be written."""
     shown = {key: _or_own(it) for key, it in options.items()}
     line = ", ".join(f"{key}={text}" for key, text in shown.items() if text != _OWN)
     left = [key for key, text in shown.items() if text == _OWN]
