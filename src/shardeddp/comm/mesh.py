@@ -54,11 +54,11 @@ from shardeddp.plan.topology import Topology
 
 
 def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, list[list[int]]]:
-    """What a mesh has groups of its own for, and the ranks of each, over all ranks of the run.
+    """Return the ranks of all process groups of a mesh, by axis.
 
     Args:
-        topology: Which ranks share a model.
-        regather_size: As of :class:`Mesh`.
+        topology: Ranks and the axes that divide them.
+        regather_size: Ranks of a regather group; see :class:`Mesh`.
     """
     shard, replicate = topology.shard_groups(), topology.replicate_groups()
     tensor = topology.tensor_groups()
@@ -70,12 +70,12 @@ def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, l
     shared = {"data": topology.data_groups(), "tensor": tensor}
     if topology.tensor_size > 1:
         shared["holders"] = topology.holder_groups()
-    # One group of all ranks is that of the world.
+    # An axis with one group of all ranks uses the world group.
     return axes | {purpose: groups for purpose, groups in shared.items() if len(groups) > 1}
 
 
 def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
-    """The same of a mesh of experts; the rest is that of the mesh that it is made of."""
+    """Return the axes of a mesh of experts; other axes come from the mesh that it is made of."""
     others = {"data", "owners", "collect"}
     return {name: groups for name, groups in axes_of(topology).items() if name not in others}
 
@@ -87,14 +87,14 @@ def count_connections(
     regather_size: int | None,
     expert_size: int = 1,
 ) -> int:
-    """Connections that a rank holds open for its groups on the host, of which gloo makes all.
+    """Count the connections that a rank keeps open for its gloo groups and the store.
 
     Args:
-        topology: Which ranks share a model.
-        rank: This one; the first may host the store.
-        device: Where this rank computes; on the host, its collectives are gloo's, too.
-        regather_size: As of :class:`Mesh`.
-        expert_size: As of :class:`Mesh`.
+        topology: Ranks and the axes that divide them.
+        rank: Rank of this process; rank 0 may host the store.
+        device: Compute device; collectives of the model use gloo, too, if it is the CPU.
+        regather_size: Ranks of a regather group; see :class:`Mesh`.
+        expert_size: Ranks with different experts; see :class:`Mesh`.
     """
     world = topology.world_size
     views = [(topology, axes_of(topology, regather_size))]
@@ -111,34 +111,34 @@ def count_connections(
             lent += [each.data_size, each.tensor_size] if each.tensor_size > 1 else []
     if device.type == "cpu":
         sizes.append(world)
-    # Axes of one rank have no group, but in a device mesh.
+    # Axes of one rank have a group in a device mesh only.
     connected = sum(size + _OF_GLOO for size in [*(it for it in sizes if it > 1), *lent])
     return connected + (2 if rank else 2 * world)  # two connections of each rank to the store
 
 
 _OF_GLOO = 3
-"""Descriptors of a group that lead to no other rank; measured."""
+"""File descriptors of a gloo group besides its connections to other ranks; measured."""
 
 
 _OTHERS_S = 3.0
-"""How long ranks that have come to different operations wait to hear of each other's."""
+"""Timeout in which ranks at different operations exchange their descriptions."""
 
 
 class Mesh:
-    """Everything through which the engine of this rank talks to other ranks.
+    """Communication of one rank: process groups, streams, and state shared by all ranks.
 
-    Gathers and reductions have communicators and streams of their own, so neither waits behind the
+    Gathers and reductions have communicators and streams of their own, so neither waits for the
     other. Building a mesh is a collective of all ranks of the default process group.
 
     Args:
-        topology: Which ranks share a model.
-        device: Where this rank computes.
-        timeout: After how long a collective of these groups gives up.
-        regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all
-            of it.
-        saving_timeout: The same while checkpoints are saved; None: ``timeout``.
-        debug: Whether to compare what users communicate.
-        expert_size: Neighbouring ranks that each have experts of their own.
+        topology: Ranks and the axes that divide them.
+        device: Compute device of this rank.
+        timeout: Timeout of a collective in these groups.
+        regather_size: Number of neighbouring ranks of a shard group that gather for the backward;
+            None: the whole shard group.
+        saving_timeout: Timeout of host messages while checkpoints are saved; None: ``timeout``.
+        debug: True to compare all collectives that users call.
+        expert_size: Number of neighbouring ranks with different experts; 1: no expert mesh.
     """
 
     def __init__(
@@ -167,86 +167,86 @@ class Mesh:
             SoloCollectives([self.rank], 0, self.traffic),
         )
         self.world = self._among(dist.group.WORLD, range(topology.world_size))
-        """Among all ranks: what users ask for, whatever their ranks hold."""
+        """Collectives of all ranks, as users call them."""
         self.gather = make("gather")
-        """Among the ranks that share a model: all-gathers."""
+        """All-gathers in the shard group."""
         self.regather = make("regather", self.gather)
-        """Among some of them: all-gathers for the backward of what the forward's have left."""
+        """All-gathers in a part of the shard group, for the backward, of parts kept by forwards."""
         self.reduce = make("reduce")
-        """Among the same ranks: reduce-scatters."""
+        """Reduce-scatters in the shard group."""
         self.replicate = make("replicate")
-        """Among the ranks that hold equal shards: all-reduces."""
+        """Reductions in the replicate group: the ranks that hold equal shards."""
         self.owners = make("owners", self.gather)
-        """Among the ranks that together own the model: what is asked of parameters outside units.
+        """Collectives of the ranks that together own the model: parameters outside of units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
         self.collect = make("collect", alone)
-        """Among the ranks that split a shard: all-gathers of its slices."""
+        """All-gathers of the slices of a shard, among the replicas that split it."""
         self.data = make("data", self.world)
-        """Among the ranks that train one model on different batches: its buffers, and what is sent
-        of its parameters outside the steady state.
+        """Collectives of the ranks that train one model on different batches: buffers of the model,
+        and parameters outside of the steady state.
         """
         self.tensor = make("tensor", self.world)
-        """Among the ranks that split layers: what is asked of whole parameters; the exchange of
-        activations is the model's own.
+        """Collectives of the ranks that split layers, for whole parameters; activations have
+        communicators of their own.
         """
         self.activation_traffic = Traffic()
-        """What ranks that split layers exchange of activations and their gradients."""
+        """Bytes of activations and their gradients, sent between ranks that split layers."""
         self.activations = make("activations", traffic=self.activation_traffic)
-        """Among the same ranks, for layers that are split as ``tensor_parallel_plan`` says."""
+        """Collectives of the ranks that split layers, for layers in ``tensor_parallel_plan``."""
         self.holders = make("holders", self.owners if topology.tensor_size == 1 else self.world)
-        """Among the ranks that together hold all boxes of all parameters."""
+        """Collectives of the ranks that together hold all boxes of all parameters."""
         everyone = [range(topology.world_size)]
         self.control = self._groups.host("control", everyone, timeout)
-        """All ranks, on the host: errors, what users ask for, agreement on the model, and what is
-        decided for all of the run; never tensors of the model.
+        """Host group of all ranks: errors, requests of users, agreement on the model and on
+        decisions of the run; never tensors of the model.
         """
         self.saving = self._groups.host(
             "control", everyone, timeout, channel=1, patience=saving_timeout
         )
-        """The same for the saving of checkpoints, which may go on behind the back of training."""
+        """Channel of the host group for saving checkpoints, which may overlap with training."""
         self.run = RunState()
-        """What is open between the ranks of the run."""
+        """State of the run that its ranks have not settled yet."""
         self.desync = DesyncCheck.of_group()
-        """Ends waits that cannot be over."""
+        """Check that ends waits that cannot complete."""
         self.liveness_probe = self.desync.liveness_probe
-        """Says where ranks are that others wait for."""
+        """Probe that reports where a rank is that others wait for."""
         self.error_propagation = self.desync.error_propagation
-        """Where errors are left for the other ranks."""
+        """Channel by which errors of one rank reach the others."""
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
         self.replicate_stream: CommStream = make_stream(device)
-        """Of reductions across replicas, so that those in the shard group wait for none of them."""
+        """Stream of reductions across replicas; those in the shard group do not wait for it."""
         self.copy_in_stream: CommStream = make_stream(device)
-        """Of copies from host memory, so that the next unit's is under way during a gather."""
+        """Stream of copies from host memory; the next unit's copy overlaps with a gather."""
         self.copy_out_stream: CommStream = make_stream(device)
-        """Of copies to host memory, so that the next reduction waits for none of them."""
+        """Stream of copies to host memory; the next reduction does not wait for it."""
         for group in (self.control, dist.group.WORLD):
             if group is not None:
                 come_first(group, partial(_settle, weakref.ref(self)))
         self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
-        """Of all ranks, before what their users communicate."""
+        """Call fingerprints of all ranks, before collectives that users call."""
         self.compares = debug
-        """Whether everything is compared that users communicate, and not only what would hang."""
+        """Whether all collectives of users are compared, and not only those that could hang."""
         self.fingerprints = self._fingerprints("owners", topology.holder_groups(), timeout)
-        """Of the ranks that hold all of the model together."""
+        """Call fingerprints of the ranks that together hold all of the model."""
         self.data_fingerprints = (
             self.fingerprints
             if len(topology.holder_groups()) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
-        """Of the ranks of ``data``."""
+        """Call fingerprints of the ranks of ``data``."""
         self.is_inherited = False
-        """Whether this process was forked from the rank, so that nothing can be communicated."""
+        """Whether this process was forked from the rank, and so cannot communicate."""
         self._whole: Mesh | None = None
         self.experts: Mesh | None = None
-        """The same ranks as parameters of experts see them; None: every rank has all experts.
+        """Mesh of the same ranks for parameters of experts; None: every rank has all experts.
 
-        There, ``tensor`` are the ranks that have different ones.
+        Its ``tensor`` group has the ranks with different experts.
         """
         if expert_size > 1:
             self.experts = self._over_experts(expert_size)
@@ -269,7 +269,7 @@ class Mesh:
             self.liveness_probe.start()
 
     def _over_experts(self, size: int) -> Mesh:
-        """This mesh with other axes; streams, counts and what ranks agree on are the same."""
+        """Make the mesh of experts: other axes, the same streams, counts and run state."""
         made = copy.copy(self)
         made._whole, made.topology = self, self.topology.over_experts(size)
         axes = axes_of_experts(made.topology)
@@ -288,44 +288,44 @@ class Mesh:
 
     @property
     def expert_size(self) -> int:
-        """Ranks that have different experts."""
+        """Number of ranks that have different experts."""
         return 1 if self.experts is None else self.experts.tensor.size
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that this rank has sent so far: parameters, gradients, activations, tokens."""
+        """Bytes sent by this rank so far: parameters, gradients, activations, tokens."""
         return self.traffic.total_nbytes + self.activation_traffic.total_nbytes
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients of the model wait to be shared across replicas.
+        """Whether gradients are reduced across replicas after the shard group.
 
-        Those of experts wait with them, even where no other rank has the same.
+        Gradients of experts follow the model's, even if no other rank has the same experts.
         """
         return self.whole.replicate.size > 1
 
     @property
     def whole(self) -> Mesh:
-        """The mesh of the rest of the model; of that, itself."""
+        """Mesh of the model without experts: this mesh, or the one that it was made of."""
         return self._whole or self
 
     @property
     def shard_rank(self) -> int:
-        """Place of this rank among those that share a model."""
+        """Rank within the shard group."""
         return self.topology.shard_rank(self.rank)
 
     @property
     def slice_rank(self) -> int:
-        """Number of the slice of every flat buffer that this rank owns."""
+        """Index of the slice that this rank owns in every flat buffer."""
         return self.topology.slice_rank(self.rank)
 
     @cached_property
     def owner_slices(self) -> tuple[int, ...]:
-        """Slice number of every rank in ``owners``."""
+        """Slice index of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
     def begun_by_others(self) -> BegunOperations:
-        """How many operations torch has begun, by group, in those that are not the mesh's."""
+        """Count the operations that torch has begun in groups outside of the mesh, by group."""
         return counted_by_torch(self._groups.names())
 
     def drain(self) -> None:
@@ -333,18 +333,18 @@ class Mesh:
         self.copy_out_stream.drain()
 
     def give_back(self) -> None:
-        """A run has ended: later ones of this process may communicate by the same groups."""
+        """Return the process groups to the pool at the end of a run, for later runs."""
         streams = self.gather_stream, self.reduce_stream, self.replicate_stream
         self._groups.give_back(sum(stream.issued for stream in streams))
 
     def device_mesh(self, names: tuple[str, str]) -> DeviceMesh:
-        """The axes of ranks that hold the same part of a layer, and of those that hold its parts.
+        """Make torch's mesh of two axes: data parallel, and tensor parallel.
 
-        Its groups are other than the mesh's own: users communicate in them. A collective of all
-        ranks.
+        Users communicate in its groups, so they are separate from those of this mesh. A collective
+        of all ranks.
 
         Args:
-            names: Of the two axes.
+            names: Names of the data parallel and the tensor parallel axis.
         """
         tensor = self.topology.tensor_groups()
         groups = [
@@ -354,7 +354,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, tensor, mesh_dim_names=names)
 
     def measure(self, clock: StepClock | None) -> None:
-        """Let a clock measure what compute waits for; None ends it."""
+        """Let a step clock measure the waits of compute; None ends the measurement."""
         self.run.clock = clock
         checks = self.users.group, self.fingerprints.group, self.data_fingerprints.group
         for group in (self.control, *checks):
@@ -364,7 +364,7 @@ class Mesh:
             self.experts.measure(clock)
 
     def begin_run(self) -> None:
-        """A run of a Trainer begins on the thread that calls this; all ranks call it."""
+        """Begin a run of a Trainer on the calling thread; called on all ranks."""
         refuse_inherited(self.control, "a run of a Trainer")
         self.desync.begin_run()
         self._let_read(threading.get_ident())
@@ -379,7 +379,7 @@ class Mesh:
             self.experts._let_read(thread)
 
     def leave_to_parent(self) -> None:
-        """This process was forked from the rank: refuse what the rank does with others."""
+        """Refuse all communication in this process, which was forked from the rank."""
         self.is_inherited = True
         for name, former in [*vars(self).items()]:
             if isinstance(former, Collectives) and former.size > 1:
@@ -392,7 +392,7 @@ class Mesh:
                 leave_to_parent(group)
 
     def _progress(self) -> Callable[[], BegunOperations]:
-        """What tells how much this rank has begun."""
+        """Return a function that counts the operations begun by this rank."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
         hosts: dict[str, HostGroup | dist.ProcessGroup] = {
             "everyone": self.control,
@@ -436,7 +436,7 @@ class Mesh:
         )
 
     def _describe_mismatches(self, group: HostGroup, ranks: Sequence[int]) -> None:
-        # Torch knows a group for longer than anybody needs the liveness probe.
+        # Weak: torch keeps a group for longer than the liveness probe is needed.
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
             group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
@@ -451,14 +451,14 @@ class Mesh:
         of: str = "",
         traffic: Traffic | None = None,
     ) -> Collectives:
-        """Collectives of one axis of the mesh, which divides the ranks into groups of one size.
+        """Make the collectives of one axis of the mesh; its groups are of equal size.
 
         Args:
-            axes: Ranks of all groups, by purpose.
+            axes: Ranks of all groups, by axis.
             purpose: Name of the axis.
-            otherwise: Result where the mesh has no group for it.
-            of: Ending of the group's name.
-            traffic: Count of bytes; None: that of parameters and gradients.
+            otherwise: Collectives to return if the mesh has no such axis.
+            of: Suffix of the group's name.
+            traffic: Byte counter; None: the counter of parameters and gradients.
         """
         if otherwise is not None and purpose not in axes:
             return otherwise
@@ -492,14 +492,14 @@ _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 def _leave_all_to_parent() -> None:
     if dist.is_initialized():
-        # A process group that was garbage in the parent would wait, where this process frees it,
-        # for threads that only the parent has.
+        # Freeing a process group that was garbage in the parent would wait in this process for
+        # threads that only the parent has.
         gc.freeze()
     for mesh in list(_MESHES):
         mesh.leave_to_parent()
 
 
-# At fork alone, so that collectives need not compare process ids in every step.
+# Registered for forks, so that collectives need not compare process ids in every step.
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
@@ -511,7 +511,7 @@ def _describe(
     meeting: str,
     operation: str,
 ) -> str:
-    """Operations that the ranks reached at a sync point; called by all ranks that reached it."""
+    """Describe the operations of the ranks at a sync point; called by all ranks that reach it."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}
@@ -523,7 +523,7 @@ def _describe(
             for other, name in others.items()
             if name in texts
         }
-        # Who has only begun it, and waits for something else, does not know of the meeting.
+        # Ranks that wait in another operation do not know of this exchange of descriptions.
         liveness_probe = alive()
         answers = (
             liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S)

@@ -1,22 +1,22 @@
 """Autocast copies: parameters gathered in autocast's dtype, for the forward of their module alone.
 
-Under autocast a ``Linear`` casts its weight before it multiplies with it, so the cast can be made
-before the gather, at half the bytes and with the same result. Whatever else reads the weight (a
-penalty, a cosine head, a moving average that is written in the step) has to see the parameter
-itself, in its own dtype: an unsharded run shows it nothing else. So the module keeps its sharded
-parameters, and its forward runs on a shadow of it that holds the gathered ones: made for each call
-from what the module is at that moment, since hooks and steps may set any attribute of it.
+Under autocast a ``Linear`` casts its weight before the product, so the cast can precede the gather,
+at half the bytes and with the same result. All other readers of the weight (a penalty, a cosine
+head, a moving average that is written in the step) must see the parameter itself, in its own dtype,
+as in an unsharded run. So the module keeps its sharded parameters, and its forward runs on a shadow
+of the module that holds the gathered ones. The shadow is made for each call from the current
+attributes of the module, as hooks and steps may set any of them.
 
-The same holds, in their own dtype, for frozen parameters of which tensor-parallel ranks have parts:
-only the forward of their layer knows what to do with a part.
+The same holds, in their own dtype, for frozen parameters that tensor-parallel ranks split: only the
+forward of their layer can compute with a part.
 
-Only torch's own code may see the shadow. Where somebody has put other code in its place (another
-class, a patched forward or function, a torch function mode), the forward runs on the module.
+Only torch's own code may see the shadow. With other code (a subclass, a patched forward or
+function, a torch function mode), the forward runs on the module.
 
-The forward is a bound method, which a deep copy of the module binds to the copy, and a function
-without side effects on the module's parameters: ``torch.compile`` traces it without a break, and
-into one graph for all blocks. What it traces is the shadow that was made when the unit was
-gathered, if the module's attributes are still the same.
+The forward is a bound method, which a deep copy of the module binds to the copy, and it has no side
+effects on the module's parameters: ``torch.compile`` traces it without a break, and into one graph
+for all blocks. It traces the shadow that was made when the unit was gathered, if the module's
+attributes are still the same.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-_COPIES = "_shardeddp_autocast_copies"  # in the dictionary of a module
+_COPIES = "_shardeddp_autocast_copies"  # attribute of a module
 _SETTING = (bool, int, float, str, tuple, list)
 
 
 class _Forward(NamedTuple):
-    """A forward that autocast makes cast its parameters before it uses them."""
+    """Code of a forward that casts its parameters under autocast before any other use."""
 
     parameters: tuple[str, ...]
     functions: tuple[str, ...] = ()
-    """Of ``torch.nn.functional``, which it calls."""
+    """Names of the functions of ``torch.nn.functional`` that it calls."""
 
     methods: tuple[str, ...] = ()
-    """Of its class, which it calls."""
+    """Names of the methods of its class that it calls."""
 
 
 def _convolution(function: str, method: str) -> _Forward:
@@ -82,16 +82,16 @@ _FORWARDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": _Forward(("weight", "b
 
 
 def is_cast_by_autocast(module: nn.Module, name: str) -> bool:
-    """Whether all that a module's forward does with a parameter begins with autocast's cast of it.
+    """Return whether a module's forward casts a parameter under autocast before any other use.
 
-    A subclass, or a forward or function that somebody has put in the place of torch's, may do
-    anything with it, and that would be in the lower dtype.
+    False for a subclass or a patched forward or function: they might compute with the parameter in
+    its own dtype.
     """
     return type(module) is not nn.Embedding and is_used_by_torch(module, name)
 
 
 def is_used_by_torch(module: nn.Module, name: str) -> bool:
-    """Whether a module's forward is torch's own, which reads a parameter and changes no attribute."""
+    """Return whether torch's own forward reads a parameter and changes no attribute."""
     forward = _forward_of(module)
     if forward is None or name not in forward.parameters or "forward" in vars(module):
         return False
@@ -112,7 +112,7 @@ def _forward_of(module: nn.Module) -> _Forward | None:
 
 
 def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
-    """The functions that run in a module's forward; None if the module has some of its own."""
+    """Return the functions that run in a module's forward; None if the instance overrides any."""
     if any(name in module.__dict__ for name in forward.methods):
         return None
     kind = type(module)
@@ -124,14 +124,13 @@ def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
 
 
 class AutocastCopies:
-    """Tensors that the forward of one module computes with.
+    """Gathered parameters that the forward of one module computes with.
 
     Args:
-        module: The module.
-        names: Of its parameters that are gathered in autocast's dtype.
-        inner: By name of a child whose parameters the module's forward reads itself, the child's
-            own copies.
-        by_autocast: Whether they are for a forward under autocast alone.
+        module: Module that holds the parameters.
+        names: Names of the parameters that are gathered as copies.
+        inner: Copies of child modules, by name, if this module's forward reads their parameters.
+        by_autocast: True if the copies are valid only under autocast.
     """
 
     def __init__(
@@ -146,13 +145,13 @@ class AutocastCopies:
         """Whether the gathered parameters are usable."""
 
         self.uses = 0
-        """How often the forward has run, for a backward that has not begun."""
+        """Number of forwards with gradients since the last gather or backward began."""
 
         self.sharded: dict[str, torch.Tensor | None] = dict.fromkeys(names)
-        """By name, what the module holds as long as nobody has put something else there."""
+        """Sharded parameters of the module by name, unless other code has replaced them."""
 
         self._locals: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of these when they were gathered
+        self._versions: list[int] = []  # versions of `_locals` at the gather
         self.dtype = torch.float32
         self._device_type = "cpu"
         self._gathered: dict[str, nn.Parameter] = {}
@@ -164,10 +163,10 @@ class AutocastCopies:
             name for name, it in vars(module).items() if it is None or isinstance(it, _SETTING)
         )
         self._compiled = module
-        """The shadow that compiled code computes with."""
+        """Shadow that compiled code computes with."""
 
     def are_current(self, module: nn.Module) -> bool:
-        """Whether the module's forward would make these very copies now, and they are usable."""
+        """Return whether the copies are usable and equal those that the forward would make now."""
         if not self.active or any(
             module._parameters.get(name) is not it for name, it in self.sharded.items()
         ):
@@ -188,12 +187,12 @@ class AutocastCopies:
         )
 
     def _casts_alike(self, module: nn.Module) -> bool:
-        """Whether it is torch's forward under the autocast that they were gathered for."""
+        """Return whether torch's forward runs under the autocast of the copies."""
         device = self._device_type
         return (
             type(module) is self._class
             and _code(module, self._forward) == self._code
-            # Else it is called outside of autocast, or inside of one that the user has changed.
+            # False outside of autocast, or inside of one that the user has changed.
             and torch.is_autocast_enabled(device)
             and torch.get_autocast_dtype(device) == self.dtype
         )
@@ -201,23 +200,23 @@ class AutocastCopies:
     def hold(
         self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype
     ) -> None:
-        """Compute with a gathered parameter, in its dtype, where the module holds a sharded one."""
+        """Let the forward compute with a gathered parameter instead of the module's sharded one."""
         self.sharded[name], self._gathered[name] = sharded, gathered
         self.dtype, self._device_type = dtype, sharded.device.type
 
     def activate(self, module: nn.Module) -> None:
-        """The gathered parameters are usable from here on."""
+        """Use the gathered parameters in forwards from now on."""
         self._compiled = self._shadow(module)
         self.note_gather()
         self.uses, self.active = 0, True
 
     def deactivate(self, module: nn.Module) -> None:
-        """The gathered parameters are about to be released."""
+        """Stop using the gathered parameters, before their release."""
         self.active = False
         self._compiled = module  # a shadow holds memory of other parameters as well
 
     def shadow(self, module: nn.Module) -> nn.Module:
-        """The module as it is now, with the gathered parameters."""
+        """Return the module in its current state, with the gathered parameters."""
         return self._compiled if torch.compiler.is_compiling() else self._shadow(module)
 
     def _shadow(self, module: nn.Module) -> nn.Module:
@@ -229,9 +228,9 @@ class AutocastCopies:
         return shadow
 
     def without(self, module: nn.Module) -> nn.Module:
-        """The module as its forward has to see it without the gathered parameters.
+        """Return the module for a forward without the gathered parameters.
 
-        Where it holds a sharded parameter of which this rank computes with a part, that is a shadow.
+        It is a shadow if a tensor-parallel rank computes with a part of a sharded parameter.
         """
         parts: dict[str, torch.Tensor] = {}
         for name, gathered in self._gathered.items():
@@ -255,7 +254,7 @@ class AutocastCopies:
             copies.note_use()
 
     def note_gather(self) -> None:
-        """Note that the copies have the values of the shards."""
+        """Record the versions of the shards that the copies have been gathered from."""
         self._locals = [cast(ShardTensor, sharded).raw_local for sharded in self.sharded.values()]
         self._versions = [local._version for local in self._locals]
 
@@ -277,11 +276,11 @@ def compute_with_copies(
     """Make a module's forward compute with gathered parameters, once :func:`copies_of` has them.
 
     Args:
-        module: Without a ``forward`` of its own in its dictionary.
-        names: Of its parameters.
-        inner: By name, children whose parameters its forward reads without calling them; prepared
-            already.
-        by_autocast: Whether they are for a forward under autocast alone.
+        module: Module without a ``forward`` of its own in its dictionary.
+        names: Names of the parameters.
+        inner: Children, by name, with parameters that the forward reads without calling the child;
+            this function has been called for them before.
+        by_autocast: True if the copies are valid only under autocast.
     """
     children = {
         name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None
@@ -300,12 +299,12 @@ def compute_with_parameters(module: nn.Module) -> None:
 
 
 def copies_of(module: nn.Module) -> AutocastCopies | None:
-    """The gathered parameters that a module's forward computes with, where it has such."""
+    """Return the gathered parameters that a module's forward computes with; None if it has none."""
     return vars(module).get(_COPIES)
 
 
 def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A module that shares everything with another one but some parameters."""
+    """Return a module that shares all attributes with another one, except for some parameters."""
     shadow = object.__new__(type(module))
     own = module.__dict__
     shadow.__dict__.update(own, _parameters={**own["_parameters"], **parameters})
@@ -322,7 +321,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a class of tensors or a mode of somebody's comes to see each function of torch."""
+    """Return whether a tensor subclass or a mode of the user intercepts functions of torch."""
     given = (*args, *kwargs.values())
     return has_torch_function(given) and (
         any(type(mode) is not DeviceContext for mode in torch_function_modes())

@@ -1,7 +1,7 @@
 """Buffers: they follow rank 0, as under DistributedDataParallel.
 
-Buffers that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each
-rank's own, as they do there with ``broadcast_buffers=False``.
+Ranks keep their own buffers of kinds that DistributedDataParallel cannot broadcast (sparse, nested,
+quantized, expanded), as there with ``broadcast_buffers=False``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from shardeddp.torch_private import foreach_copy_, preserve_versions
 
 
 class BufferSync:
-    """Broadcasts the buffers that a model has when it is set up."""
+    """Broadcasts the buffers that a model has at setup.
+
+    Args:
+        module: Root module of the model.
+        mesh: Process groups of the model's ranks.
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        """Another one once the run goes on with another sharding strategy."""
+        """Current mesh; replaced when the run continues with another sharding strategy."""
         self._places = [
             (owner, name)
             for owner in module.modules()
@@ -29,7 +34,7 @@ class BufferSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
+        """Overwrite every rank's buffers with rank 0's; one broadcast per dtype."""
         if self.mesh.data.size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -47,8 +52,8 @@ class BufferSync:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
                 plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
-                # As DDP does: a second forward may come before the backward of the first, which
-                # reads no running statistics, and would refuse them.
+                # Versions stay, as in DDP: a second forward may come before the backward of the
+                # first, which does not read running statistics but would reject changed ones.
                 with preserve_versions(tuple(it for it in buffers if not it.is_inference())):
                     if plain:
                         foreach_copy_(*map(list, zip(*plain, strict=True)))
@@ -57,7 +62,7 @@ class BufferSync:
 
 
 def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
-    """Whether every element of a buffer has memory of its own.
+    """Return whether every element of a buffer has memory of its own.
 
     Elements of sparse, nested, quantized and expanded buffers do not.
     """

@@ -49,40 +49,40 @@ from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_compute
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Deferred:
-    """A tensor of a model that has no values until something is written to it."""
+    """Tensor of a model on the meta device, without values so far."""
 
     fqn: str
     owner: nn.Module
-    """The first module that has it."""
+    """First module that holds the tensor."""
 
     name: str
-    """Of the attribute of that module."""
+    """Name of the parameter, buffer or attribute in that module."""
 
     tensor: torch.Tensor
     place: MetaView
     is_parameter: bool = False
     is_shared: bool = True
-    """Whether all ranks have it, as under DDP; an attribute is each rank's own."""
+    """Whether ranks have equal values, as under DDP; attributes are each rank's own."""
 
     @property
     def current(self) -> torch.Tensor:
-        """The current tensor: of a parameter, the sharded one."""
+        """Current tensor; the sharded one for a parameter."""
         return self.owner._parameters[self.name] if self.is_parameter else self.tensor  # type: ignore[return-value]
 
 
 class Materializer:
-    """Finds the deferred tensors of a model before it is sharded, and gives them values after that.
+    """Finds the deferred tensors of a model before sharding, and gives them values afterwards.
 
     Args:
-        units: The model's units, the root first.
-        recording: How the model was built.
-        load: Loads a checkpoint into the sharded model; what it leaves out is initialised. None:
-            there is none.
-        is_only: Whether no other recorded module waits for its own units. Then what the
-            constructors have left elsewhere gets values, too; else :func:`fill_rest` does that.
+        units: Units of the model, the root unit first.
+        recording: Recorded construction of the model.
+        load: Function that loads a checkpoint into the sharded model; tensors that it does not load
+            are initialised. None: no checkpoint.
+        is_only: True if no other recorded module awaits its units. Then tensors that constructors
+            left outside of the model get values, too; else :func:`fill_rest` does that.
 
     Raises:
-        ConfigurationError: A deferred tensor cannot be given values of its own.
+        ConfigurationError: A deferred tensor cannot get values of its own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Materializer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether something was on the meta device."""
+        """Whether the model has deferred tensors."""
         return bool(self._deferred)
 
     @torch.no_grad()
@@ -128,12 +128,12 @@ class Materializer:
         """Give every deferred tensor its values; a collective of all ranks.
 
         Returns:
-            Names of parameters that something else has a view of, which keeps their first values.
+            Names of parameters with views outside of the model, which keep the initial values.
 
         Raises:
-            ConfigurationError: Nothing can give some of them values; lists them.
-            LayoutMismatchError: Ranks have built their models in different ways.
-            RankError: Some rank failed while it loaded or initialised.
+            ConfigurationError: Some tensors cannot get values; the message lists them.
+            LayoutMismatchError: Ranks have built their models differently.
+            RankError: A rank failed to load or to initialise its tensors.
         """
         parameters = [item.current for item in self._deferred if item.is_parameter]
         await_values(parameters, True)
@@ -164,7 +164,7 @@ class Materializer:
         memory: Mapping[int, torch.UntypedStorage],
         kept: Mapping[int, torch.UntypedStorage],
     ) -> None:
-        """Fill the model's tensors, and those that are kept elsewhere, by their storages."""
+        """Fill the model's tensors, and those kept elsewhere, by index of their storages."""
         missing = [item for item in self._deferred if item.is_shared and item.tensor.numel()]
         if self._load is not None and missing:
             with torch.compiler.set_stance("force_eager"), Writes() as writes:
@@ -197,7 +197,7 @@ class Materializer:
         )
         source = None if alike else mesh
         if alike:
-            # With those that are kept elsewhere: the numbers are come past once.
+            # Tensors kept elsewhere are filled in the same replay, which draws all numbers once.
             plan = self._recording.plan({*plan.wanted, *kept}) if kept else plan
             plan.narrow(_parts_of(parts, {*memory, *kept}))
         else:
@@ -229,8 +229,8 @@ class Materializer:
                 awaited.pop(storage, None)
                 del values
         except Exception:
-            # The others send and receive what this rank does not have any more, before all hear of
-            # it.
+            # Other ranks send and receive the remaining tensors before they learn of the error, so
+            # this rank must take part without values.
             for storage in awaited:
                 take(storage, torch.UntypedStorage(self._recording.nbytes(storage), device=HOST))
             raise
@@ -239,7 +239,7 @@ class Materializer:
 def _parts_of(
     items: Mapping[int, Sequence[Deferred]], whole: Container[int]
 ) -> dict[MetaView, tuple[int, int]]:
-    """The elements that this rank keeps, of parameters that nothing else shares memory with."""
+    """Return the interval of elements that this rank keeps, for parameters with unshared memory."""
     parts: dict[MetaView, tuple[int, int]] = {}
     for storage, (item, *more) in items.items():
         spec = cast(ShardTensor, item.current).spec if item.is_parameter else None
@@ -249,10 +249,10 @@ def _parts_of(
 
 
 def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
-    """Refuse tensors that nothing gives values.
+    """Check that the recording gives all tensors values.
 
     Raises:
-        ConfigurationError: Lists them.
+        ConfigurationError: Some get none; the message lists them.
     """
     plan = recording.plan(item.place.storage for item in missing)
     found = {storage for storage in plan.completed if recording.knows(storage)}
@@ -270,10 +270,10 @@ def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
 
 
 def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
-    """Refuse changes of parameters that nobody saw; point out those of other tensors.
+    """Reject unrecorded writes to parameters; warn about those to other tensors.
 
     Raises:
-        ConfigurationError: Names the parameters.
+        ConfigurationError: Parameters were written to; the message lists them.
     """
     lost = [it for it in items if it.place.storage in recording.written]
     parameters = [it.fqn for it in lost if it.is_parameter]
@@ -289,12 +289,12 @@ def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
 
 
 def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
-    """Copy values into a tensor; of a sharded one, into this rank's part.
+    """Copy values into a tensor; into this rank's shard if it is sharded.
 
     Args:
-        target: The tensor.
-        values: All of them, on the host.
-        source: Ranks that have other values than rank 0, and get its. None: they have the same.
+        target: Tensor to fill.
+        values: Values of the whole tensor, on the host.
+        source: Mesh in which rank 0 broadcasts its values; None: all ranks have equal values.
     """
     values = values.resolve_conj().resolve_neg()
     if source is not None:
@@ -308,9 +308,9 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
 
 
 def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    """Give ranks the values of the first of those that have the same elements, where they differ.
+    """Compare replayed values between ranks, and broadcast those of the first rank if they differ.
 
-    They have repeated the same, on processors that may round it in other ways. Shards of
+    All ranks have run the same operations, but their processors may round differently. Shards of
     ``parameters`` are compared between replicas, tensors of ``whole`` between all ranks.
     """
     replicas = None if mesh.topology.split_replicas else mesh.replicate
@@ -335,10 +335,10 @@ def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
 def _allocate(
     tensor: torch.Tensor, place: MetaView, memory: dict[int, torch.UntypedStorage]
 ) -> None:
-    """Give a tensor host memory, shared with those in the same storage; its identity stays.
+    """Give a tensor host memory, shared within its storage; it stays the same object.
 
     Raises:
-        RuntimeError: Native code holds a weak reference to it.
+        RuntimeError: Native code holds a weak reference to the tensor.
     """
     storage = memory.setdefault(
         place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
@@ -355,20 +355,20 @@ def _allocate(
 def _refill(
     kept: Mapping[int, torch.UntypedStorage], recording: Recording, *, move_generators: bool = False
 ) -> None:
-    """Give storages their values on this rank, whatever others have."""
+    """Fill storages with their values on this rank, without other ranks."""
     for storage, values in recording.repeat(recording.plan(kept), move_generators):
         _as_bytes(kept[storage]).copy_(_as_bytes(values))
 
 
 class Writes(DispatchMode):
-    """Notes which tensors are written to while it is active."""
+    """Records writes to tensors while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reached: set[ShardSpec | int] = set()
 
     def reached(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was written to a tensor that has existed since this began."""
+        """Return whether a tensor, made before the mode was entered, was written to."""
         return _memory_of(tensor) in self._reached
 
     def __torch_dispatch__(
@@ -383,7 +383,7 @@ class Writes(DispatchMode):
 
 
 def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
-    """Common part of all tensors over the same elements."""
+    """Return a key that is equal for all tensors over the same elements."""
     if isinstance(tensor, GatheredView):
         return tensor.sharded.spec
     if isinstance(tensor, ShardTensor):
@@ -410,9 +410,10 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
 def _others(
     root: nn.Module, recording: Recording, but: Iterable[nn.Parameter] = ()
 ) -> list[Deferred]:
-    """The meta tensors of a model but some, once each, in an order that is the same on all ranks.
+    """Find the meta tensors of a model, once each, in an order that is the same on all ranks.
 
-    They are parameters, buffers and what attributes have in nested dicts, lists and tuples.
+    They are parameters except those in ``but``, buffers, and tensors of attributes in nested dicts,
+    lists and tuples.
     """
     seen = set(map(id, but))
     found: list[Deferred] = []
@@ -447,10 +448,10 @@ def _others(
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The meta tensors among a module's parameters, buffers and attributes, by name."""
+    """Yield the meta tensors among a module's parameters, buffers and attributes, with names."""
     own = {name: it for name, it in vars(module).items() if name not in _OF_MODULES}
     for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
-        if isinstance(value, _PLAIN):  # most are: looking into them would take longest
+        if isinstance(value, _PLAIN):  # most are: flattening them would take most of the time
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
@@ -462,30 +463,29 @@ _PLAIN = (type(None), bool, int, float, str, torch.Size)
 
 # -- Deferred tensors that are kept elsewhere
 #
-# A constructor may leave tensors anywhere: in objects, closures and caches, in a module that is in a
-# plain list so that no state dict has it. Products of tensors on the host with some on the meta
-# device are garbage, and nobody says so. So all that were recorded and still exist get values, as
-# an eager construction leaves them: of this rank, on the host.
+# A constructor may leave tensors in objects, closures and caches, or in a module of a plain list,
+# which no state dict has. Torch multiplies host and meta tensors to garbage without an error. So
+# all recorded tensors that still exist get values on the host, of this rank, as after an eager
+# construction.
 
 
 def _elsewhere(
     recording: Recording, deferred: Sequence[Deferred] = ()
 ) -> list[tuple[torch.Tensor, MetaView]]:
-    """Recorded tensors that still exist on the meta device, whatever refers to them.
+    """Find all recorded tensors that still exist on the meta device, with their view geometry.
 
     Args:
-        recording: Of them.
-        deferred: Tensors of a model; a warning tells of what may be a copy of one, and was not
-            recorded.
+        recording: Recording of the tensors.
+        deferred: Tensors of a model; a warning lists possible unrecorded copies of them.
     """
     tensors = tensors_on_meta() if deferred or recording.is_used else []
-    if tensors:  # mostly there are none; else garbage has to be told from them
+    if tensors:  # mostly there are none; else collect garbage, which must not get values
         tensors.clear()
         gc.collect()
         tensors = tensors_on_meta()
-    with without_torch_function():  # some are those of other models, which may be gone
+    with without_torch_function():  # some belong to other models, which may be gone
         known = [it for it in tensors if recording.has(it) and not recording.is_set_aside(it)]
-        # What hooks have there on purpose may have been computed with; it stays.
+        # Tensors without known values stay on meta: hooks make them there on purpose.
         known = [it for it in known if recording.knows(recording.place_of(it).storage)]
         computed = [it.shape for it in known if it.requires_grad and not it.is_leaf]
         shapes = {item.place.shape: item.fqn for item in deferred if item.place.numel > 1}
@@ -513,7 +513,7 @@ def _elsewhere(
 
 @torch.no_grad()
 def fill_rest(recording: Recording) -> None:
-    """Give all recorded tensors that are still on the meta device their values, whole, on this rank."""
+    """Fill all recorded tensors that are still on the meta device, whole, on this rank."""
     kept: dict[int, torch.UntypedStorage] = {}
     elsewhere = _elsewhere(recording)
     for tensor, place in elsewhere:
@@ -523,14 +523,14 @@ def fill_rest(recording: Recording) -> None:
 
 
 def _name_host(root: nn.Module | None, elsewhere: Sequence[torch.Tensor]) -> None:
-    """Let attributes that name the meta device, where modules were built, name the host.
+    """Replace the meta device in attributes of modules by the host, as after an eager construction.
 
-    So an eager construction leaves them. A module that makes its positions on the device that it
-    has noted (``self.device = self.weight.device``) would make them on the meta device.
+    A module that makes tensors on a stored device (``self.device = self.weight.device``) would
+    make them on the meta device.
 
     Args:
-        root: The modules in it are looked at.
-        elsewhere: So are modules that have some of these tensors, and those that lead to them.
+        root: Module with submodules to search; None: none.
+        elsewhere: Tensors; modules that hold one, directly or by other modules, are searched.
     """
 
     def named(leaf: Any) -> Any:
@@ -548,7 +548,7 @@ def _name_host(root: nn.Module | None, elsewhere: Sequence[torch.Tensor]) -> Non
 
 
 def _holders(tensors: Sequence[torch.Tensor]) -> list[nn.Module]:
-    """Modules that have some tensors, and those that lead to them, wherever they are kept."""
+    """Find all modules of this process that hold one of the tensors, directly or in children."""
     if not tensors:
         return []
     wanted = set(map(id, tensors))
@@ -557,7 +557,7 @@ def _holders(tensors: Sequence[torch.Tensor]) -> list[nn.Module]:
     while True:
         more, others = [], []
         for it in rest:
-            held = vars(it)  # a constructor that has failed may have left no more than some of it
+            held = vars(it)  # incomplete if the constructor has failed
             parts = (x for name in _OF_MODULES for x in (held.get(name) or {}).values())
             own = [*held.values(), *parts]  # states of metrics are attributes
             (others if wanted.isdisjoint(map(id, own)) else more).append(it)
@@ -570,15 +570,15 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class MetaGuard(DispatchMode):
-    """Refuses operations of tensors with values and tensors on the meta device.
+    """Refuses operations that mix tensors with values and tensors on the meta device.
 
-    Torch computes many of them (products, lookups by index) without an error, from memory that is
-    not there. Nothing is left on the meta device that was found; this finds what was not.
+    Torch computes many of them (products, lookups by index) without an error, from invalid memory.
+    All meta tensors that were found have values by now; this mode detects the others.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as without this mode: for others torch skips code, and whatever calls it later, for good."""
+        """Compile as without this mode; for other modes torch marks code as skipped, for good."""
         return True
 
     def __torch_dispatch__(
@@ -609,7 +609,7 @@ class MetaGuard(DispatchMode):
 
 # -- Models without a recording
 #
-# Their values come from the reset methods of their modules.
+# Reset methods of their modules give them values.
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -617,11 +617,11 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 def record_resets(root: nn.Module, recording: Recording) -> None:
     """Record ``reset_parameters()`` of each module that has unrecorded meta parameters or buffers.
 
-    Children come before their parent, as constructors end.
+    Children come before their parent, in the order in which constructors end.
 
     Raises:
-        ConfigurationError: A reset has replaced a parameter by another of another shape, or without
-            values.
+        ConfigurationError: A reset has removed a parameter, or replaced it by one of another shape
+            or off the meta device.
     """
     for path, module in _post_order(root):
         own = dict(module.named_parameters(recurse=False)) | dict(
@@ -650,7 +650,7 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
 
 
 def _warn_of_resets(missing: Sequence[Deferred], recording: Recording) -> None:
-    """Warn about tensors that get values of resets, as nobody saw what their constructors did."""
+    """Warn about tensors with values of resets, because their construction was not recorded."""
     names = [item.fqn for item in missing if item.fqn in recording.reset_names]
     if names:
         warnings.warn(
@@ -682,7 +682,7 @@ def _keep_object(module: nn.Module, name: str, parameter: nn.Parameter, reset: s
 
 
 def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, children before their parent."""
+    """Yield every module once with its path, children before their parent."""
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -701,17 +701,15 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def materialize(root: nn.Module, recording: Recording, *, is_loaded: bool = False) -> None:
-    """Give a module on the meta device all its values, on the host.
-
-    Every reference to it is followed there.
+    """Move a module on the meta device to the host, with its values; its tensors stay the same.
 
     Args:
-        root: The module.
-        recording: How it was built.
-        is_loaded: Whether values are loaded into it afterwards, and none has to be there before.
+        root: Root module.
+        recording: Recorded construction of the module.
+        is_loaded: True if values are loaded afterwards, so that tensors may stay uninitialised.
 
     Raises:
-        ConfigurationError: Nothing can give some tensors values.
+        ConfigurationError: Some tensors cannot get values.
     """
     recording.notice_writes()
     record_resets(root, recording)

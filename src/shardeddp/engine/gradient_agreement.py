@@ -1,12 +1,12 @@
 """Gradient agreement: which parameters get a gradient, on all ranks alike, at the end of a backward.
 
-Ranks may use different parameters, so they take the maximum of their findings over all ranks. It is
-expected to be that of the last backward of the same kind. Each rank installs gradients by that
-expectation at once, starts the reduction of its findings without waiting for it, and reads the
-result when somebody looks at gradients, and at the latest before the optimizer steps, another pass
-begins, or ranks agree on anything else. Where the result differs, all ranks make the same
-corrections. A micro-batch that does not synchronise starts no such reduction: the next one that
-does includes its findings.
+Ranks may use different parameters, so they take the maximum of their findings over all ranks. Each
+rank expects the maximum of the last backward of the same kind. It installs gradients by that
+expectation at once, starts the maximum of its findings without waiting for it, and reads the
+result when gradients are read, and at the latest before the optimizer steps, another pass begins,
+or ranks agree on anything else. If the result differs, all ranks make the same corrections. A
+micro-batch that does not synchronise starts no maximum: the next one that does includes its
+findings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardeddp.tensor.backward import store_gradients, stored_gradients
 from shardeddp.tensor.shard_tensor import any_completion_hooks
 
 Kind = tuple[str, bool]
-"""Backwards that are expected to be alike: their number in the step, and whether they synchronise."""
+"""Kind of backwards with equal findings: number in the step, and whether it synchronises."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +37,40 @@ class Findings:
     """State of gradients after a backward, of one rank or the maximum over all ranks."""
 
     watched: bool
-    """Whether somebody looks at gradients between micro-batches."""
+    """Whether gradients are read between micro-batches."""
 
     left: tuple[bool, ...]
-    """By unit, whether it has gradients that are still to be reduced."""
+    """Flag per unit: it has gradients that are still to be reduced."""
 
     entered: tuple[bool, ...]
-    """By unit, whether the backward has entered it."""
+    """Flag per unit: the backward has entered it."""
 
     viewed: tuple[bool, ...]
-    """By unit, whether anything outside of the engine refers to memory of its parameters."""
+    """Flag per unit: code outside of the engine refers to gathered memory of its parameters."""
 
     gradients: tuple[int, ...]
-    """By parameter, twice its gradient's level, plus 1 if only an earlier micro-batch has used it.
+    """Twice the gradient's level per parameter, plus 1 if earlier micro-batches used it.
 
-    The earlier one is a micro-batch whose findings no other rank knows.
+    Earlier ones are those since the last maximum: other ranks do not know their findings.
     """
 
     @property
     def levels(self) -> list[int]:
-        """By parameter, its :class:`GradientLevel`."""
+        """:class:`GradientLevel` of each parameter."""
         return [each // 2 for each in self.gradients]
 
     @property
     def used(self) -> list[bool]:
-        """By parameter, whether it gets a gradient."""
+        """Flag per parameter: it gets a gradient."""
         return [bool(each) for each in self.gradients]
 
     def encode(self) -> list[int]:
-        """As integers, whose maximum over the ranks is that of the findings."""
+        """Encode the findings as integers; their element-wise maximum is that of the findings."""
         return [*map(int, (self.watched, *self.left, *self.entered, *self.viewed)), *self.gradients]
 
     @staticmethod
     def decode(values: Sequence[int], units: int) -> Findings:
-        """Undo :meth:`encode` for a model of a number of units."""
+        """Decode the integers of :meth:`encode`, or their maximum; ``units`` is their number."""
         left, entered, viewed = (
             tuple(map(bool, values[1 + at * units : 1 + (at + 1) * units])) for at in range(3)
         )
@@ -79,17 +79,17 @@ class Findings:
 
 @dataclass
 class _Open:
-    """The last backward, before its result is read."""
+    """State of the last backward until its result is read."""
 
     kind: Kind
     expected: Findings | None
-    """Result of the last backward of its kind; None: there was none."""
+    """Result of the previous backward of this kind; None: there was none."""
 
     result: Callable[[], tuple[list[int], bool]] | None
-    """Waits for the maximum, and whether all ranks have written the same; None: not started."""
+    """Function that waits for the maximum and for the comparison of writes; None: not started."""
 
     written: dict[str, int]
-    """Checksums of values that users have written, as compared with the result."""
+    """Checksums of values that users have written, compared together with the maximum."""
 
     is_applied: bool = False
     """Whether gradients are installed by the expectation."""
@@ -99,10 +99,10 @@ class GradientAgreement:
     """Installs the gradients of all units at the end of a backward.
 
     Args:
-        progresses: All units, the root first.
-        mesh: All ranks.
-        queue: Reduces gradients that have arrived after their unit was reduced.
-        to_host: Whether gradients are copied to host memory.
+        progresses: Progress of all units, the root unit first.
+        mesh: Process groups of all ranks.
+        queue: Queue that reduces gradients which arrived after their unit was reduced.
+        to_host: True if gradient shards are in host memory.
     """
 
     def __init__(
@@ -123,21 +123,21 @@ class GradientAgreement:
         ]
         self._expected: dict[Kind, Findings] = {}
         self._open: _Open | None = None
-        # Since the last result: indices of parameters that this rank has used, and gradients of
-        # parameters that had none before.
+        # Since the last result: indices of parameters that this rank has used, and gradients
+        # installed on parameters that had none before.
         self._earlier: set[int] = set()
         self._installed: dict[int, torch.Tensor] = {}
         self._is_watched = False
 
     def forget_expectations(self) -> None:
-        """Expect nothing: ranks train other parameters from here on."""
+        """Drop all expectations, because ranks train other parameters from now on."""
         self._expected.clear()
 
     def agree(self, kind: Kind) -> None:
-        """Agree on a backward whose gradients have arrived, or are on their way."""
+        """Agree on the gradients of a backward and install them; reductions may be in flight."""
         self._close()
         for progress in self._progresses:
-            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
+            progress.unit.keep_writes()  # on all ranks, even if some have not read their writes
         _, self._across_replicas = kind
         expected, opened = self._expected.get(kind), _Open(kind, None, None, {})
         if expected is None:
@@ -152,7 +152,7 @@ class GradientAgreement:
             self._earlier.update(index for index, level in enumerate(levels) if level)
         self._reduce(expected.left)
         added_to = [each for gradients in self._gradients() for each in gradients.added_to()]
-        # Sums and hooks cannot be taken back: they wait for the result.
+        # Sums and hooks cannot be undone: they wait for the result.
         if opened.result is not None and (any(added_to) or self._has_hooks()):
             self._take_result(opened)
             return
@@ -169,12 +169,11 @@ class GradientAgreement:
         self._mesh.run.unsettled[id(self)] = self
 
     def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
-        """Let gradients be those that ranks agree on, where they were installed by expectation.
+        """Correct gradients that were installed by expectation to the result of all ranks.
 
         Args:
-            stepping: Whether all ranks come here before a step: they agree now if no reduction has
-                been started.
-            reading: Whether somebody looks at a gradient, on this rank at least.
+            stepping: True if all ranks call this before a step; starts the maximum if necessary.
+            reading: True if a gradient is read on this rank.
         """
         opened = self._open
         if opened is None:
@@ -187,7 +186,7 @@ class GradientAgreement:
         self._take_result(opened, within_backward=False)
 
     def _start(self, opened: _Open, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
-        """Start the maximum over all ranks, and the comparison of what they have written."""
+        """Start the maximum over all ranks, and the comparison of values written by users."""
         opened.written, options = (
             self._mesh.run.written.take(),
             self._mesh.run.written.take_changed_options(),
@@ -204,7 +203,7 @@ class GradientAgreement:
         )
 
     def _take_result(self, opened: _Open, *, within_backward: bool = True) -> None:
-        """Let gradients be those of all ranks' findings; a collective where any has some left."""
+        """Install the gradients of all ranks' findings; a collective if any rank has some left."""
         assert opened.result is not None
         self._close()
         highest, same = opened.result()
@@ -243,9 +242,9 @@ class GradientAgreement:
         self._mesh.run.unsettled.pop(id(self), None)
 
     def _findings(self) -> Findings:
-        """Those of this rank."""
-        # Sums of earlier micro-batches in the shard group wait for the replicas, used this time or
-        # not.
+        """Return the findings of this rank."""
+        # Sums of earlier micro-batches in the shard group still await the reduction across
+        # replicas, even if this backward has not used their parameters.
         left = [
             any(
                 group.gradients.waiting() or (self._across_replicas and group.gradients.partial)
@@ -282,18 +281,18 @@ class GradientAgreement:
                 self._queue.issue(progress, self._across_replicas)
 
     def _apply(self, found: Findings, also: Sequence[bool] = ()) -> None:
-        """Give parameters the gradients of a backward; units learn from it.
+        """Install the gradients of a backward, and update the progress of units.
 
         Args:
-            found: The maximum over all ranks, or its expectation.
-            also: By parameter, True if it gets its gradient in any case.
+            found: Maximum over all ranks, or its expectation.
+            also: Flag per parameter: True if it gets its gradient in any case.
         """
         self._queue.finish()
         if self._to_host:
             self._mesh.drain()  # readers of gradients on the host do not wait for streams
         installed = [*map(or_, found.used, also)] if also else found.used
         has_any = [level > GradientLevel.NONE for level in found.levels]
-        # Partial sums wait for the replicas: nobody is to see them.
+        # Partial sums await the reduction across replicas and are not visible to users.
         keeps_partial = not self._across_replicas and self._mesh.has_replicas
         end = 0
         for progress, entered, viewed in zip(
@@ -315,7 +314,7 @@ class GradientAgreement:
 
 
 def gradients_of(progresses: Sequence[UnitProgress]) -> Iterator[GroupGradients]:
-    """Gradients of all groups, in the order of their parameters."""
+    """Yield the gradients of all flat groups, in the order of their parameters."""
     for progress in progresses:
         for group in progress.unit.groups:
             yield group.gradients

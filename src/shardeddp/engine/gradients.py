@@ -32,10 +32,10 @@ class GradientMemory:
     """One gradient buffer, one gradient shard, and partial sums.
 
     Args:
-        layout: Where parameters lie in the buffer.
-        mesh: Through which gradients are reduced.
-        main_shard: Of whose dtype, and on whose device, the gradient shard is.
-        reduce_dtype: Of the gradient buffer, in which gradients travel.
+        layout: Layout of the parameters in the buffer.
+        mesh: Process groups and streams of the reductions.
+        main_shard: Main shard; the gradient shard has its dtype and device.
+        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class GradientMemory:
     ) -> None:
         self.mesh = mesh
         self.shard: torch.Tensor | None = None
-        """1D, shard_numel; made at the first reduction, then kept."""
+        """Gradient shard: 1D, shard_numel; made at the first reduction, then kept."""
 
         self.partial: torch.Tensor | None = None
-        """1D, shard_numel; sums of earlier micro-batches that replicas do not share yet."""
+        """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""
 
         # A rank that owns the whole buffer can pack straight into its gradient shard.
         self.packs_into_shard = (
@@ -64,11 +64,11 @@ class GradientMemory:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of the gradient buffer's memory, if it has any now."""
+        """Bytes of the gradient buffer's memory; 0 while it is released."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The gradient shard, and its slots where it is packed into."""
+        """Return the gradient shard, zero if new, and its slots if gradients are packed into it."""
         if self.shard is None:
             self.shard = (
                 empty_on_host(self._main_shard, self.mesh.device)
@@ -81,8 +81,8 @@ class GradientMemory:
         return self.shard, self._shard_slots
 
     def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The gradient buffer, with memory, and its slots."""
-        # Of a root: the peak may be here.
+        """Return the gradient buffer, with memory, and its slots."""
+        # The root unit's gradient buffer may set the peak of memory.
         RELEASED_MEMORY.clear(for_nbytes=self._layout.padded_numel * self._reduce_dtype.itemsize)
         if self._buffer is None:
             self._buffer = torch.empty(
@@ -93,32 +93,33 @@ class GradientMemory:
         return self._buffer, self._buffer_slots
 
     def close_buffer(self) -> None:
-        """Give the gradient buffer's memory back."""
+        """Release the gradient buffer's memory."""
         if self._buffer is not None:
-            # Allocated by compute, whose stream is behind the collective that read it by now
-            # (`Reduction._advance`): what gets the memory next is written after that.
+            # Allocated on compute's stream, which waits for the collective that read the buffer
+            # (`Reduction._advance`): the next tensor in this memory is written after that read.
             release(self._buffer)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the gradient shard is in host memory, beside a device that computes."""
+        """Whether the gradient shard is in host memory while another device computes."""
         return self._main_shard.device != self.mesh.device
 
     def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """The same elements outside of the gradient buffer, so that it waits for no replicas."""
+        """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
         return output if output is self.shard else output.clone()
 
     def keep_partial(self, output: torch.Tensor) -> None:
-        """Put what has been averaged in the shard group by for a later micro-batch to share."""
+        """Add averages of the shard group to the partial sums, reduced by a later micro-batch."""
         if self.partial is None:
             self.partial = output.to(self._main_shard.dtype, copy=True)
         else:
             self.partial.add_(output)
 
     def partial_of(self, index: int) -> torch.Tensor:
-        """This rank's elements of one parameter in the partial sums, 1D.
+        """Return this rank's elements of one parameter in the partial sums, 1D; zero if unset.
 
-        They are zero where nothing was put by.
+        Raises:
+            RuntimeError: Replicas split shards: the sums are not of the slice that a rank owns.
         """
         if self.mesh.topology.split_replicas:
             raise RuntimeError(
@@ -132,14 +133,14 @@ class GradientMemory:
         return local_view(self.partial, self._layout, index, self.mesh.slice_rank)
 
     def holds(self, local: torch.Tensor) -> bool:
-        """Whether a tensor is a view of the partial sums."""
+        """Return whether a tensor is a view of the partial sums."""
         return (
             self.partial is not None
             and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
         )
 
     def drop_partial_of(self, index: int) -> None:
-        """Forget the partial sums of one parameter."""
+        """Zero the partial sums of one parameter."""
         assert self.partial is not None
         pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
         first = self.mesh.slice_rank // pieces * pieces
@@ -147,11 +148,11 @@ class GradientMemory:
             local_view(piece, self._layout, index, first + place).zero_()
 
     def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        """Bring averaged gradients to the gradient shard.
+        """Write averaged gradients to the gradient shard, or add them to it.
 
         Args:
-            output: 1D, shard_numel.
-            kept: By parameter, whether they are added to what is there.
+            output: Averaged gradients; 1D, shard_numel.
+            kept: Flag per parameter: True to add, False to overwrite.
         """
         shard, _ = self.open_shard()
         if output is shard:
@@ -174,7 +175,7 @@ class GradientMemory:
             shard.copy_(total, non_blocking=True)
 
     def _slots_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of every parameter's slot in its shape, then of every stretch of padding."""
+        """Return views of every parameter's slot in its shape, then of every padding interval."""
         views = [
             flat[slot.interval.start : slot.interval.stop].view(slot.shape)
             for slot in self._layout.slots
@@ -188,31 +189,31 @@ class GradientMemory:
 
 
 class ReduceTarget(Enum):
-    """Where the gradients of a reduction go."""
+    """Destination of the gradients of a reduction."""
 
     IN_SHARD = "in_shard"
-    """To the gradient shard: nobody else holds an equal one."""
+    """Gradient shard; there are no replicas."""
 
     SHARED = "shared"
-    """To the gradient shard, averaged over replicas."""
+    """Gradient shard, after an average over replicas."""
 
     IN_PARTIAL_SUMS = "in_partial_sums"
-    """To sums that a later micro-batch shares with the replicas."""
+    """Partial sums, which a later micro-batch reduces across replicas."""
 
 
 class Reduction:
-    """A gradient reduction that has been issued: in the shard group first, then across replicas.
+    """Gradient reduction in flight: in the shard group first, then across replicas.
 
     Args:
-        memory: Where they lie.
-        buffer: 1D, padded_numel; their packed gradients.
-        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the
-            buffer.
-        arrival: Where they go from there.
-        kept: By parameter, whether earlier gradients in the gradient shard are added to.
-        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these
-            gradients.
-        kind: Operation across replicas.
+        memory: Gradient tensors of the group.
+        buffer: Packed gradients; 1D, padded_numel.
+        output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
+            the buffer.
+        arrival: Destination of the output.
+        kept: Flag per parameter: True to add to its gradient in the gradient shard.
+        partial: Sums of earlier micro-batches that are reduced across replicas with these
+            gradients; 1D, shard_numel.
+        kind: Reduction operation across replicas.
     """
 
     def __init__(
@@ -228,12 +229,11 @@ class Reduction:
         self._partial = partial
         self._kind: ReduceKind = kind
         self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
-        # A gradient that autograd leaves on a parameter used outside its unit may be added to the
-        # shard at any time. On compute's stream that is in order with what is added here, on the
-        # stream it would not be.
+        # Compute may add to the shard at any time (gradients of parameters used outside of their
+        # unit). Additions here run on compute's stream, too: on the reduce stream they would race.
         self._adds = arrival is not ReduceTarget.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
-        # What follows in other streams once issued: across replicas, then to host memory.
+        # Later stages in other streams, once issued: across replicas, then to host memory.
         self._following: list[StreamHandle] = []
         mesh = memory.mesh
 
@@ -245,50 +245,49 @@ class Reduction:
     def advance(self) -> bool:
         """Wait for the collective and issue the next; True when the gradient shard is complete.
 
-        Where streams keep the order, compute waits for the shard group alone, and in
-        :meth:`finish` for replicas, which between nodes are by far the slowest, and for copies to
-        host memory.
+        If streams keep the order, compute waits for the shard group only. It waits in
+        :meth:`finish` for replicas, by far the slowest between nodes, and for copies to the host.
         """
         return self._advance(waits=False)
 
     @property
     def is_queued(self) -> bool:
-        """Whether all that is left is on its way, in the order of streams."""
+        """Whether all remaining stages are enqueued, in stream order."""
         return bool(self._following) and self._following[0].is_ordered
 
     @property
     def waiting_nbytes(self) -> int:
-        """Bytes that wait for replicas, or for their copy to the host, beside the gradient shard."""
+        """Bytes besides the gradient shard that wait for replicas or for a copy to the host."""
         waits = bool(self._following) and self._output is not self._memory.shard
         return self._output.untyped_storage().nbytes() if waits else 0
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all stages."""
         while not self._advance(waits=True):
             pass
 
     def _advance(self, waits: bool) -> bool:
         following = self._following.copy()
-        if self._in_buffer or not self._handle.is_ordered:  # compute is behind the first only once
-            self._handle.advance()  # which may issue what follows
+        if self._in_buffer or not self._handle.is_ordered:  # compute waits for the first only once
+            self._handle.advance()  # may issue the next stages
         if self._in_buffer and not self._following and self._adds:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
-            # Only the first collective needed it, and another reduction may have opened it since.
-            # `advance` has ended it or put compute's stream behind it, so what is allocated there next
-            # and gets this memory is written after it was read.
+            # Only the first collective needed the buffer, and another reduction may have opened it
+            # since. `advance` has completed the collective or made compute's stream wait for it, so
+            # the next tensor in this memory is written after the read.
             self._in_buffer = False
             self._memory.close_buffer()
         if not self._following:
             return True
         if not following or (following[0].is_ordered and not waits):
             return False
-        following[0].wait()  # which may issue the copy to host memory
+        following[0].wait()  # may issue the copy to host memory
         for copied in self._following[1:]:
             copied.wait()
         if self._adds:
             self._memory.absorb(self._output, self._kept)
-        # Memory of the stream that the others and compute have used.
+        # The reduce stream allocated memory that other streams and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()
         return True
 
@@ -323,7 +322,7 @@ class Reduction:
         return CollectiveHandle(keep=(self._output,))
 
     def _absorb(self) -> None:
-        """Bring averages to the gradient shard, on a stream of its own where that is in host memory."""
+        """Write averages to the gradient shard; on the copy stream if it is in host memory."""
         memory, output, kept = self._memory, self._output, self._kept
         if not memory.is_on_host:
             memory.absorb(output, kept)
@@ -343,13 +342,13 @@ class GroupGradients:
     """Gradients of a flat group, from autograd to the parameters' ``.grad``.
 
     Args:
-        layout: Where parameters lie in the buffer.
-        mesh: Through which gradients are reduced.
-        main_shard: Of whose dtype, and on whose device, the gradient shard is.
-        param_dtype: Of the gradients that autograd leaves.
-        reduce_dtype: Of the gradient buffer, in which gradients travel.
-        unsharded: The parameters on which autograd leaves gradients, in layout order.
-        sharded: The user's parameters, whose ``.grad`` is set.
+        layout: Layout of the parameters in the buffer.
+        mesh: Process groups and streams of the reductions.
+        main_shard: Main shard; the gradient shard has its dtype and device.
+        param_dtype: Dtype of the gradients that autograd leaves.
+        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
+        unsharded: Parameters on which autograd leaves gradients, in layout order.
+        sharded: User's parameters, which get a ``.grad``; in the same order.
     """
 
     def __init__(
@@ -375,29 +374,29 @@ class GroupGradients:
         # Whole gradients of uses outside of the unit, by parameter.
         self._outside: dict[int, torch.Tensor] = {}
         self.assigned: set[int] = set()
-        """Of parameters whose gradient users have assigned since the last backward."""
+        """Indices of parameters with a gradient assigned by users since the last backward."""
 
         self.kept_by_others = False
-        """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
+        """Whether an optimizer may hold local gradients that no reference count shows."""
         self._on_outside: Callable[[int], None] | None = None
-        # By parameter: its gradient went into a reduction since the backward began.
+        # Per parameter: its gradient went into a reduction since the backward began.
         self._packed = [False] * len(unsharded)
         self._reduced = False  # whether there was a reduction since the backward began
         self._reduced_by: int | None = None  # number of the backward of the last reduction
-        # Whose sums in the shard count although no `.grad` may say so, until ranks agree on it.
+        # Per parameter: its sum in the shard counts even without a `.grad`, until ranks agree.
         self._summed = [False] * len(unsharded)
-        self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
+        self._partly_used = [False] * len(unsharded)  # per parameter: it is in the partial sums
         # Whether the last backward has left gradients for a later one to complete, and whether
         # those are sums of the shard group.
         self._is_incomplete = self._sums_are_shared = False
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """1D, shard_numel; None before the first reduction."""
+        """Gradient shard: 1D, shard_numel; None before the first reduction."""
         return self._memory.shard
 
     def held(self) -> HeldMemory:
-        """Bytes of gradients."""
+        """Return the bytes of gradients now held on the device."""
         memory = self._memory
         shards = [it for it in (memory.shard, memory.partial) if it is not None]
         left = [it for it in stored_gradients(self._unsharded) if it is not None]
@@ -407,10 +406,10 @@ class GroupGradients:
         )
 
     def attach(self, on_outside: Callable[[int], None]) -> None:
-        """Reduce gradients of uses outside of the unit as well, from now on.
+        """Reduce gradients of outside uses as well, from now on.
 
         Args:
-            on_outside: Called when one arrives, with the index of its parameter.
+            on_outside: Function called with the index of the parameter when a gradient arrives.
         """
         self._on_outside = on_outside
         for index, parameter in enumerate(self._sharded):
@@ -419,16 +418,16 @@ class GroupGradients:
     # -- Gradients of a backward
 
     def begin_backward(self) -> None:
-        """Start counting what this backward uses."""
+        """Reset the flags of reduced gradients."""
         self._packed = [False] * len(self._packed)
         self._reduced = False
 
     def take_assigned(self, reduces: bool) -> None:
-        """Add what users have assigned to the running backward's gradients, to average the sum.
+        """Add gradients that users have assigned to those of the running backward.
 
         Args:
-            reduces: Whether this backward's gradients are reduced; else they stay this rank's own,
-                whole.
+            reduces: True if this backward's gradients are reduced; False if they stay whole and
+                this rank's own.
         """
         assigned, self.assigned = sorted(self.assigned), set()
         for index in assigned:
@@ -443,38 +442,38 @@ class GroupGradients:
                 self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
                 self._partly_used[index] = True
             else:
-                continue  # to which the average is added
+                continue  # the average is added to it
             store_gradient(self._sharded[index], None)
 
     @property
     def adds_up_wider(self) -> bool:
-        """Whether sums of gradients are kept in another dtype than a single gradient."""
+        """Whether sums of gradients are kept in another dtype than single gradients."""
         return self._param_dtype not in (self._reduce_dtype, self._main_dtype)
 
     def add_up(self) -> None:
-        """Let autograd add up gradients in their reduce dtype, as without gathered copies."""
+        """Let autograd add up gradients in their reduce dtype, as without a ``param_dtype``."""
         if self.adds_up_wider:
             for unsharded in self._unsharded:
                 accumulate_in(unsharded, self._reduce_dtype)
 
     def arrives(self, index: int) -> None:
-        """Before autograd leaves a gradient: where there is one already, widen it.
+        """Cast an existing gradient to the reduce dtype before autograd adds another one.
 
-        So it is when several backwards come to a parameter, one after the other (micro-batches, a
-        retained graph) or one inside the other (reentrant checkpointing). Within one backward
-        autograd adds up before it comes here, and :meth:`add_up` has to be called before.
+        Several backwards reach a parameter one after the other (micro-batches, a retained graph) or
+        one inside the other (reentrant checkpointing). Within one backward autograd adds up before
+        this call, so :meth:`add_up` must have been called.
         """
         if stored_gradient(self._unsharded[index]) is not None:
             accumulate_in(self._unsharded[index], self._reduce_dtype)
 
     def take_local(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take what is assigned to ``.grad`` in a backward as this rank's own gradient so far.
+        """Take a tensor assigned to ``.grad`` during a backward as this rank's gradient so far.
 
-        The backward of a custom function may do so with a gradient that it does not return. It
-        takes the place of what this rank has, and autograd adds to it.
+        The backward of a custom function may assign a gradient that it does not return. It replaces
+        this rank's gradient, and autograd adds to it.
 
         Returns:
-            Whether it is taken: a backward is running, and has not reduced the gradients yet.
+            True if it is taken: a backward is running, and has not reduced the gradients yet.
         """
         running = running_backward()
         if running is None or running == self._reduced_by:
@@ -484,16 +483,14 @@ class GroupGradients:
         return True
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        """Take this rank's gradient of a parameter's use outside of its unit.
-
-        It is reduced with the unit's.
+        """Take this rank's gradient of an outside use, to reduce it with the unit's.
 
         Args:
-            index: Of the parameter.
-            gradient: Of the parameter's shape; not averaged.
+            index: Index of the parameter.
+            gradient: Local gradient, not averaged, in the shape of the parameter.
 
         Raises:
-            RuntimeError: It is of experts: each rank would count its own batch alone.
+            RuntimeError: The parameter belongs to experts: each rank would count only its batch.
         """
         if self._mesh is not self._mesh.whole:
             raise RuntimeError(
@@ -516,19 +513,19 @@ class GroupGradients:
         self._outside[index] = gradient if former is None else former + gradient
 
     def leave_incomplete(self, reduces: bool) -> None:
-        """Count what earlier steps have left to what a backward leaves for a later one to complete.
+        """Merge gradients of earlier steps into the incomplete gradients of a backward.
 
-        What was left is the same on all ranks, so its average is right only if all of them count it
-        so, whether they have used the parameter, or look at its gradient, or not. Where that takes
-        a gather, it waits for who looks.
+        Gradients of earlier steps are equal on all ranks, so their average is right only if every
+        rank merges them, even if it neither used the parameter nor reads its gradient. If a merge
+        needs a gather, it is deferred to the first read.
 
         Args:
-            reduces: Whether the backward has averaged gradients in the shard group; else they are
-                this rank's own.
+            reduces: True if the backward has averaged gradients in the shard group; False if they
+                are this rank's own.
         """
         topology = self._mesh.topology
         if reduces and not self._mesh.has_replicas:
-            return  # it has been added to what was left
+            return  # the reduction has added to the gradients of earlier steps
         self._is_incomplete, self._sums_are_shared = True, reduces
         if topology.split_replicas if reduces else self._layout.num_slices > 1:
             return
@@ -537,11 +534,11 @@ class GroupGradients:
                 self.take_former(index)
 
     def complete(self) -> None:
-        """A backward has completed the gradients."""
+        """Mark the gradients as complete."""
         self._is_incomplete = self._sums_are_shared = False
 
     def has_former(self, index: int) -> bool:
-        """Whether what an earlier step has left on a parameter is apart from what is incomplete."""
+        """Return whether a gradient of an earlier step must be merged into an incomplete one."""
         sharded = self._sharded[index]
         if not isinstance(stored_gradient(sharded), ShardTensor):
             return False
@@ -549,10 +546,10 @@ class GroupGradients:
         return joins or self.is_unreduced(index)
 
     def take_former(self, index: int) -> None:
-        """Count what an earlier step has left on a parameter to what is incomplete.
+        """Merge a parameter's gradient of an earlier step into its incomplete gradient.
 
-        So both are read, written and dropped as one. What was left is the same on all ranks, and so
-        is its average.
+        Both are then read, written and dropped as one. The former gradient is equal on all ranks,
+        and so is its average.
         """
         former = stored_gradient(self._sharded[index])
         assert isinstance(former, ShardTensor)
@@ -565,13 +562,13 @@ class GroupGradients:
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
-        self._summed[index] = False  # or the next reduction would count what is in the shard again
+        self._summed[index] = False  # or the next reduction would count the shard's sum again
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """A parameter's gradient so far, before a later micro-batch completes it.
+        """Return a parameter's gradient so far, before a later micro-batch completes it.
 
-        This rank's own, whole; where micro-batches are reduced in the shard group, their average so
-        far, sharded.
+        It is this rank's own, whole; or, if micro-batches are reduced in the shard group, their
+        average so far, sharded. None if there is neither.
         """
         gradient, outside = stored_gradient(self._unsharded[index]), self._outside.pop(index, None)
         if outside is not None:
@@ -579,7 +576,7 @@ class GroupGradients:
             accumulate_in(self._unsharded[index], gradient.dtype)
             store_gradient(self._unsharded[index], gradient)
         if gradient is not None and gradient.dtype is not self._main_dtype:
-            # Autocast's copies leave theirs in autocast's dtype; users know the parameter's.
+            # Gradients of autocast copies have autocast's dtype; users expect the parameter's.
             accumulate_in(self._unsharded[index], self._main_dtype)
             gradient = stored_gradient(self._unsharded[index])
         if gradient is None and self._memory.partial is not None and self._partly_used[index]:
@@ -587,19 +584,24 @@ class GroupGradients:
         return gradient
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Forget what there is of a parameter's gradient before it is complete."""
+        """Drop a parameter's incomplete gradient.
+
+        Args:
+            index: Index of the parameter.
+            successor: Next gradient; cloned if it is a view of the partial sums.
+        """
         if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         self._summed[index] = False
         if self._memory.partial is not None:
-            # Whoever has used it: what others of the shard group have is in there, too.
+            # Even if this rank has not used it: the sums include other ranks of the shard group.
             self._memory.drop_partial_of(index)
         self._partly_used[index] = False
 
     def is_unreduced(self, index: int) -> bool:
-        """Whether a parameter has a gradient that a later micro-batch is to complete."""
+        """Return whether a parameter has a gradient that a later micro-batch completes."""
         return (
             stored_gradient(self._unsharded[index]) is not None
             or index in self._outside
@@ -607,9 +609,9 @@ class GroupGradients:
         )
 
     def used(self) -> list[bool]:
-        """Whether this rank has a gradient, by parameter.
+        """Return per parameter whether this rank has a gradient.
 
-        It waits, was packed in this backward, or is in partial sums.
+        It awaits reduction, was packed in this backward, or is in partial sums.
         """
         return [
             packed or partly or waits
@@ -620,11 +622,11 @@ class GroupGradients:
 
     @property
     def partial(self) -> bool:
-        """Whether earlier micro-batches have left sums that replicas do not share yet."""
+        """Whether earlier micro-batches have left sums that are not reduced across replicas."""
         return any(self._partly_used)
 
     def waiting(self) -> bool:
-        """Whether autograd has left a gradient that no reduction has taken yet."""
+        """Return whether autograd has left a gradient that is not in a reduction yet."""
         return any(self._waiting())
 
     def _waiting(self) -> list[bool]:
@@ -634,23 +636,23 @@ class GroupGradients:
         return left
 
     def sums(self) -> list[bool]:
-        """By parameter, whether gradients of earlier micro-batches wait for the last one."""
+        """Return per parameter whether gradients of earlier micro-batches wait for the last one."""
         return [
             summed or partly for summed, partly in zip(self._summed, self._partly_used, strict=True)
         ]
 
     def keep_sums(self, keep: bool) -> None:
-        """Let the next reduction add to what this backward has reduced, or to gradients alone."""
+        """Set whether the next reduction adds to this backward's sums without a ``.grad``, too."""
         if not keep:
             self._summed = [False] * len(self._summed)
         elif self._reduced and not self._mesh.has_replicas:
-            # To a gradient of other memory the sum so far has been added.
+            # A gradient in other memory already includes the sum so far.
             found = zip(stored_gradients(self._sharded), self._views, strict=True)
             self._summed = [gradient is None or gradient is view for gradient, view in found]
-            self._reduced = False  # or a sum that users drop would come back with a late answer
+            self._reduced = False  # or a late agreement would restore a sum that users dropped
 
     def drop_waiting(self) -> None:
-        """Forget gradients that have not been reduced."""
+        """Drop gradients that have not been reduced."""
         store_gradients(self._unsharded, [None] * len(self._unsharded))
         self._outside = {}
         self._forget_partial()
@@ -661,8 +663,8 @@ class GroupGradients:
         """Pack and drop the unsharded gradients; issue their averaging into the gradient shard.
 
         Args:
-            across_replicas: Whether the sums of the shard groups are averaged now, or wait for a
-                later micro-batch.
+            across_replicas: True to average the shard group's sums over replicas now; False to
+                leave that to a later micro-batch.
         """
         with without_torch_function():
             kept = self._kept()
@@ -677,8 +679,8 @@ class GroupGradients:
                 and arrival is not ReduceTarget.IN_PARTIAL_SUMS
             )
             buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
-            # A shard of one rank is shared as it was packed, so it can be packed as what the
-            # replicas' sum is made of.
+            # A shard group of one rank reduces the packed buffer across replicas directly, so the
+            # division of the average can be fused with packing.
             replicate = self._mesh.replicate
             scales = (
                 direct
@@ -686,15 +688,15 @@ class GroupGradients:
                 and not replicate.averages
                 and not self.partial
             )
-            # In a narrower dtype the product would be rounded to that, where a copy is exact.
+            # In a narrower dtype the product would be rounded, but a copy is exact.
             scaled = scales and self._param_dtype is self._reduce_dtype
             self._pack(slots, 1.0 / replicate.size if scaled else None)
         if arrival is ReduceTarget.IN_PARTIAL_SUMS:
             self._partly_used = [
                 any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
             ]
-        # A result that is added, or changes dtype or device, waits in this rank's slice of the
-        # buffer.
+        # An output that is added to the shard, or changes dtype or device, first lies in this
+        # rank's slice of the buffer.
         waits = (
             any(kept)
             or arrival is ReduceTarget.IN_PARTIAL_SUMS
@@ -709,14 +711,14 @@ class GroupGradients:
         )
 
     def _kept(self) -> list[bool]:
-        """By parameter, whether its former gradient is added to."""
+        """Return per parameter whether the reduction adds to its former gradient."""
         if not self._views:
             return [False] * len(self._sharded)
         found = zip(stored_gradients(self._sharded), self._views, self._summed, strict=True)
         return [self._reduced or summed or gradient is mine for gradient, mine, summed in found]
 
     def _are_held(self, kept: Sequence[bool]) -> bool:
-        """Whether somebody holds a former gradient that is about to be overwritten."""
+        """Return whether users or an optimizer hold a former gradient that would be overwritten."""
         if self._reduced:
             return False
         references = list(map(sys.getrefcount, self._views))
@@ -727,13 +729,13 @@ class GroupGradients:
         )
 
     def _renew_shard(self) -> list[bool]:
-        """Take new memory for the gradient shard; holders of gradients in the old one keep it.
+        """Allocate a new gradient shard; holders of gradients in the old one keep its memory.
 
-        A gradient that is still a parameter's `.grad` stays there, too, apart from the new shard:
-        what holds it, or a view of it, is to see what is added.
+        A gradient that is still a parameter's `.grad` stays in the old memory, too: holders of it
+        or of a view of it must see later additions.
 
         Returns:
-            By parameter, whether its sum has come along, because no `.grad` has it.
+            Flag per parameter: True if its sum, which no `.grad` has, was copied.
         """
         self.kept_by_others = False
         self._memory.shard = None
@@ -748,7 +750,7 @@ class GroupGradients:
         return kept
 
     def _take_partial(self) -> torch.Tensor | None:
-        """Gradients of earlier micro-batches to reduce, which now count as packed."""
+        """Take the partial sums of earlier micro-batches; their parameters count as packed."""
         partial = self._memory.partial
         self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
         self._forget_partial()
@@ -760,10 +762,7 @@ class GroupGradients:
         return ReduceTarget.SHARED if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had.
-
-        Where nothing has been reduced since they had none, there is nothing to set.
-        """
+        """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""
         if not any(used) or not (self._reduced or any(self._summed)):
             return
         gradients = stored_gradients(self._sharded)
@@ -773,8 +772,8 @@ class GroupGradients:
                 if not used[i] or found is view or not (self._reduced or self._summed[i]):
                     continue
                 if isinstance(found, ShardTensor) and found.spec is sharded.spec:
-                    # A gradient of its own memory, or assigned by the user. Its holders see the
-                    # sum, as in DDP.
+                    # A gradient in other memory, or one that the user assigned. Its holders see
+                    # the sum, as in DDP.
                     found.to_local().add_(view.to_local())
                     continue
                 if found is not None:
@@ -784,7 +783,7 @@ class GroupGradients:
         store_gradients(self._sharded, gradients)
 
     def added_to(self) -> list[bool]:
-        """By parameter, whether :meth:`install` would add to a gradient that is not the shard's own."""
+        """Return per parameter whether :meth:`install` would add to a gradient in other memory."""
         if not self._reduced:
             return [False] * len(self._sharded)
         found = zip(stored_gradients(self._sharded), self._views, strict=True)
@@ -829,4 +828,4 @@ class GroupGradients:
 
 
 _IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0, device="cpu")]))
-"""References to a tensor that a list holds and nobody else."""
+"""Python reference count of a tensor that only a list refers to."""

@@ -26,7 +26,7 @@ from shardeddp.torch_private import (
 
 
 class _Listener(Protocol):
-    """What hooks tell of forwards and backwards: a runtime."""
+    """Receiver of forwards and gradients from hooks: a runtime."""
 
     progresses: list[UnitProgress]
 
@@ -47,17 +47,17 @@ _never_traced = never_traced(
 
 
 class UnitHook:
-    """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
+    """Reports calls and returns of a unit's module to the runtime, outside of compiled code.
 
-    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its
-    ``forward``, and a module that ``torch.compile`` has wrapped for what is inside. So everything
-    here is an end of a graph for dynamo, and stands where a call is sure to pass:
+    Dynamo could specialize on traced hooks, or skip them: it replaces a module without hooks by its
+    ``forward``, and a module that ``torch.compile`` has wrapped by the inner module. So every
+    function here is a graph break, set at a point that every call passes:
 
-    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes
-      on inside;
-    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code,
-      so the compiled call itself is put in brackets;
-    - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
+    - A module that is not compiled has module hooks. Compiled code around it breaks there and is
+      compiled again inside.
+    - A module compiled in place (``module.compile()``) has its module hooks *inside* of the
+      compiled code, so the compiled call itself is replaced by one with hooks around it.
+    - So is the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
     """
 
     def __init__(self, runtime: _Listener, progress: UnitProgress) -> None:
@@ -65,10 +65,10 @@ class UnitHook:
         self._unit_progress = progress
         # Handles of module hooks; None before the first follow().
         self._handles: list[RemovableHandle] | None = None
-        # The replacement of the compiled call.
+        # Replacement of the compiled call, with hooks around it.
         self._bracketed: Callable[..., Any] | None = None
-        self._compiled: Callable[..., Any] | None = None  # that call
-        # One entry for each call that has come to `enter`; False where that refused it.
+        self._compiled: Callable[..., Any] | None = None  # the compiled call
+        # One entry for each call that has reached `enter`; False if `enter` raised an error.
         self._calls: list[bool] = []
 
     @_never_traced
@@ -77,27 +77,27 @@ class UnitHook:
         if self.belongs_to(module):
             has_entered = False
             try:
-                self.runtime.enter(self._unit_progress)  # which may forget earlier calls
+                self.runtime.enter(self._unit_progress)  # may reset the list of calls
                 has_entered = True
             finally:
                 self._calls.append(has_entered)
 
     @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook, called after an exception as well, also of a forward pre-hook."""
+        """Forward hook, also called after an exception in the forward or in a pre-hook."""
         if self.belongs_to(module) and self._calls and self._calls.pop():
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def reset(self) -> None:
-        """Forget calls that have not been left: torch calls no hook after a KeyboardInterrupt."""
+        """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
         self._calls.clear()
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""
+        """Return whether this is the unit's module; a deep copy keeps the hook without a unit."""
         return module is self._unit_progress.unit.spec.module
 
     def follow(self) -> None:
-        """Attach to the module's call as it is now; users may compile after sharding."""
+        """Attach to the module's current call, which users may compile after sharding."""
         module = self._unit_progress.unit.spec.module
         compiled = _compiled_call(module)
         if self._handles is not None and compiled is self._bracketed:
@@ -119,7 +119,7 @@ class UnitHook:
             module._compiled_call_impl = self._bracketed
 
     def detach(self) -> None:
-        """Leave the module's call as it was before :meth:`follow`."""
+        """Restore the module's call from before :meth:`follow`."""
         module = self._unit_progress.unit.spec.module
         for handle in self._handles or ():
             handle.remove()
@@ -151,10 +151,10 @@ class UnitHook:
 
 
 class EncoderHook:
-    """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, ahead of the layer's forward.
+    """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, before its forward.
 
-    The encoder looks at weights of its first layer and, where they are plain tensors, leaves padded
-    positions out and writes zeros there.
+    The encoder inspects weights of its first layer. If they are plain tensors, it skips padded
+    positions and writes zeros there.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class EncoderHook:
             self.runtime.gather_ahead(self._first)
 
     def detach(self) -> None:
-        """Leave the encoder's call as it was."""
+        """Remove the hook."""
         self._handle.remove()
 
     def __deepcopy__(self, memo: Any) -> EncoderHook:
@@ -185,7 +185,7 @@ class EncoderHook:
 
 
 class NoopUnitHook:
-    """Hook of an unpickled module, which does nothing: its parameters are whole."""
+    """Hook of an unpickled module, without effect because its parameters are whole."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Do nothing."""
@@ -195,25 +195,24 @@ class NoopUnitHook:
 
 
 def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Function that a call of a compiled module runs; None for a module that is not compiled."""
+    """Return the function that a compiled module's call runs; None if it is not compiled."""
     if module._compiled_call_impl is not None:
         return module._compiled_call_impl
     return module.forward if isinstance(module, OptimizedModule) else None
 
 
 def _not_only_forward(module: nn.Module, args: Any) -> None:
-    """Do nothing; only the presence of a hook matters.
+    """Do nothing; the presence of a hook changes the tracing of code around the module.
 
-    Code that dynamo traces around a module without hooks goes straight to its ``forward``.
-
-    With one it asks for the module's compiled call, which is in brackets that it cannot trace.
+    Without hooks, dynamo traces the module's ``forward``. With one, it uses the module's compiled
+    call, which has a graph break around it.
     """
 
 
 def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Take hooks of forwards off a module itself, without the handles that setting them has given.
+    """Remove forward hooks from a module, not from its children, without their handles.
 
-    A deep copy of a module keeps its hooks, and has no handles.
+    A deep copy of a module keeps the hooks but has no handles.
     """
     before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
     after = module._forward_hooks, module._forward_hooks_with_kwargs
@@ -224,7 +223,7 @@ def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Non
 
 
 def is_unit_hook(hook: Any) -> bool:
-    """Whether a hook of a module tells a runtime, one of another module for a deep copy."""
+    """Return whether a hook reports to a runtime: the module's own, or a deep copy's original."""
     return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
 
 
@@ -274,8 +273,8 @@ def _outside_hook(runtime: _Listener, unit: int, first: int) -> Callable[[int], 
 
 
 def _gradient_hook(runtime: _Listener, unit: int, index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the
-    # model for ever.
+    # Weak: autograd's reference to the hook is hidden from the garbage collector, and would keep
+    # the model alive for ever.
     reference = weakref.ref(runtime)
 
     def ready(parameter: torch.Tensor) -> None:
@@ -301,7 +300,7 @@ def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in mappings, sequences, sets and dataclasses; other objects are not searched."""
+    """Yield tensors in mappings, sequences, sets and dataclasses; skip other objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (str, bytes)):
@@ -318,13 +317,13 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:
-    """Call a function in each backward when all gradients of some tensors that it brings are there.
+    """Call a function in each backward after the last gradient that it computes for the tensors.
 
-    torch's own ``register_multi_grad_hook`` fails where ``autograd.grad`` asks for one of them that
-    is a leaf.
+    torch's ``register_multi_grad_hook`` fails if ``autograd.grad`` computes the gradient of a leaf
+    among them.
     """
     nodes = [get_gradient_edge(tensor).node for tensor in tensors]
-    awaited: dict[int, int] = {}  # by backward
+    awaited: dict[int, int] = {}  # number of gradients still to come, by backward
 
     def arrive(gradient: torch.Tensor) -> None:
         backward = current_backward()
@@ -342,15 +341,15 @@ def _is_reached(node: Node) -> bool:
     try:
         return bool(will_execute.current(node))
     except RuntimeError:
-        return True  # that of a leaf which `autograd.grad` asks for
+        return True  # the node of a leaf that is an input of `autograd.grad`
 
 
 def weakly(
     runtime: _Listener, method: Callable[..., None], progress: UnitProgress, *args: object
 ) -> Callable[[Any], None]:
-    """A hook of a graph's node.
+    """Return a hook for a graph node that calls a runtime's method, with a weak reference to it.
 
-    Weak for the same reason: a module may keep an output, and with it the graph that led there.
+    A module may keep an output, and with it the graph, hidden from the garbage collector.
     """
     reference, unit, label = weakref.ref(runtime), progress.index, progress.unit.label
 

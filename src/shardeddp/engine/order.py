@@ -1,4 +1,8 @@
-"""Execution order: the next unit, whether all ranks agree on it, and what happens if not."""
+"""Execution order: the next unit, whether all ranks agree on it, and what happens if not.
+
+A pass is the forward of a step or a backward. It visits a unit when it reaches the unit's module or
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitState
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
-# -- ExecutionOrder: the order of units in a pass, recorded once
+# -- ExecutionOrder: order of units in a pass, recorded once
 
 
 @dataclass(frozen=True)
 class OrderChange:
-    """A visit that the recorded order did not expect.
+    """Visit that differs from the recorded order, by unit index.
 
-    ``expected`` is None where the recorded pass had ended.
+    ``expected`` is None at the end of the record.
     """
 
     expected: int | None
@@ -32,12 +36,11 @@ class OrderChange:
 
 
 class ExecutionOrder:
-    """Predicts which units come next in a pass.
+    """Prediction of the next units in a pass.
 
-    The first pass is recorded: the unit numbers in the order of their visits, repeats included. In
-    later passes each visit is matched against the record. A visit that is not the expected one is
-    reported, and the record is taken up again at that unit's next occurrence, so one skipped unit
-    costs one late gather and nothing more.
+    The first pass is recorded: unit indices in the order of their visits, repeats included. In
+    later passes each visit is matched against the record. An unexpected visit is reported, and
+    matching continues at that unit's next occurrence, so one skipped unit costs one late gather.
     """
 
     def __init__(self) -> None:
@@ -47,17 +50,17 @@ class ExecutionOrder:
 
     @property
     def record(self) -> tuple[int, ...]:
-        """The visits of the recorded pass."""
+        """Unit indices of the recorded pass."""
         return tuple(self._record)
 
     def begin(self) -> None:
-        """Start a pass; what the first pass has recorded stands from here on."""
+        """Start a pass; the record of the first pass is complete from now on."""
         if self._record:
             self._recording = False
         self._position = 0
 
     def visit(self, unit: int) -> OrderChange | None:
-        """Note a visit; returns what was wrong with it, if anything."""
+        """Record or match a visit; return the change if it was not expected."""
         if self._recording:
             self._record.append(unit)
             self._position = len(self._record)
@@ -72,7 +75,7 @@ class ExecutionOrder:
         return OrderChange(expected, unit)
 
     def upcoming(self, depth: int) -> list[int]:
-        """The next ``depth`` different units that the record expects after the last visit."""
+        """Return the next ``depth`` different units in the record after the last visit."""
         found: list[int] = []
         for unit in self._record[self._position :]:
             if len(found) == depth:
@@ -82,11 +85,11 @@ class ExecutionOrder:
         return found
 
     def next(self) -> int | None:
-        """The unit that a recorded pass expects next; None at its end, and while recording."""
+        """Return the next unit in the record; None at its end, and while recording."""
         return None if self._recording or self.at_end() else self._record[self._position]
 
     def at_end(self) -> bool:
-        """Whether a recorded pass ends with the last visit; False while recording."""
+        """Return whether the last visit ends the recorded pass; False while recording."""
         return not self._recording and self._position == len(self._record)
 
     def _find(self, unit: int, start: int) -> int | None:
@@ -96,44 +99,44 @@ class ExecutionOrder:
         return None
 
 
-# -- ForwardRecord: from the forwards of all ranks, the order of their backwards
+# -- ForwardRecord: order of backwards, from the forwards of all ranks
 
 
 class ForwardRecord:
-    """Forwards of units in one pass of all ranks, in the order in which ranks have agreed on them.
+    """Forwards of units in one pass of all ranks, in the agreed order.
 
-    A forward of several ranks is one. Autograd comes to units in the opposite order of the ends of
-    their forwards: where unit 0 holds all others and unit 1 holds unit 2, forwards ``0 1 2 3`` have
-    backwards ``0 3 1 2``. So each rank comes to its own units in the order of :meth:`backwards`,
-    of which it leaves out those of others.
+    A forward that several ranks run together is one entry. Autograd visits units in the reverse
+    order of the ends of their forwards: if unit 0 contains all others and unit 1 contains unit 2,
+    forwards ``0 1 2 3`` have backwards ``0 3 1 2``. So each rank visits its own units in the order
+    of :meth:`backwards`, and skips those of other ranks.
     """
 
     def __init__(self, progresses: Sequence[UnitProgress]) -> None:
         self._progresses = progresses
         self.units: list[int] = []
-        """Unit of each forward; the same on all ranks."""
-        self._own: defaultdict[int, list[int]] = defaultdict(list)  # by unit, places in `units`
+        """Unit index of each forward; the same on all ranks."""
+        self._own: defaultdict[int, list[int]] = defaultdict(list)  # unit -> positions in `units`
 
     def clear(self) -> None:
-        """Another pass begins."""
+        """Drop all forwards before another pass."""
         self.units.clear()
         self._own.clear()
 
     def note_own(self, unit: int) -> None:
-        """The last forward is one of this rank's."""
+        """Mark the last forward as one of this rank."""
         self._own[unit].append(len(self.units) - 1)
 
     def awaited(self) -> dict[int, list[int]]:
-        """By unit, forwards of this rank that no backward has reached yet; in their order."""
+        """Return the positions of this rank's forwards that no backward has reached, by unit."""
         left = {unit: len(self._progresses[unit].unreached_uses) for unit in self._own}
         return {unit: self._own[unit][-count:] for unit, count in left.items() if count}
 
     def backwards(self) -> list[int]:
-        """All forwards, by their place, in the order in which backwards come to them."""
+        """Return the positions of all forwards, in the order of their backwards."""
         return sorted(range(len(self.units)), key=lambda place: (-self._end(place), place))
 
     def _end(self, place: int) -> int:
-        """The last forward inside of another one: up to the next of the same unit."""
+        """Return the position of the last forward inside of another one, before its unit's next."""
         unit, end = self.units[place], place
         inner = self._progresses[unit].inner
         for later in range(place + 1, len(self.units) if inner else 0):
@@ -150,17 +153,17 @@ _BACKWARD = "backward"
 
 
 def backward_kind(number: int) -> str:
-    """The kind of pass that a backward is; other kinds are those of steps.
+    """Return the kind of a backward; other kinds of passes are names of steps.
 
     Args:
-        number: Of backwards before it since its step began. The second of a step (a gradient
-            penalty, a generator's after a discriminator's) uses other units than the first.
+        number: Number of earlier backwards in its step. The second of a step (a gradient penalty, a
+            generator's after a discriminator's) uses other units than the first.
     """
     return f"{_BACKWARD} {number}"
 
 
 def is_backward(kind: str) -> bool:
-    """Whether a kind of pass is one of backwards."""
+    """Return whether a kind of pass is a backward."""
     return kind.startswith(_BACKWARD)
 
 
@@ -168,71 +171,70 @@ _END = "the end of the pass"
 
 
 class _Field(IntEnum):
-    """Fields of a message: a row of one byte per unit for each.
+    """Rows of a message, of one byte per unit.
 
-    After them comes a byte for each forward that is recorded: 1 if this rank's backward will come to
-    it, 2 if it has to gather the unit for that.
+    The rows are followed by a byte for each recorded forward: 1 if this rank's backward will visit
+    it, 2 if it also needs a gather for the visit.
     """
 
     FORWARD = 0
-    """This rank's forward comes to the unit next."""
+    """This rank's forward visits the unit next."""
 
     BACKWARD = 1
-    """This rank's backward does: 1 if it says below what it will come to, 2 if it cannot."""
+    """This rank's backward does: 1 if the bytes per forward list all its visits, 2 if not."""
 
     GATHER = 2
-    """It needs the unit's parameters for that, and does not have them."""
+    """The visit needs the unit's parameters, and they are not gathered."""
 
     REDUCED = 3
-    """How far the unit's gradients are: a :class:`Reduced`."""
+    """State of the unit's gradients: a :class:`Reduced`."""
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A unit to which some rank comes next."""
+    """Next visit of some rank."""
 
     unit: int
     gathered: bool
-    """Whether all ranks gather it, because one needs it."""
+    """Whether all ranks gather the unit, because one needs it."""
 
     reduced: Sequence[int] = ()
-    """Units whose gradients are reduced before that."""
+    """Units whose gradients are reduced before the visit."""
 
 
 class OrderAgreement:
-    """Keeps ranks together where they gather and reduce units.
+    """Agreement of all ranks on the order in which they gather and reduce units.
 
-    Nothing tells a rank which unit another one gathers: collectives meet in the order in which they
-    are issued. So ranks have to issue them in one order, although they may use different units
-    (experts without a token, batches without an image), or, in evaluation, have different numbers
-    of batches.
+    Collectives match in the order in which they are issued, and a rank cannot see which unit
+    another one gathers. So ranks must issue them in one order, although they may use different
+    units (experts without a token, batches without an image), or, in evaluation, have different
+    numbers of batches.
 
-    The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit
-    it comes to. Where that is the same on all ranks, later passes go on without asking. Where it is
-    not, the first of those units is gathered by all ranks, also by those that do not need it, and
-    those that wait for another one ask again; from then on every pass of this model is agreed on.
-    Gradients are reduced between two visits, when no rank needs a unit any more, with zeros of the
-    ranks that have not used it.
+    Ranks agree on the first pass of each kind visit by visit: each sends its next unit in a message
+    on the host. If all ranks visit the same units, later passes need no messages. If not, all ranks
+    gather the first of the different units, even those that do not need it, and ranks that wait for
+    another one ask again; from then on ranks agree on every pass of this model. Gradients are
+    reduced between two visits, when no rank needs the unit any more; ranks that have not used it
+    contribute zeros.
 
-    Nobody knows where a forward will go. A backward comes to what forwards have announced, in the
-    opposite order. So ranks agree on all of a backward when it begins: each says which of the
-    forwards of all ranks (:class:`ForwardRecord`) it will come back to, and what any has said is
-    planned. All ranks carry out all of the plan and nothing else, each up to the unit to which it
-    comes. A rank that comes to anything else, as in reentrant checkpointing, carries out the rest
-    of the plan and asks again. That gathers in vain, and others may wait in a collective of the
-    user's meanwhile. So the first backward of a kind, and all of a kind in which that has happened,
-    are agreed on visit by visit.
+    The path of a forward is not known in advance. A backward visits the units that forwards have
+    announced, in reverse order. So ranks agree on a whole backward when it begins: each announces
+    its visits among the forwards of all ranks (:class:`ForwardRecord`), and the plan has all
+    announced visits. All ranks carry out the whole plan and nothing else, each up to its own next
+    unit. A rank that visits another unit, as in reentrant checkpointing, carries out the rest of
+    the plan and asks again. That causes unneeded gathers, and other ranks may meanwhile wait in a
+    collective of the user. So ranks agree visit by visit on the first backward of a kind, and on
+    all backwards of a kind in which this has happened.
 
-    A rank that finds, in a pass that has been alike so far, that it uses other units than before,
-    asks whether all do. They may change together, alone it is an error: what the others have issued
-    cannot be taken back.
+    If a rank leaves the recorded order in a pass without messages, it asks whether all ranks do. It
+    is an error if only some do: collectives that the others have issued cannot be undone.
 
     Args:
-        progresses: All units, the root first.
-        mesh: Through which ranks agree.
-        sharding: Whether anything is gathered, in forward and in backward.
-        reducer: Of the gradients.
-        apart: Whether ranks are known to use different units.
+        progresses: Progress of all units, the root unit first.
+        mesh: Process groups of the messages and gathers.
+        sharding: Sharding strategy: whether forwards and backwards gather.
+        reducer: Reducer of the gradients.
+        apart: True if ranks are known to use different units.
     """
 
     def __init__(
@@ -248,66 +250,63 @@ class OrderAgreement:
         self._mesh = mesh
         self._reducer = reducer
         self._apart = apart
-        # In an evaluation, where each rank has its own number of passes.
+        # True in an evaluation, when each rank has its own number of passes.
         self._open = False
         self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
-        self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
+        self._alike: set[str] = set()  # kinds of passes with equal visits on all ranks
         # Kinds of passes that have just left their recorded order.
         self._changed: set[str] = set()
         self._warned = False
         self.gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
         )
-        """Whether forwards need other ranks."""
+        """Whether forwards communicate with other ranks."""
 
         self._gathers_in_backward = mesh.data.size > 1 and sharding.reshard is not Reshard.NEVER
-        # The same on all ranks, but for how far each has carried out the plan.
+        # The same on all ranks, except for the progress of each in the plan.
         self._forwards = ForwardRecord(progresses)
-        self._all_have_ended = False  # their passes
+        self._all_have_ended = False  # all ranks have ended their passes
         self._plan: deque[_Planned] = deque()
-        self._left_out = 0  # visits of plans, after failures
-        # Kinds of backwards that this rank has been through, and those of them in which it has come
-        # to anything else than its forwards have announced, or in another order.
+        self._left_out = 0  # number of planned visits that were dropped after failures
+        # Kinds of backwards that this rank has run, and those of them with visits that its forwards
+        # had not announced, or in another order.
         self._known: set[str] = set()
         self._unforeseen: set[str] = set()
-        self._is_planned = False  # its backward
-        self._place = -1  # of its last visit, in the order of backwards
+        self._is_planned = False  # this rank's running backward is planned
+        self._place = -1  # position of the last visit in the order of backwards
 
     # -- Evaluation
 
     def open(self) -> None:
-        """From here on each rank may run any number of passes, until all come to :meth:`close`."""
+        """Allow each rank any number of passes until :meth:`close`."""
         self._open = self.gathers
 
     def wait(self) -> None:
-        """End this rank's passes for now; take part in those of others until all are here."""
+        """Take part in the passes of other ranks until all ranks call this."""
         if self._open:
             self._serve()
 
     def close(self) -> None:
-        """From here on all ranks run the same passes again.
-
-        Call it after :meth:`wait`, or after a failure.
-        """
+        """Expect the same passes on all ranks again; called after :meth:`wait` or a failure."""
         self._open = False
 
     # -- Passes
 
     def begin(self, kind: str) -> None:
-        """A pass of this rank begins."""
+        """Begin a pass of this rank."""
         if kind not in self._alike:
-            # Only an order that all ranks have agreed on predicts what all will do.
+            # An order predicts the visits of all ranks only after all have agreed on it.
             self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
         self._is_planned, self._place = False, -1
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
-        """Return when it is this rank's turn to come to a unit, with what it needs of others.
+        """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass.
 
         Raises:
             RuntimeError: This rank uses other units than in former passes, and not all ranks do.
         """
-        # The root is where a forward begins; a backward comes to it as to any other.
+        # A forward begins with the root; a backward visits it like any other unit.
         change = (
             self._orders[kind].visit(progress.index)
             if is_backward(kind) or progress.index
@@ -322,25 +321,25 @@ class OrderAgreement:
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)
-            # Evaluation without gradients is not warned about: no reduction waits for it.
+            # No warning in evaluation without gradients: no reduction waits for it.
             if is_backward(kind) or torch.is_grad_enabled():
                 self._warn_once(found, expected)
 
     def revisit(self, progress: UnitProgress, kind: str) -> None:
-        """The same within a visit to an outer unit, which recomputes its forward."""
+        """Visit a unit for a recomputed forward, within a visit to an outer unit."""
         if self.agrees(kind) and self._needs(progress):
             self._await_turn(progress, kind)
 
     def upcoming(self, kind: str, depth: int) -> list[int]:
-        """The units that all ranks will come to next."""
+        """Return the next ``depth`` units of all ranks; empty if ranks agree visit by visit."""
         return [] if self._apart or self.agrees(kind) else self._orders[kind].upcoming(depth)
 
     def at_end(self, kind: str) -> bool:
-        """Whether the unit that was visited last ends the pass, on all ranks."""
+        """Return whether the last visit ends the pass on all ranks."""
         return not self.agrees(kind) and self._orders[kind].at_end()
 
     def end(self, kind: str) -> None:
-        """A pass of this rank ends; where ranks agree, return when all ranks have ended theirs.
+        """End a pass of this rank; if ranks agree on it, wait until all have ended theirs.
 
         Raises:
             RuntimeError: This rank has not used all units of former passes, and other ranks do.
@@ -355,12 +354,12 @@ class OrderAgreement:
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
             self._changed.add(kind)
-        # Where all have changed together, the next pass is the first of its kind once more.
+        # If all ranks have changed together, the next pass is the first of its kind once more.
         (self._alike.discard if kind in self._changed else self._alike.add)(kind)
         self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
-        """Whether ranks agree on the visits of a pass of this kind."""
+        """Return whether ranks exchange messages about the visits of a pass of this kind."""
         return self._involves_others(kind) and (
             self._apart or self._open or kind not in self._alike
         )
@@ -369,7 +368,7 @@ class OrderAgreement:
         return self._gathers_in_backward if is_backward(kind) else self.gathers
 
     def _needs(self, progress: UnitProgress) -> bool:
-        """Whether the unit's parameters have to be gathered before this rank can use them."""
+        """Return whether this rank must gather the unit's parameters before it can use them."""
         unit = progress.unit
         return (
             unit.gathers
@@ -386,7 +385,7 @@ class OrderAgreement:
             self._forwards.note_own(progress.index)
 
     def _observe(self, progress: UnitProgress, kind: str) -> None:
-        """Note whether a backward that is not planned comes to a unit as a plan would have it."""
+        """Record whether an unplanned backward visits a unit in the order of a plan."""
         places, place = self._forwards.awaited().get(progress.index), -1
         if places is not None:
             place = self._forwards.backwards().index(places[-1])
@@ -402,15 +401,15 @@ class OrderAgreement:
     # -- Plans
 
     def reset(self) -> None:
-        """Forget a plan after a failure.
+        """Drop the plan after a failure.
 
-        Ranks that have carried out different parts of it hear so when they ask next.
+        If ranks have carried out different numbers of its visits, their next message fails.
         """
         self._left_out += len(self._plan)
         self._plan.clear()
 
     def _follow(self, progress: UnitProgress) -> bool:
-        """Carry out the plan up to a unit; all of it, and False, where it does not hold the unit."""
+        """Carry out the plan up to a unit; if it lacks the unit, all of it, and return False."""
         needed = self._needs(progress)
         for count, planned in enumerate(self._plan, 1):
             if planned.unit == progress.index and planned.gathered >= needed:
@@ -421,7 +420,7 @@ class OrderAgreement:
 
     @torch.no_grad()
     def _carry_out(self, count: int, wanted: UnitProgress | None = None) -> None:
-        """Carry out the first visits of the plan, of which the last may be this rank's own."""
+        """Carry out the first visits of the plan; the last one may be this rank's own."""
         for left in reversed(range(count)):
             planned = self._plan.popleft()
             self._reducer.issue(planned.reduced)
@@ -429,14 +428,14 @@ class OrderAgreement:
                 self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
 
     def _ask(self, wanted: UnitProgress | None, kind: str = "") -> bool:
-        """Ask where all ranks are, reduce what is over, and plan what comes next.
+        """Exchange next visits with all ranks, reduce finished units, and plan further visits.
 
         Args:
-            wanted: The unit to which this rank has come; None: the end of its pass.
-            kind: Of that pass.
+            wanted: Next unit of this rank; None: the end of its pass.
+            kind: Kind of that pass.
 
         Returns:
-            Whether any rank has come to a unit.
+            True if any rank has a next unit.
         """
         rows, announced = self._exchange(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
@@ -445,8 +444,8 @@ class OrderAgreement:
             self._reducer.issue(
                 [index for index, state in enumerate(reduced[:-1]) if state == Reduced.DUE]
             )
-        # As units were found, and back: most ranks wait least where that is the order in which they
-        # are used.
+        # Forwards in the order of unit indices, backwards in reverse: ranks wait least if that is
+        # the order of use.
         forwards = [index for index, flag in enumerate(forward[:-1]) if flag]
         backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
         if forwards:
@@ -467,7 +466,7 @@ class OrderAgreement:
     def _exchange(
         self, wanted: UnitProgress | None, kind: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The highest that any rank says: rows of :class:`_Field`, and of each recorded forward."""
+        """Return the maximum over all ranks: rows of :class:`_Field`, and bytes of forwards."""
         in_backward, awaited = is_backward(kind), dict[int, list[int]]()
         if wanted is not None and kind in self._known and self._apart and not self._open:
             awaited = self._forwards.awaited()
@@ -475,7 +474,7 @@ class OrderAgreement:
                 self._unforeseen.add(kind)
             if kind in self._unforeseen:
                 awaited = {}
-        # The last column stands for the end of the pass.
+        # The last column is the end of the pass.
         rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8, device="cpu")
         announced = torch.zeros(len(self._forwards.units), dtype=torch.uint8, device="cpu")
         if wanted is None:
@@ -496,11 +495,11 @@ class OrderAgreement:
         return message[: rows.numel()].view_as(rows), message[rows.numel() :]
 
     def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:
-        """A backward of all ranks.
+        """Yield the planned visits of a backward of all ranks.
 
         Args:
-            announced: See :class:`_Field`.
-            coming: Units that are reduced where ranks leave them behind for good.
+            announced: Byte of each recorded forward; see :class:`_Field`.
+            coming: Units that are reduced after their last visit.
         """
         places = [place for place in self._forwards.backwards() if announced[place]]
         left = Counter(self._forwards.units[place] for place in places)
@@ -522,7 +521,7 @@ class OrderAgreement:
     # -- Passes without agreement
 
     def _confirm(self, found: str, expected: str) -> None:
-        """Go on if all ranks come to something that no pass of this kind has come to here."""
+        """Check that all ranks leave the recorded order with the same visit."""
         self._mesh.data_fingerprints.call(f"{found} instead of {expected}", ABOUT_UNITS)
 
     def _warn_once(self, found: str, expected: str) -> None:

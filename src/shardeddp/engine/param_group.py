@@ -24,18 +24,16 @@ from shardeddp.wrap.tree import ParameterSpec
 
 
 class FlatGroup:
-    """One main shard, one gathered buffer, and the parameters that are views of them.
-
-    It also has what holds the gradients of these parameters.
+    """One main shard, one gathered buffer, their parameters, and the gradients of these.
 
     Args:
-        specs: The parameters, in layout order; each becomes a ``ShardTensor`` in place.
-        layout: Where they lie.
-        mesh: Through which they are gathered and reduced.
-        sharding: Where main shards live, and whether gathered buffers keep their memory when the
-            unit is resharded.
-        memory_owner: Group whose only parameter lends its memory to the only one of this group.
-            Each has gradients and optimizer states of its own.
+        specs: Parameters, in layout order; each becomes a ``ShardTensor`` in place.
+        layout: Layout of the parameters in the flat buffers.
+        mesh: Process groups and streams of the gathers and reductions.
+        sharding: Sharding strategy: device of the main shard, and whether the gathered buffer
+            keeps its memory when the unit is resharded.
+        memory_owner: Group that lends the memory of its only parameter to the only one of this
+            group. Each has gradients and optimizer states of its own.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class FlatGroup:
         )
         self._on_host = sharding.offload_params and mesh.device.type != "cpu"
         self._resident = layout.num_slices == 1 and param_dtype is dtype and not self._on_host
-        """The main shard is the whole flat buffer: nothing is ever gathered or released."""
+        """Whether the main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
         self.main_shard = (
@@ -76,15 +74,16 @@ class FlatGroup:
         self.buffer = GatheredBuffer(
             specs, layout, param_dtype, mesh.device, memory, lender, in_turn=in_turn
         )
-        """Whole parameters: 1D, padded_numel, in the dtype that travels.
+        """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
-        Memory is taken in :meth:`unshard`, on the gather stream, and dropped in :meth:`release`; the
-        buffer of a single rank keeps it. With shards on the host there is ``_arriving`` besides.
+        Memory is allocated in :meth:`unshard`, on the gather stream, and dropped in
+        :meth:`release`; the buffer of a single rank keeps it. Shards on the host also need
+        ``_arriving``.
         """
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.whole:
-            # Tokens of all expert ranks have come together in an expert's gradient. Divided here,
-            # it is what others' are, this rank's own, wherever it is looked at.
+            # An expert's gradient sums the tokens of all expert ranks. Divided here, it has the
+            # scale of other parameters' gradients, that of one rank, wherever it is read.
             for unsharded in self.unsharded:
                 divide_gradients(unsharded, mesh.tensor.size)
         self._part = (
@@ -94,22 +93,22 @@ class FlatGroup:
             if mesh.topology.split_replicas
             else None
         )
-        """1D; all of a main shard that replicas split, in the dtype that travels.
+        """Shard of one replica, of which each replica has a slice as main shard; ``param_dtype``.
 
-        Filled when the main shard has changed.
+        1D, padded_numel // shard_size. Filled when the main shard has changed.
         """
-        # 1D, shard_numel; a main shard in host memory on its way to the gather, and the event of its
-        # arrival -> waited for by the gather stream, and by the host, which may write to it then.
+        # 1D, shard_numel; device copy of a main shard in host memory, and the event of the copy ->
+        # awaited by the gather stream, and by the host before it writes to the main shard.
         self._arriving: torch.Tensor | None = None
         self._copying: StreamHandle | None = None
-        # 1D; this rank's part of the gathered buffer, kept from forward to backward.
+        # 1D; this rank's slice of the gathered buffer, kept from forward to backward.
         self._kept_part: torch.Tensor | None = None
         self.local = (
             self._local_parameters()
             if memory_owner is None
             else [local.detach() for local in memory_owner.local]
         )
-        """By parameter, this rank's elements; 1D."""
+        """This rank's elements of each parameter; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         if memory_owner is not None:
             [own], [other] = self.sharded, memory_owner.sharded
@@ -117,8 +116,8 @@ class FlatGroup:
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
         self.has_views = False
-        """Whether something outside of the engine, on any rank, referred to gathered memory when the
-        last backward ended."""
+        """Whether code outside of the engine, on any rank, referred to gathered memory at the end
+        of the last backward."""
         # Versions of local parameters at the last gather; empty: gather again.
         self._gathered_versions: list[int] = []
         # Versions of local parameters that the unsharded ones already account for.
@@ -142,7 +141,7 @@ class FlatGroup:
 
     @property
     def gathers(self) -> bool:
-        """Whether unsharding it takes other ranks: its buffer does not hold the values already."""
+        """Whether unsharding communicates, because the buffer does not hold the values already."""
         return not (self._resident or self._memory_owner or (self._retain and not self.stale))
 
     @property
@@ -152,7 +151,7 @@ class FlatGroup:
             return any(unsharded.requires_grad for unsharded in self.unsharded)
 
     def cost(self) -> GroupCost:
-        """Properties for the cost model."""
+        """Return the group's properties for the cost model."""
         return GroupCost(
             layout=self.layout,
             trainable=self.trainable,
@@ -165,7 +164,7 @@ class FlatGroup:
         )
 
     def held(self) -> HeldMemory:
-        """Bytes that it holds on the device now."""
+        """Return the bytes now held on the device."""
         owns = self._memory_owner is None
         gathered = self.buffer.flat if owns and not self._resident else None
         parts = [
@@ -179,7 +178,7 @@ class FlatGroup:
     # -- Gathering
 
     def unshard(self) -> StreamHandle:
-        """Allocate the gathered buffer if need be, and issue the all-gather into it."""
+        """Allocate the gathered buffer if necessary, and issue the all-gather into it."""
         self.keep_writes()
         if not self.gathers:
             handle = StreamHandle(CollectiveHandle(), None)
@@ -187,30 +186,30 @@ class FlatGroup:
             handle = self._mesh.gather_stream.issue(self._gather_parts)
         else:
             if self._on_host and (self._part is None or self.stale):
-                # Memory of that stream, so that it waits for none of the gathers before.
+                # Allocated on the copy stream, so that the copy waits for no earlier gather.
                 self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
             handle = self._mesh.gather_stream.issue(self._gather_shards)
         if self.buffer.fills_kept_memory:
-            handle.wait()  # who holds a view may read it, or write to it, at any time
+            handle.wait()  # users may read or write their views at any time
         self._note_gather()
         return handle
 
     def finish_copies(self) -> None:
-        """Let the host write to a main shard in its memory: it has been read."""
+        """Wait until a main shard in host memory is copied, so that the host may write to it."""
         if self._copying is not None:
             self._copying.synchronize()
             self._copying = None
 
     def forget(self) -> None:
-        """Let the next :meth:`unshard` gather all of it, as on ranks that hold nothing of it."""
+        """Let the next :meth:`unshard` gather the whole buffer, as on ranks without any of it."""
         self.keep_writes()
         self._gathered_versions = []
         self._kept_part = None
 
     def refill_views(self) -> None:
-        """Gather into the memory that modules or views have of the parameters; a collective.
+        """Gather into memory that modules or views hold; a collective.
 
-        Nothing happens if there is none, or if it shows the main shard as it is.
+        Nothing happens if there is no such memory, or if the main shard has not changed.
         """
         owner = self._memory_owner or self
         is_used = owner.buffer.is_usable
@@ -232,8 +231,7 @@ class FlatGroup:
             owner.release(before_backward=owner._kept_part is not None)
 
     def _gather_shards(self) -> CollectiveHandle:
-        # Memory and copy belong to the stream: its allocator stream, and behind compute's last use
-        # of the buffer.
+        # Allocation and copy run on the gather stream, after compute's last use of the buffer.
         flat, own = self.buffer.allocate(), self._own_slice()
         if self._part is None:
             self._copy_main_shard(own)
@@ -250,13 +248,13 @@ class FlatGroup:
         return CollectiveHandle()
 
     def _copy_main_shard(self, target: torch.Tensor) -> None:
-        """On the gather stream: cast it into its place."""
+        """Copy the main shard into its slice of the gathered buffer, cast; on the gather stream."""
         if self._copying is None or self._arriving is None:
             target.copy_(self.main_shard)
             return
         self._copying.wait()
         target.copy_(self._arriving)
-        # In whose order the copy's memory is used again.
+        # The copy stream allocated `_arriving`; it may reuse the memory after this stream's read.
         self._mesh.copy_in_stream.follow_compute()
         self._arriving = None
 
@@ -285,11 +283,11 @@ class FlatGroup:
         self.buffer.wrap()
 
     def release(self, before_backward: bool) -> None:
-        """Drop the gathered buffer's memory; the unsharded parameters raise from here on.
+        """Drop the gathered buffer's memory; the unsharded parameters raise errors afterwards.
 
         Args:
-            before_backward: They are needed once more, before they change: a part stays, if the
-                mesh has smaller groups to gather parts from (ZeRO++'s hpZ,
+            before_backward: True if they are gathered again before they change: this rank keeps a
+                slice if the mesh has regather groups (ZeRO++'s hpZ,
                 https://arxiv.org/abs/2306.10209).
         """
         self.keep_writes()
@@ -301,8 +299,8 @@ class FlatGroup:
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:
-            # Kernels that read the buffer may still be queued: the gather stream, on which it was
-            # allocated and may be unmapped, comes behind them first.
+            # Kernels that read the buffer may still be queued: the gather stream, which allocated
+            # the buffer and may reuse or unmap it, waits for them first.
             self._mesh.gather_stream.follow_compute()
         self.buffer.release()
 
@@ -312,7 +310,7 @@ class FlatGroup:
         return [local._version for local in self.local]
 
     def _note_gather(self) -> None:
-        """Note what was gathered: graphs that need former values must fail, as without sharding."""
+        """Record the gathered versions; graphs that need former values fail, as unsharded."""
         versions = self._versions()
         changed = [
             index
@@ -359,33 +357,33 @@ class FlatGroup:
                     f"gone, with what was written. Write to the parameter itself"
                 )
             self._keep_write(index, found)
-            # Graphs see the write by the version of the written parameter.
+            # Graphs detect the write by the version of the unsharded parameter.
             for group in self._sharing or [self]:
                 group._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
-        """Copy writes to the main shard if this parameter was written to: somebody reads that."""
+        """Copy writes to the main shard if this parameter was written to, before a read of it."""
         with without_torch_function():
             is_written = self.unsharded[index]._version != self._seen_writes[index]
         if is_written:
             self.keep_writes()
 
     def is_held(self, index: int) -> bool:
-        """Whether something outside of the engine refers to gathered memory of a parameter."""
+        """Return whether code outside of the engine refers to gathered memory of a parameter."""
         return any(group.buffer.is_held(index) for group in self._sharing or [self])
 
     def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter's elements of a gathered buffer; 1D."""
+        """Return a view of one parameter's elements in a gathered buffer; 1D."""
         slot = self.layout.slots[index]
         return flat[slot.interval.start : slot.interval.stop]
 
     def _own_elements(self, index: int) -> slice:
-        """This rank's among a parameter's elements."""
+        """Return the slice of a parameter's elements that this rank owns."""
         interval = self.layout.parameter_interval(self.layout.slots[index], self._mesh.slice_rank)
         return slice(interval.start, interval.stop)
 
     def _keep_write(self, index: int, written: torch.Tensor) -> None:
-        """Copy to the main shard what differs from it in a parameter's values, 1D, that were written."""
+        """Copy the elements of a whole written parameter, 1D, that differ to the main shard."""
         fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written.dtype
         known = local.to(self._mesh.device)
         warned = self.sharded[index].spec.warned
@@ -401,11 +399,11 @@ class FlatGroup:
             )
         self._mesh.run.written.note_state(fqn, written)
         found = written[self._own_elements(index)]
-        # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
+        # Elements that were not written equal the main shard rounded to the gathered dtype.
         local.copy_(torch.where(found != known.to(dtype), found.to(known.dtype), known))
 
     def _keep_requires_grad(self) -> None:
-        """Freeze or unfreeze sharded parameters as their unsharded ones were inside a step."""
+        """Copy ``requires_grad``, which a step may have changed, to the sharded parameters."""
         with without_torch_function():
             for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
                 if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
@@ -422,7 +420,7 @@ class FlatGroup:
         ]
 
     def _shard(self, spec: ParameterSpec, index: int) -> ShardTensor:
-        """Turn the user's parameter into a ``ShardTensor`` over its part of the main shard."""
+        """Turn the user's parameter into a ``ShardTensor`` over its view of the main shard."""
         parameter, slot, local = spec.parameter, self.layout.slots[index], self.local[index]
         distribution = spec.distribution
         shard_spec = ShardSpec(
@@ -441,7 +439,7 @@ class FlatGroup:
         hooks = take_hooks(parameter)
         kind = derived_class(ShardTensor, "Sharded", type(parameter))
         sharded = kind(local, shard_spec, parameter.requires_grad)
-        # isinstance(p, nn.Parameter) holds
+        # `_is_param`: isinstance(p, nn.Parameter) holds
         place: dict[str, Any] = {
             "_unsharded": self.unsharded[index],
             "_writes": weakref.ref(self),
@@ -458,7 +456,7 @@ class FlatGroup:
                 f"that is not trained",
                 stacklevel=2,
             )
-        # Weak: autograd holds unsharded parameters where the garbage collector cannot see it.
+        # Weak: autograd's references to unsharded parameters are hidden from the garbage collector.
         vars(self.unsharded[index])[OURS[2]] = weakref.ref(sharded)
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
@@ -470,7 +468,7 @@ class FlatGroup:
 
 
 def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: bool) -> torch.Tensor:
-    """Memory of a main shard; zero where no parameter lies, not touched where values will come."""
+    """Allocate a main shard: zero in padding, uninitialised elsewhere."""
     if on_host:
         like = torch.empty(layout.shard_numel, dtype=dtype, device="meta")
         shard = empty_on_host(like, mesh.device)

@@ -13,55 +13,55 @@ from shardeddp.torch_private import will_execute
 
 
 class GradientLevel(IntEnum):
-    """State of a parameter's gradient on one rank after backward; the ranks' highest one holds."""
+    """State of a parameter's gradient on one rank after backward; the maximum over ranks holds."""
 
     NONE = 0
-    """There is none."""
+    """There is no gradient."""
 
     EARLIER = 1
-    """Gradients of earlier micro-batches, to which this backward has added nothing."""
+    """The gradient is of earlier micro-batches; this backward has added nothing."""
 
     NOW = 2
-    """This backward has added to it."""
+    """This backward has added to the gradient."""
 
 
 @dataclass(kw_only=True, eq=False)
 class UnitProgress:
-    """Counts, so that nothing about a unit has to be guessed from a phase."""
+    """Runtime state of a unit, by counts instead of guesses from the phase."""
 
     unit: Unit
     index: int
-    """Place in the runtime's list of units; 0 is the root."""
+    """Index in the runtime's list of units; 0 is the root unit."""
 
     inner: frozenset[int] = frozenset()
-    """Places of the units whose modules lie inside this one's."""
+    """Indices of the units of inner modules."""
 
     accumulators: list[Node] = field(default_factory=list[Node])
-    """The graph nodes that leave gradients on the unit's parameters."""
+    """Graph nodes that leave gradients on the unit's parameters."""
 
     active: int = 0
-    """Forwards of the unit that have been entered and not left."""
+    """Number of running forwards of the unit."""
 
     awaiting_backward: bool = False
     """A forward with gradients has ended since the last backward ended."""
 
     unreached_uses: set[object] = field(default_factory=set[object])
-    """A token for each forward with gradients whose outputs no backward has reached yet."""
+    """Token for each forward with gradients that no backward has reached yet."""
 
     was_retained: bool = False
-    """A backward since the pass began has reached a forward and left its graph for another one."""
+    """A backward of this pass has reached the unit with ``retain_graph``, for another backward."""
 
     expected: set[int] = field(default_factory=set[int])
-    """Parameters that some rank used in the unit's last backward; all, before the first."""
+    """Indices of parameters that any rank used in the unit's last backward; initially all."""
 
     missing: set[int] = field(default_factory=set[int])
-    """Expected parameters whose gradient this backward has not produced yet."""
+    """Indices of expected parameters without a gradient of this backward so far."""
 
     arrived: set[int] = field(default_factory=set[int])
-    """Parameters whose gradient this backward produced, expected or not, in or outside the unit."""
+    """Indices of parameters with a gradient of this backward, expected or not, of any use."""
 
     gradients_expected: bool = False
-    """Whether there were any when this backward began."""
+    """Whether any gradients were missing when this backward began."""
 
     entered: bool = False
     """This backward has reached the unit."""
@@ -70,13 +70,13 @@ class UnitProgress:
     """The unit's reduction has been issued in this backward."""
 
     open_uses: int = 0
-    """Forwards whose backward has not reached the unit's inputs yet.
+    """Number of forwards with a backward that has not reached the unit's inputs yet.
 
     Counted for units with frozen parameters.
     """
 
     def find_inner(self, progresses: Sequence[UnitProgress]) -> None:
-        """Note which of all units lie inside this one."""
+        """Set ``inner`` from the list of all units."""
         inside = {id(module) for module in self.unit.spec.module.modules()}
         self.inner = frozenset(
             other.index
@@ -85,7 +85,7 @@ class UnitProgress:
         )
 
     def begin_backward(self) -> None:
-        """Start counting a backward."""
+        """Reset the counts for a backward."""
         self.missing = self.expected & self.unit.trainable()
         self.gradients_expected = bool(self.missing)
         self.entered = self.issued = False
@@ -93,7 +93,7 @@ class UnitProgress:
         self.unit.begin_backward()
 
     def gradients(self) -> list[GradientLevel]:
-        """By parameter, what there is of its gradient on this rank."""
+        """Return the level of each parameter's gradient on this rank."""
         used = self.unit.used()
         levels = [GradientLevel.EARLIER if each else GradientLevel.NONE for each in used]
         for index in self.arrived:
@@ -101,16 +101,16 @@ class UnitProgress:
         return levels
 
     def forget_forwards(self) -> None:
-        """Expect no backward of what has been computed so far."""
+        """Expect no backward of the forwards so far."""
         self.awaiting_backward, self.open_uses = False, 0
         self.unreached_uses.clear()
 
     def learn(self, entered: bool, used: Sequence[bool]) -> None:
-        """Learn what to expect of the next backward.
+        """Update the parameters expected in the next backward.
 
         Args:
-            entered: Whether this backward has reached the unit on any rank.
-            used: By parameter, whether any rank has a gradient.
+            entered: True if this backward has reached the unit on any rank.
+            used: Flag per parameter: True if any rank has a gradient.
         """
         trainable = self.unit.trainable()
         if entered or any(used):
@@ -118,21 +118,21 @@ class UnitProgress:
             self.expected = now | (self.expected - trainable)
 
     def gets_gradients(self) -> bool:
-        """Whether the running backward leaves gradients on the unit, as far as its graph shows."""
+        """Return whether the running backward leaves gradients on the unit, judged by its graph."""
         return any(_is_to_run(node) for node in self.accumulators)
 
     def is_over_at(self, entering: UnitProgress) -> bool:
-        """Whether a backward that reaches another unit is done with this one."""
+        """Return whether a backward that reaches another unit has finished this one."""
         inside = entering is self or entering.index in self.inner
         return self.entered and not self.unreached_uses and not inside
 
     def backward_is_over(self) -> bool:
-        """Whether nothing in this backward can read the unit's parameters any more.
+        """Return whether no node left in this backward can read the unit's parameters.
 
-        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose
-        gradient is counted, or to the unit's inputs, which are counted where it has parameters
-        without a gradient. Where a trainable parameter is not expected to get a gradient, neither
-        count tells.
+        A graph node that reads a parameter leads to a trainable parameter of the unit, counted by
+        its gradient, or to the unit's inputs, which are counted if it has parameters without a
+        gradient. False if a trainable parameter is not expected to get a gradient: neither count
+        covers it.
         """
         return not self.missing and self.open_uses == 0 and self.unit.trainable() <= self.expected
 
@@ -141,4 +141,4 @@ def _is_to_run(node: Node) -> bool:
     try:
         return bool(will_execute.current(node))
     except RuntimeError:
-        return False  # `autograd.grad` with respect to this very parameter: the gradient is returned, not left
+        return False  # an input of `autograd.grad`: its gradient is returned, not left on it

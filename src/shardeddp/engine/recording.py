@@ -1,8 +1,8 @@
 """Recording of a model's construction on the meta device; replayed on the host for wanted tensors.
 
-On the meta device tensors have shapes and no values. A recording keeps the operations that would
-have given them values: the constructors' own, those of initializers, conversions to another dtype.
-Repeated on the host, they give the values of an eager construction to the last bit, one parameter
+Tensors on the meta device have shapes but no values. A recording keeps the operations that would
+have given them values: those of constructors and initializers, and conversions to another dtype.
+Replayed on the host, they give the values of an eager construction, bit for bit, one parameter
 after the other.
 """
 
@@ -49,10 +49,10 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class MetaView:
-    """Place of a meta tensor: a storage, and how it lies in there."""
+    """View geometry of a meta tensor in its storage."""
 
     storage: int
-    """Its number in the recording, the same on every rank that builds the same model."""
+    """Index of the storage in the recording; the same on every rank that builds the same model."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class MetaView:
     negated: bool
 
     def over(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies there in real memory."""
+        """Return a tensor of this geometry over real memory."""
         found = torch.empty(0, dtype=self.dtype, device=HOST)
         found.set_(cast(Any, memory), self.offset, self.shape, self.stride)
         found = found.conj() if self.conjugated else found
@@ -75,17 +75,21 @@ class MetaView:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether elements lie in the order of their indices, without gaps."""
+        """Whether elements are contiguous in memory, in the order of their indices."""
         return _is_dense(reversed([*zip(self.stride, self.shape, strict=True)]))
 
     def covers(self, nbytes: int) -> bool:
-        """Whether it has each byte of a storage exactly once."""
+        """Return whether the view has each byte of a storage of this size exactly once."""
         is_dense = _is_dense(sorted(zip(self.stride, self.shape, strict=True)))
         return is_dense and self.offset == 0 and self.numel * self.dtype.itemsize == nbytes
 
 
 def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether strides and sizes, from the innermost dimension on, leave no gap."""
+    """Return whether strides and sizes leave no gap.
+
+    Args:
+        dims: Stride and size of each dim, the innermost first.
+    """
     reach = 1
     for stride, size in dims:
         if size != 1 and stride != reach:
@@ -95,12 +99,12 @@ def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Common part of all strided tensors over the same memory."""
+    """Return the address of a strided tensor's storage, equal for all tensors over that memory."""
     return tensor.untyped_storage()._cdata
 
 
 def _lying(tensor: torch.Tensor, storage: int) -> MetaView:
-    """How a strided tensor lies in a storage of this number."""
+    """Return the view geometry of a strided tensor in the storage with this index."""
     geometry = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     return MetaView(storage, *geometry, tensor.is_conj(), tensor.is_neg())
 
@@ -110,10 +114,10 @@ class Draw:
     """Random numbers that an operation takes from a generator."""
 
     generator: torch.Generator | None
-    """None: the one of the host that ``torch.manual_seed`` seeds."""
+    """Generator; None: the default one of the host, seeded by ``torch.manual_seed``."""
 
     before: bytes
-    """Digest of the generator's state in front of the operation."""
+    """Digest of the generator's state before the operation."""
 
     after: bytes
     """Digest of the generator's state after the operation."""
@@ -121,32 +125,29 @@ class Draw:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A call that gives values to meta tensors.
-
-    Memory of the meta device is told by numbers of storages.
-    """
+    """Call that gives values to meta tensors; their storages are known by index."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[MetaView | None]
-    """Places of the tensors in what it returns; None for what is no meta tensor."""
+    """View geometry of each leaf of the result; None for leaves that are not meta tensors."""
 
     reads: frozenset[int]
     writes: frozenset[int]
-    """Storages that it changes or makes."""
+    """Storages that the operation changes or makes."""
 
     replaces: frozenset[int]
-    """Storages that it overwrites as a whole; their former values do not matter."""
+    """Storages that the operation overwrites as a whole; their former values do not matter."""
 
     draws: tuple[Draw, ...]
     only_fills: bool
-    """Whether the count of random numbers it draws depends on shapes alone."""
+    """Whether the count of drawn random numbers depends on shapes only."""
 
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
 
-# -- Recording: the operations of a construction, in order
+# -- Recording: operations of a construction, in order
 
 _REPLACING = {
     *("normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"),
@@ -157,7 +158,7 @@ _WITHOUT_VALUES = {
     *("new_empty", "new_empty_strided"),
 }
 
-# Functions that make tensors on the meta device past all dispatch.
+# Functions that make tensors on the meta device without dispatch.
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
 # Functions of torch.nn.init that return at once for tensors on the meta device.
@@ -165,14 +166,14 @@ _INITIALIZERS = {"_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_"}
 
 _LOADING = "_load_from_state_dict"  # of nn.Module
 
-# Functions that make an index of a list, on the device of the tensor.
+# Functions that turn a list into an index tensor, on the device of the indexed tensor.
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
-# Functions that need values and are no operations.
+# Functions that need values and are not operations.
 _READING = (torch.Tensor.tolist, torch.Tensor.__format__)
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 
-# Conversions, which leave a tensor where it is that an eager construction has on the host.
+# Conversions; to the host they do not move a tensor, since an eager construction has it there.
 _MOVING = (torch.Tensor.to, torch.Tensor.cpu)
 
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -185,45 +186,45 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class Recording:
-    """Operations on the meta device, from all the times when this was :meth:`active`."""
+    """Operations on the meta device, recorded while :meth:`active`."""
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []
-        # By number; held, so that none has another's address.
+        # By index; kept alive, so that no address is used again.
         self._storages: list[torch.UntypedStorage] = []
-        self._numbers: dict[int, int] = {}  # of storages, by address
-        self._unknown: set[int] = set()  # numbers of what was made unseen, or from such
-        self._set_aside: set[int] = set()  # numbers of those that somebody else gives values
-        self._seeded: set[bytes] = set()  # digests of states that generators were given here
-        self._states: dict[bytes, torch.Tensor] = {}  # others in which they were found, by digest
+        self._numbers: dict[int, int] = {}  # index of each storage, by address
+        self._unknown: set[int] = set()  # storages made unrecorded, or from unrecorded values
+        self._set_aside: set[int] = set()  # storages that get values elsewhere
+        self._seeded: set[bytes] = set()  # digests of generator states that the recording set
+        self._states: dict[bytes, torch.Tensor] = {}  # states that the program set, by digest
         self._generators: dict[int, torch.Generator] = {}
-        self._draws = 0  # number of them
-        self._caught_up = 0  # number of operations whose draws generators have been brought behind
+        self._draws = 0  # number of draws so far
+        self._caught_up = 0  # number of operations with draws that generators have passed
         self._is_active = self._is_paused = False
         self.builds = True
-        """Whether what is made on the meta device now is of a model that gets values."""
+        """Whether new meta tensors are of a model that gets values."""
 
-        # Tensors that were on the meta device before the first of them, by address.
+        # Tensors that were on the meta device before the first recording, by address.
         self._former: dict[int, weakref.ref[torch.Tensor]] | None = None
-        # Of tensors as they were recorded; a write increases it.
+        # Version counters of recorded tensors; a write increases them.
         self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.written: set[int] = set()
-        """Storages that something was written to while nothing was recorded: on meta, that is lost."""
+        """Storages with unrecorded writes, which are lost on the meta device."""
 
         self.reset_names: set[str] = set()
-        """Tensors of models that were built unseen; what is recorded of them are resets."""
+        """Names of tensors of models built unrecorded; only their resets are recorded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle knows of no tensors: those of a copied model are others."""
+        """Copy or pickle as an empty recording, because a copied model has other tensors."""
         return type(self), ()
 
     @contextmanager
     def active(self, *, builds: bool = True) -> Generator[None]:
-        """Record what this thread does to meta tensors; compiled code runs as it is written.
+        """Record this thread's operations on meta tensors; compiled code runs eagerly.
 
         Args:
-            builds: Whether what is made under ``torch.device("meta")`` is of a model that gets
-                values. Hooks have models there for their shapes: to count FLOPs.
+            builds: True if tensors made under ``torch.device("meta")`` are of a model that gets
+                values; False in hooks, which make models there to count FLOPs by shapes.
         """
         former, self.builds = self.builds, builds
         modes = () if self._is_active else (_Functions(self), _Operations(self))
@@ -236,14 +237,18 @@ class Recording:
                 yield
         finally:
             self.builds = former
-            for mode in reversed(modes):  # the user's may have been entered since, and go on
+            for mode in reversed(modes):  # modes of the user, entered since, stay active
                 leave_mode(mode)
             if modes:
                 self._is_active = False
 
     @contextmanager
     def watched(self, *, builds: bool = True) -> Generator[None]:
-        """Record, as :meth:`active` does; what is written to its tensors afterwards is noticed."""
+        """Record, as :meth:`active` does, and detect later writes to the recorded tensors.
+
+        Args:
+            builds: See :meth:`active`.
+        """
         if self._is_active:
             with self.active(builds=builds):
                 yield
@@ -263,7 +268,7 @@ class Recording:
                         it.__class__ = _HandsOutData
 
     def notice_writes(self) -> None:
-        """Note which tensors something was written to since, which was not recorded."""
+        """Add storages with unrecorded writes since :meth:`watched` to ``written``."""
         for held, version in self._versions:
             tensor = held()
             if tensor is None:
@@ -279,53 +284,53 @@ class Recording:
         self._versions = []
 
     def place_of(self, tensor: torch.Tensor) -> MetaView:
-        """The place of a strided meta tensor; if it was made unseen, its values are unknown."""
+        """Return the view geometry of a strided meta tensor; an unrecorded one has no values."""
         return _lying(tensor, self._number(tensor))
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors that were made unseen for empty ones."""
+        """Treat tensors that were made unrecorded as uninitialised ones."""
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave the values of some tensors, parameters of averages, to who is going to shard them."""
+        """Mark tensors that get values elsewhere: parameters of weight averages, sharded later."""
         self._set_aside |= {self._number(tensor) for tensor in filter(is_strided_meta, tensors)}
 
     def is_set_aside(self, tensor: torch.Tensor) -> bool:
-        """Whether somebody else gives a tensor that was seen its values."""
+        """Return whether a recorded tensor gets its values elsewhere."""
         return self._numbers[storage_of(tensor)] in self._set_aside
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was seen of the memory of a tensor."""
+        """Return whether any operation on the memory of a tensor was recorded."""
         return storage_of(tensor) in self._numbers
 
     def has_missed(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made later than the first that were recorded, and past this."""
+        """Return whether a tensor was made unrecorded, after the first recording."""
         held = (self._former or {}).get(id(tensor))
         return not (self.has(tensor) or (held is not None and held() is tensor))
 
     def knows(self, storage: int) -> bool:
-        """Whether all that has given a storage its values was seen."""
+        """Return whether all operations that gave a storage its values were recorded."""
         return storage not in self._unknown
 
     @property
     def is_used(self) -> bool:
-        """Whether tensors still lie in memory that was recorded."""
+        """Whether any tensor still refers to recorded storages."""
         return any(storage_use_count(storage._cdata) > 1 for storage in self._storages)
 
     def forget_values(self) -> None:
-        """Keep what generators need alone, if no recorded tensor is left: values take memory."""
+        """Drop all operations but draws if no recorded tensor is left, to free their constants."""
         if not self.is_used:
             behind = {id(it) for it in self._operations[: self._caught_up]}
             self._operations = [it.operation for it in _needed(self._operations, frozenset())]
             self._caught_up = sum(id(it) in behind for it in self._operations)
 
     def nbytes(self, storage: int) -> int:
-        """Size of a storage."""
+        """Return the size of a storage in bytes."""
         return self._storages[storage].nbytes()
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Run what is called inside, and keep nothing of it."""
+        """Pause the recording: operations inside run unrecorded."""
         former, self._is_paused = self._is_paused, True
         try:
             yield
@@ -333,7 +338,7 @@ class Recording:
             self._is_paused = former
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of torch, and keep it if it concerns the meta device."""
+        """Run an operation of torch, and record it if it involves the meta device."""
         if self._is_paused:
             return function(*args, **kwargs)
         involved = _meta_tensors((args, kwargs))
@@ -353,12 +358,12 @@ class Recording:
         if involved and (is_read or _answers_python(function)):
             args, kwargs = self.values((args, kwargs))
             return function(*args, **kwargs)
-        # In front of the call, which may change geometry. Without meta tensors the call comes
-        # first: it changes nothing of what it is given, and most calls then stay on the host.
+        # Arguments are kept before the call, which may change their geometry. Without meta tensors
+        # the call comes first: it does not change its arguments, and most stay on the host.
         kept = (self._kept(args), self._kept(kwargs)) if involved else None
         given = args, kwargs
         if kept and any(map(_is_strided_host, pytree.tree_leaves((args, kwargs)))):
-            # Torch computes some mixtures from memory that is not there, and refuses others.
+            # Torch reads invalid memory for some mixtures of meta and host, and refuses others.
             changed = written(function, args, kwargs)
             if not (tells_what_it_writes(function) and all(it.is_meta for it in changed)):
                 return self._run_at_once(function, args, kwargs)
@@ -371,8 +376,8 @@ class Recording:
                 raise
             if is_random(function):
                 self._catch_up(_generator_in(args, kwargs))
-            # torch does not know the shapes of what it returns (geqrf): it runs at once, and its
-            # values are kept.
+            # torch cannot infer the shapes of its results (geqrf): it runs at once, and its values
+            # are kept.
             args, kwargs = self.values((args, kwargs))
             return pytree.tree_map(self.moved, function(*args, **kwargs))
         outputs = _meta_tensors(result)
@@ -396,7 +401,7 @@ class Recording:
         return result
 
     def _run_at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that writes to host tensors; what it writes on the meta device is kept."""
+        """Run an operation that writes to host tensors; record its writes to meta tensors."""
         if is_random(function):
             self._catch_up(_generator_in(args, kwargs))
         tells = tells_what_it_writes(function)
@@ -418,14 +423,14 @@ class Recording:
         return result
 
     def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
-        """Keep that a tensor was made of values."""
+        """Record that a meta tensor was made of values on the host."""
         self.adopt([made])
         place = self.place_of(made)
         only = frozenset((place.storage,))
         self._add(torch.clone, (values.detach().clone(),), {}, [place], only, only, None, ())
 
     def moved(self, values: Any) -> Any:
-        """A tensor on the meta device that gets the values of one on the host; else the same."""
+        """Return a meta tensor that gets the values of a host tensor; other objects unchanged."""
         if not isinstance(values, torch.Tensor):
             return values
         made = values.to("meta")
@@ -433,11 +438,11 @@ class Recording:
         return made
 
     def add_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Keep a call of a function of ``torch.nn.init``, which fills its argument ``tensor``."""
+        """Record a call of a ``torch.nn.init`` function, which fills its argument ``tensor``."""
         target = self.place_of(arguments["tensor"])
         kept = self._kept(arguments)
-        # The generator that is given may not be the only one: sparse_ draws its permutations
-        # elsewhere.
+        # The given generator may not be the only one: sparse_ draws its permutations from the
+        # default one.
         given = arguments.get("generator")
         draws = self._draw(None) + (() if given is None else self._draw(given))
         self._add(function, (), kept, [], frozenset(), frozenset((target.storage,)), target, draws)
@@ -477,7 +482,7 @@ class Recording:
         return number
 
     def _kept(self, arguments: Any) -> Any:
-        """Arguments as given later: meta tensors by place, host tensors with present values."""
+        """Return arguments for the replay: geometry of meta tensors, copies of host tensors."""
 
         def keep(leaf: Any) -> Any:
             if is_strided_meta(leaf):
@@ -489,10 +494,7 @@ class Recording:
         return pytree.tree_map(keep, arguments)
 
     def _catch_up(self, generator: torch.Generator | None) -> None:
-        """Bring generators to where an eager construction has them by now.
-
-        The host is about to draw numbers.
-        """
+        """Move generators to their states in an eager construction, before a draw on the host."""
         generator = generator or torch.default_generator
         digest = _digest(generator.get_state())
         if digest not in self._seeded:
@@ -500,8 +502,8 @@ class Recording:
         self._generators[id(generator)] = generator
         steps = _needed(self._operations, frozenset())
         latest = self._operations[self._caught_up :]
-        # Only the draws since the last time, unless the program has gone back, or they depend on
-        # values.
+        # Only the draws since the last time, unless the program has restored an earlier state, or
+        # the draws depend on values.
         if digest in {draw.after for it in latest for draw in it.draws} and not any(
             step.is_wanted for step in steps
         ):
@@ -512,17 +514,14 @@ class Recording:
         self._caught_up = len(self._operations)
 
     def _draw(self, given: torch.Generator | None) -> tuple[Draw, ...]:
-        """Reseed a generator in place of an operation's draw.
-
-        No other program comes to that state.
-        """
+        """Reseed a generator instead of an operation's draw, to a state unique to this draw."""
         generator = given or torch.default_generator
         self._generators[id(generator)] = generator
         state = generator.get_state()
         before = _digest(state)
         if before not in self._seeded:
             self._states.setdefault(before, state)
-        # Not by the state alone: another draw from the same one may leave the generator elsewhere.
+        # The seed includes the draw's number: draws from equal states may end in different states.
         self._draws += 1
         seed = hashlib.blake2b(before + self._draws.to_bytes(8, "little"), digest_size=7).digest()
         generator.manual_seed(int.from_bytes(seed, "little"))
@@ -531,10 +530,10 @@ class Recording:
         return (Draw(given, before, after),)
 
     def values(self, arguments: Any) -> Any:
-        """Arguments of a call that needs values at once: ``item()``, ``allclose()``.
+        """Return arguments with values, for a call that needs them now: ``item()``, ``allclose()``.
 
         Raises:
-            RuntimeError: The making of one of them is not recorded.
+            RuntimeError: The construction of a tensor among them was not recorded.
         """
         needed = {self._number(it) for it in _meta_tensors(arguments)}
         if not needed.isdisjoint(self._unknown):
@@ -557,19 +556,19 @@ class Recording:
     # -- Replay
 
     def plan(self, wanted: Iterable[int]) -> ReplayPlan:
-        """Operations, in order, for the final values of some storages."""
+        """Plan the operations, in order, for the final values of some storages."""
         kept = frozenset(wanted)
         return ReplayPlan(_needed(self._operations, kept) if kept else [], kept)
 
     def repeat(
         self, plan: ReplayPlan, move_generators: bool = False
     ) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Run operations on the host; yields each wanted storage with its memory once complete.
+        """Run operations on the host; yield each wanted storage with its memory once complete.
 
         Args:
             plan: Operations to run.
-            move_generators: Whether generators that have not moved since are left where an eager
-                construction leaves them; without it they stay as they are.
+            move_generators: True to move generators to their states after an eager construction,
+                unless the program has moved them since; False to restore their states.
         """
         states = _GeneratorStates(
             self._states, [step.operation for step in plan.steps], self._generators.values()
@@ -586,7 +585,7 @@ class Recording:
                     del held  # while the next operation runs
 
     def rewind(self) -> None:
-        """Leave generators that have not moved since where they stood before the recording."""
+        """Restore the states before the recording of generators that have not moved since."""
         states = _GeneratorStates(self._states, self._operations, self._generators.values())
         with states.kept(move=True):
             for operation in self._operations:
@@ -641,13 +640,13 @@ class Recording:
                 memory[place.storage] = own
             else:
                 memory[place.storage] = torch.UntypedStorage(nbytes, device=HOST)
-                # Statistics that a batch norm saves for its backward have other shapes on meta.
+                # Statistics that a batch norm saves for backward have other shapes on meta.
                 if found.shape == place.shape:
                     place.over(memory[place.storage]).copy_(found)
 
 
 class _Operations(DispatchMode):
-    """Hears of every operation."""
+    """Passes every operation to the recording."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -687,7 +686,7 @@ class _Functions(TorchFunctionMode):
             return _stay(func, args, kwargs)
         if func in _ARRAYS and first.is_meta:
             array = func(*self._recording.values(args), **kwargs)
-            array.setflags(write=False)  # what is written there would reach nobody
+            array.setflags(write=False)  # writes would be lost
             return array
         if func == _SET_DATA and first.is_meta != args[1].is_meta:
             if not first.is_meta:
@@ -701,7 +700,7 @@ class _Functions(TorchFunctionMode):
         elif func in _READING or (is_made and _meta_tensors(first)):
             args = self._recording.values(args)
         elif is_made and type(first) is list and not first and _is_asked_by_transformers(kwargs):
-            # On which device models are being built; it initialises none on the meta device.
+            # transformers asks for the device of construction, and skips initialisation on meta.
             kwargs = {"device": HOST}
         result = func(*args, **kwargs)
         if func in _CONSTANTS and is_strided_meta(result) and not self._recording.has(result):
@@ -715,13 +714,13 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _has(self, leaf: Any, or_is_built: bool = False) -> bool:
-        """Whether a tensor waits for values that were recorded, or that are while a model is built."""
+        """Return whether a meta tensor is recorded, or (``or_is_built``) a model is being built."""
         if not is_strided_meta(leaf):
             return False
         return (or_is_built and self._recording.builds) or self._recording.has(leaf)
 
     def _note_initializer(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
-        """Note a ``torch.nn.init`` function that asks whether its tensor is meta, then returns."""
+        """Record a ``torch.nn.init`` function that returns early because its tensor is meta."""
         if frame is None or frame.f_globals.get("__name__") != nn.init.__name__:
             return
         if frame.f_code.co_name not in _INITIALIZERS:
@@ -735,7 +734,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _refuse_pickle(frame: FrameType | None, tensor: torch.Tensor) -> None:
-    """Raise if it is for a pickle that torch asks for the device of a tensor without values."""
+    """Raise an error if torch reads the device of a tensor without values to pickle it."""
     if frame is not None and frame.f_code.co_name == _PICKLING:
         raise RuntimeError(
             f"expected a tensor with values to pickle or save, found one of shape "
@@ -746,7 +745,7 @@ def _refuse_pickle(frame: FrameType | None, tensor: torch.Tensor) -> None:
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
-    """The frame that has called a function of torch, behind those of modes."""
+    """Return the frame that called a function of torch, skipping frames of modes."""
     while frame is not None and frame.f_globals.get("__name__") in (
         "torch.utils._device",
         "torch.overrides",
@@ -756,14 +755,14 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_asked_by_transformers(kwargs: Mapping[str, Any]) -> bool:
-    # A device context inside of the recording has named the device.
+    # A device context inside of the recording may have set the device.
     caller = _caller(sys._getframe(2))
     name = "" if caller is None else caller.f_globals.get("__name__", "")
     return kwargs.keys() <= {"device"} and name.startswith("transformers.")
 
 
 def _with_index_on_host(index: Any) -> Any:
-    """An index with its lists of numbers, ranges and arrays as host tensors, which have values."""
+    """Convert lists of numbers, ranges and arrays in an index to host tensors, with values."""
     if type(index) is tuple:
         return tuple(map(_with_index_on_host, index))
     is_list = type(index) is list and not any(
@@ -774,7 +773,7 @@ def _with_index_on_host(index: Any) -> Any:
 
 
 def is_strided_meta(leaf: Any) -> bool:
-    """Whether it is a tensor on the meta device that has a place; a lazy parameter has none yet."""
+    """Return whether it is a strided tensor on the meta device, and not a lazy parameter."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
         return False
     return leaf.layout is torch.strided and not is_lazy(leaf)
@@ -784,11 +783,11 @@ _HANDED_OUT = "_shardeddp_handed_out"
 
 
 class _HandsOutData(nn.Parameter):
-    """A parameter between its recording and the next: keeps what ``.data`` gives, which has its own version."""
+    """Parameter between recordings; keeps results of ``.data``, which have their own versions."""
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The tensor without a graph; one on the meta device is kept until the next recording."""
+        """Tensor without a graph; a meta tensor is kept until the next recording."""
         data: torch.Tensor = _GET_DATA(self)
         if _IS_META(self):
             vars(self).setdefault(_HANDED_OUT, []).append((data, data._version))
@@ -800,14 +799,14 @@ class _HandsOutData(nn.Parameter):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An ordinary parameter."""
+        """Copy as a plain parameter."""
         copied = super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
         copied.__class__ = nn.Parameter
         return copied
 
 
 def tensors_on_meta() -> list[torch.Tensor]:
-    """The strided tensors that exist on the meta device, whatever refers to them."""
+    """Return all strided tensors of this process on the meta device."""
     tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
     with without_torch_function():
         return [it for it in tensors if is_strided_meta(it) and _has_memory(it)]
@@ -826,13 +825,13 @@ def _meta_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _is_strided_host(leaf: Any) -> bool:
-    """Whether it is a tensor with values."""
+    """Return whether it is a strided tensor with values."""
     is_host = isinstance(leaf, torch.Tensor) and not leaf.is_meta
     return is_host and leaf.layout is torch.strided
 
 
 def _moved_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments with all tensors on the meta device, but for indices, whose values count."""
+    """Move all tensors of the arguments to the meta device, except for indices."""
 
     def move(leaf: Any) -> Any:
         return leaf.to("meta") if _is_strided_host(leaf) else leaf
@@ -844,7 +843,7 @@ def _moved_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _stay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor on the meta device, converted, if it is to go to the host, where it is said to be."""
+    """Convert a meta tensor without moving it to the host; other conversions are unchanged."""
     tensor, *others = args
     if func is torch.Tensor.cpu:
         others = [HOST, *others]
@@ -860,7 +859,7 @@ def _stay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_meant_for_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a new tensor is on meta by its name or a context, and not by another's device."""
+    """Return whether a new tensor is on meta by an explicit name or a context, not by a tensor."""
     by_context = sys._getframe(2).f_globals.get("__name__") == "torch.utils._device"
     is_named = by_context or kwargs.get("device") == "meta"
     return is_named and _is_made_on_meta(kwargs) and not _meta_tensors(args)
@@ -883,7 +882,7 @@ def _is_made_off_meta(kwargs: dict[str, Any]) -> bool:
 
 @cache
 def _answers_python(function: Any) -> bool:
-    """Whether an operation returns a number or a truth: ``item()``, ``allclose()``."""
+    """Return whether an operation returns Python numbers or bools: ``item()``, ``allclose()``."""
     returns = [str(it.type) for it in function._schema.returns]
     return bool(returns) and set(returns) <= {"bool", "int", "float", "number"}
 
@@ -892,27 +891,27 @@ def _digest(state: torch.Tensor) -> bytes:
     return hashlib.blake2b(cast(Any, state.numpy()), digest_size=16).digest()
 
 
-# -- Plan: the operations that a replay needs, ordered for little memory
+# -- Plan: operations of a replay, ordered for little memory
 
-_GENERATORS = -1  # a number that no storage has: operations that draw keep their order
+_GENERATORS = -1  # pseudo index of a storage that all draws use, so that they keep their order
 
 
 @dataclass(slots=True, eq=False)
 class ReplayStep:
-    """An operation that is going to be repeated."""
+    """Operation of a replay."""
 
     operation: Operation
     is_wanted: bool
-    """Whether its values matter; otherwise it moves generators and no more."""
+    """Whether its values are needed; if not, it only moves generators."""
 
     ends: list[int] = field(default_factory=list[int])
     """Storages that no later step needs."""
 
     part: tuple[int, int] | None = None
-    """First and last element, of those that it draws into a flat tensor, that matter; None: all do."""
+    """Interval of needed elements in the flat tensor that it fills, end exclusive; None: all."""
 
     def places(self) -> Iterator[int]:
-        """Storages to be used in the order of the recording."""
+        """Yield the storages of the step, and ``_GENERATORS`` if it draws."""
         if self.is_wanted:
             yield from sorted(self.operation.reads | self.operation.writes)
         if self.operation.draws:
@@ -920,11 +919,11 @@ class ReplayStep:
 
 
 class ReplayPlan:
-    """Order of operations for what is wanted.
+    """Operations for wanted storages, in the order of a replay.
 
-    An operation runs as soon as all has run that touched its memory earlier; only draws keep the
-    order of the recording. So a parameter that its constructor draws and a parent scales at the
-    very end is complete at once.
+    An operation runs as soon as all earlier operations on its memory have run; only draws keep the
+    order of the recording. So a parameter that its constructor draws, and that a parent scales at
+    the very end, is complete at once.
     """
 
     def __init__(self, steps: list[ReplayStep], wanted: frozenset[int]) -> None:
@@ -937,14 +936,14 @@ class ReplayPlan:
 
     @property
     def completed(self) -> list[int]:
-        """The wanted storages that get values, in the order in which they do."""
+        """Wanted storages that get values, in the order of completion."""
         return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
 
     def narrow(self, parts: Mapping[MetaView, tuple[int, int]]) -> None:
-        """Let tensors get the values of some elements alone, where no more than a draw makes them.
+        """Restrict tensors to some elements if a single draw makes them.
 
         Args:
-            parts: By place, the flat elements that matter: the first, and that behind the last.
+            parts: Interval of needed flat elements by view geometry, end exclusive.
         """
         places = {place.storage: place for place in parts}
         users: dict[int, list[ReplayStep]] = defaultdict(list)
@@ -959,10 +958,10 @@ class ReplayPlan:
                 step.part = parts[place]
 
     def digest(self) -> bytes:
-        """Digest, in 16 bytes, of operations, arguments and generator states.
+        """Return a digest, 16 bytes, of operations, arguments and generator states.
 
-        Ranks with equal ones get the same values. Arguments that cannot be compared make them
-        differ.
+        Ranks with equal digests get the same values. Arguments that cannot be compared make
+        digests differ.
         """
         found = xxhash.xxh3_128()
         for step in self.steps:
@@ -999,7 +998,7 @@ def _update(found: xxhash.xxh3_128, each: Any) -> None:
 
 
 def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[ReplayStep]:
-    """Steps, from the last to the first, that are read later or draw."""
+    """Return the steps that later steps read, or that draw; searched from the last to the first."""
     live = set(wanted)
     steps: list[ReplayStep] = []
     for operation in reversed(operations):
@@ -1024,7 +1023,7 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
     is_done = [False] * len(steps)
 
     def emit(index: int) -> list[int]:
-        """Run one; returns what comes next to its memory."""
+        """Append a step; return the next steps of its storages."""
         is_done[index] = True
         order.append(index)
         for place in places[index]:
@@ -1034,7 +1033,7 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
         ]
 
     def pull(index: int) -> list[int]:
-        """Run a step early unless it waits for a draw; returns what comes next to all that ran."""
+        """Append a step early unless it waits for a draw; return the next steps, as `emit` does."""
         following: list[int] = []
         stack = [index]
         while stack:
@@ -1063,18 +1062,18 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
     return [steps[index] for index in order]
 
 
-# -- Draws of which a part is wanted
+# -- Partial draws
 #
-# A generator of the host gives one number after the other, so a rank has to come past the numbers of
-# all others. It need not turn them into floats: that is most of the time.
+# A generator of the host draws numbers one by one, so a rank must also draw the numbers of all
+# other ranks. It need not convert these to floats, which takes most of the time.
 
 _IN_ORDER = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
 _BLOCK = 16
-"""Elements that `normal_` makes of as many random numbers, and of no others."""
+"""Elements of a block, which `normal_` makes of equally many random numbers."""
 
 
 def _draws_in_order(operation: Operation) -> bool:
-    """Whether any blocks of what an operation fills can be drawn by themselves."""
+    """Return whether single blocks of an operation's target can be drawn separately."""
     target = operation.args[0] if operation.args else None
     return (
         operation.function in _IN_ORDER
@@ -1092,7 +1091,7 @@ def _draw_part(
     part: tuple[int, int],
     generator: torch.Generator | None,
 ) -> None:
-    """Fill the blocks of a tensor that have the wanted elements, and come past all others."""
+    """Fill the blocks of a tensor that have wanted elements, and skip the draws of others."""
     start, stop = part[0] // _BLOCK * _BLOCK, -(-part[1] // _BLOCK) * _BLOCK
     start = min(start, stop)
     _pass_by(start, generator)
@@ -1104,7 +1103,7 @@ def _draw_part(
 
 
 def _pass_by(count: int, generator: torch.Generator | None) -> None:
-    """Bring a generator of the host behind as many 32-bit numbers."""
+    """Skip 32-bit numbers of a generator of the host."""
     scratch = torch.empty(min(count, 2**16), dtype=torch.uint8, device=HOST)
     for passed in range(0, count, 2**16):
         scratch[: count - passed].random_(generator=generator)
@@ -1112,7 +1111,7 @@ def _pass_by(count: int, generator: torch.Generator | None) -> None:
 
 @cache
 def _draws_by_block(function: Any, dtype: torch.dtype) -> bool:
-    """Whether this release of torch takes one 32-bit number for each element, block after block."""
+    """Return whether this torch draws one 32-bit number per element, block after block."""
     if not dtype.is_floating_point:
         return False
     whole, parts = (torch.zeros(6 * _BLOCK, dtype=dtype, device=HOST) for _ in range(2))
@@ -1125,20 +1124,20 @@ def _draws_by_block(function: Any, dtype: torch.dtype) -> bool:
     return torch.equal(whole, parts) and torch.equal(one.get_state(), other.get_state())
 
 
-# -- Generator states in front of each operation
+# -- Generator states before each operation
 
 
 class _GeneratorStates:
-    """States of generators while operations are repeated.
+    """States of generators during a replay.
 
-    While it is recorded, an operation that draws seeds its generator by the state that it finds.
-    The state behind it is found again in front of the next, or wherever a program has saved and set
-    it: it stands for the one behind the draw.
+    A recorded draw replaces its generator's state by a seeded one. The next draw starts from this
+    state, and a program may save and restore it. In the replay it maps to the true state after the
+    draw.
 
     Args:
-        known: States to which a program has brought generators itself, by digest.
-        operations: Operations to repeat.
-        generators: All that were drawn from.
+        known: States that the program set itself, by digest.
+        operations: Operations to replay.
+        generators: All generators of recorded draws.
     """
 
     def __init__(
@@ -1151,14 +1150,15 @@ class _GeneratorStates:
         self._behind: dict[bytes, torch.Tensor] = {}
         self._now = {generator: _digest(generator.get_state()) for generator in generators}
         self._uses = Counter(draw.before for operation in operations for draw in operation.draws)
-        # A state takes 5 KB: it is let go of behind its last use.
+        # A state takes 5 KB: it is dropped after its last use.
         self._uses.update(self._now.values())
 
     @contextmanager
     def kept(self, move: bool) -> Generator[None]:
-        """Keep the program's generators.
+        """Restore the program's generators at the end.
 
-        In the end, move those that stand where an operation has left them.
+        Args:
+            move: True to set generators in a recorded state to the true state instead.
         """
         states = {generator: generator.get_state() for generator in self._now}
         try:
@@ -1171,7 +1171,7 @@ class _GeneratorStates:
 
     @contextmanager
     def around(self, operation: Operation) -> Generator[dict[int, torch.Generator]]:
-        """Surround an operation that draws; yields what replaces the generators given to it."""
+        """Set generators for an operation that draws; yield substitutes of generator arguments."""
         standing: list[tuple[Draw, torch.Generator]] = []
         for draw in operation.draws:
             generator = draw.generator
@@ -1185,7 +1185,7 @@ class _GeneratorStates:
             self._behind[draw.after] = own.get_state()
 
     def skip(self, operation: Operation) -> None:
-        """Go past an operation that is not repeated, and draws nothing."""
+        """Skip an operation, as if it had drawn nothing."""
         for draw in operation.draws:
             self._behind[draw.after] = self._before(draw)
 

@@ -16,44 +16,44 @@ from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 
 class Reduced(IntEnum):
-    """How far the gradients of a unit are on one rank; the highest of all ranks holds for all."""
+    """State of a unit's gradients on one rank; the maximum over ranks holds for all."""
 
     NOTHING = 0
-    """It has none to reduce, in this backward or any more."""
+    """The rank has no gradients to reduce, or has reduced them."""
 
     DUE = 1
-    """Its backward is done with the unit."""
+    """The rank's backward has finished the unit."""
 
     COMING = 2
-    """It is in the unit, or will come to it; after that it is done with it."""
+    """The rank's backward is in the unit or will visit it; it is finished afterwards."""
 
     OPEN = 3
-    """It may come to the unit more often than it says."""
+    """The rank's backward may visit the unit more often than it has announced."""
 
 
 class Reducer:
     """Issues the reductions of one backward.
 
     Ranks may use different parameters, so the arrival of gradients must not decide when a unit is
-    reduced: one rank would wait for a reduction that another has put off, which itself waits for
-    the first one's part in a gather. What decides has to happen alike on all ranks. Autograd runs
-    the nodes of a unit before those of any unit that was entered before it, so a unit is over when
-    the backward has reached all its uses and then reaches a unit outside of it. There it is
-    reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
-    arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
+    reduced: one rank would wait for a reduction that another has deferred, which itself waits for
+    the first one in a gather. Instead, an event that all ranks share decides. Autograd runs the
+    nodes of a unit before those of any unit that was entered earlier. So a unit is finished when
+    the backward has reached all its uses and then reaches a unit outside of it. The finished unit
+    is reduced then, before the other one is gathered, with zeros for parameters without a gradient.
+    Gradients that arrive later are reduced with the leftovers, on which all ranks agree at the end.
 
-    That holds where all ranks use the same units. Where they do not, they agree on where no rank is
-    going to reach a unit any more (:class:`OrderAgreement`), and reduce it there, with zeros of
-    those that have not reached it.
+    This needs equal units on all ranks. If ranks use different units, they agree on the point after
+    which no rank reaches a unit (:class:`OrderAgreement`) and reduce it there; ranks that have not
+    reached it contribute zeros.
 
-    Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even
-    reach different units. Then all units are reduced in one order, that of rank 0's first backward,
-    also those that this rank does not reach.
+    If backwards do not gather, no gathers keep ranks together, and they may even reach different
+    units. Then all units are reduced in one order, that of rank 0's first backward, including units
+    that this rank does not reach.
 
     Args:
-        progresses: All units, the root first.
-        mesh: Through which ranks agree.
-        sharding: Whether anything is gathered in a backward.
+        progresses: Progress of all units, the root unit first.
+        mesh: Process groups and streams of the reductions.
+        sharding: Sharding strategy: whether backwards gather, and whether each reduces.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Reducer:
         self._kind = ""
 
     def begin(self, kind: str, sync_gradients: bool) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Args:
-            kind: Which of a step.
-            sync_gradients: False if a later micro-batch is to complete the gradients. Until then
-                they are reduced in the shard group, or stay on their ranks.
+            kind: Kind of the backward, with its number in the step.
+            sync_gradients: False if a later micro-batch completes the gradients. Until then they
+                are reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
@@ -100,7 +100,7 @@ class Reducer:
             self.note_gradient()
 
     def _agree_on_trained(self) -> None:
-        """Compare what ranks froze or unfroze: with differences, they would reduce other units."""
+        """Compare changes of ``requires_grad`` between ranks, which decide on the reduced units."""
         former, self._trained = (
             self._trained,
             [frozenset(progress.missing) for progress in self._progresses],
@@ -117,9 +117,9 @@ class Reducer:
         self._mesh.data_fingerprints.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
-        """Note that this backward leaves gradients.
+        """Record that this backward leaves gradients.
 
-        The graph of reentrant checkpointing may have hidden that.
+        :meth:`begin` cannot see that in the graph of reentrant checkpointing.
         """
         if not self.leaves_gradients:
             self.leaves_gradients = True
@@ -127,15 +127,15 @@ class Reducer:
                 gradients.take_assigned(self._sync)
 
     def reach(self, progress: UnitProgress, *, agreed: bool) -> None:
-        """The backward reaches a use of a unit, which is not gathered for it yet.
+        """Reduce finished units when the backward reaches a use of another one, before its gather.
 
         Args:
-            progress: The unit.
-            agreed: Whether ranks agree on what is reduced, by :meth:`progress` and :meth:`issue`.
+            progress: Progress of the reached unit.
+            agreed: True if ranks agree on reductions by :meth:`progress` and :meth:`issue` instead.
         """
         waiting = [] if agreed else self._waiting()
         over = [other for other in waiting if other.is_over_at(progress)]
-        # One order for all ranks: an unfinished unit holds back those behind it.
+        # One order for all ranks: an unfinished unit holds back later ones.
         for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
             self._queue.issue(due, self._across_replicas)
         if not progress.entered:
@@ -143,11 +143,11 @@ class Reducer:
             self._reached.append(progress)
 
     def progress(self, entering: UnitProgress | None, ahead: Mapping[int, int]) -> list[Reduced]:
-        """How far this rank is with each unit.
+        """Return the state of each unit's gradients on this rank.
 
         Args:
-            entering: The unit that its backward comes to; None: it has come to its end.
-            ahead: By unit, how often it will come to it from there on, as far as it says so.
+            entering: Next unit of this rank's backward; None: its end.
+            ahead: Number of announced visits from there on, by unit.
         """
         if not self._running:
             return [Reduced.OPEN] * len(self._progresses)
@@ -159,7 +159,7 @@ class Reducer:
         ]
 
     def issue(self, indices: Sequence[int]) -> None:
-        """Reduce units that all ranks are done with, whether this one has reached them or not."""
+        """Reduce units that all ranks have finished, even if this rank has not reached them."""
         for index in reversed(indices):
             self._queue.issue(self._progresses[index], self._across_replicas)
 
@@ -179,7 +179,7 @@ class Reducer:
         return Reduced.DUE if progress.is_over_at(entering) else Reduced.COMING
 
     def end(self) -> None:
-        """The backward ends: reduce what remains, and give the parameters their gradients."""
+        """End the backward: reduce the remaining units and install the gradients."""
         if self._sync and self.leaves_gradients:
             for progress in self._waiting():
                 self._queue.issue(progress, self._across_replicas)
@@ -201,13 +201,13 @@ class Reducer:
         self._running = False
 
     def abort(self) -> None:
-        """Finish what a backward that has failed has issued."""
+        """Finish the reductions that a failed backward has issued."""
         self._running = False
         self._mesh.run.incomplete.add(id(self))
         self._queue.finish()
 
     def _waiting(self) -> list[UnitProgress]:
-        """Units still to be reduced, in order."""
+        """Return the units still to be reduced, in order."""
         if not (self._sync and self.leaves_gradients):
             return []
         candidates = self._reached if self._gathers else self._order
@@ -229,7 +229,7 @@ class Reducer:
             all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)[0]
         )
         rest = [progress for progress in self._order if progress.index not in agreed]
-        # The root is over last, whether it was reached or not.
+        # The root unit is last, even if it was not reached.
         self._order = sorted(
             [*(self._progresses[index] for index in agreed), *rest],
             key=lambda progress: progress.index == 0,

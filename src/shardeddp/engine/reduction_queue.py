@@ -21,9 +21,9 @@ class ReductionQueue:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        # With the label of their unit; issued -> finished before the next unit packs
+        # Label of the unit and reduction; issued -> advanced before the next unit packs
         self._in_flight: deque[tuple[str, Reduction]] = deque()
-        # Left to their streams, the earliest first, and the bytes that they hold.
+        # Reductions left to their streams, the earliest first, and the bytes that they hold.
         self._queued: deque[tuple[str, Reduction]] = deque()
         self._queued_nbytes = self._most_nbytes = 0
 
@@ -31,12 +31,12 @@ class ReductionQueue:
     def issue(self, progress: UnitProgress, across_replicas: bool) -> None:
         """Reduce the gradients of one unit.
 
-        One unit's gradients are in each collective at a time: that bounds memory, and one unit's
-        backward hides it.
+        A reduce-scatter has the gradients of one unit, one at a time: this bounds memory, and the
+        backward of the next unit overlaps with it.
 
         Args:
-            progress: The unit.
-            across_replicas: False if a later micro-batch shares them with the replicas.
+            progress: Progress of the unit.
+            across_replicas: False if a later micro-batch reduces them across replicas.
         """
         for _ in range(len(self._in_flight)):
             unit, reduction = self._in_flight[0]
@@ -62,10 +62,10 @@ class ReductionQueue:
         self._in_flight.clear()
 
     def _leave_to_stream(self, unit: str, reduction: Reduction) -> None:
-        """Leave a reduction to its streams; finish the first ones where they hold too much memory.
+        """Leave a reduction to its streams; finish the first ones if they hold too much memory.
 
-        Without a bound they hold a copy of all gradients. A network with several of the largest
-        units queued is busy all the same.
+        Without a bound they would hold a copy of all gradients. ``WAITING_UNITS`` of the largest
+        units keep the network busy.
         """
         self._queued.append((unit, reduction))
         self._queued_nbytes += reduction.waiting_nbytes

@@ -1,7 +1,7 @@
 """Runtime: when units are unsharded and resharded, in which order, and how far ahead.
 
 Hooks on modules and gradients (``hooks.py``) call it. It gathers and releases units itself, through
-:class:`OrderAgreement` where ranks may use different ones, and leaves their gradients to
+:class:`OrderAgreement` if ranks may use different units, and leaves their gradients to
 :class:`Reducer`.
 """
 
@@ -53,14 +53,14 @@ from shardeddp.wrap.tree import first_three
 
 
 class Phase(Enum):
-    """Phase of the model; known to the runtime alone."""
+    """Phase of the model; only the runtime has this state."""
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
-# event -> (phases in which it may happen, phase it leads to)
+# event -> (phases in which it may happen, resulting phase)
 PHASES = {
     "the root's forward": ({Phase.IDLE, Phase.FORWARD}, Phase.FORWARD),
     "the end of the root's forward": (set(Phase), Phase.IDLE),
@@ -74,17 +74,16 @@ PHASES = {
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
-    A unit is gathered when its forward is entered and released when it is left; its outputs
-    announce its backward, which gathers it again; when its gradients are complete it is released.
-    The :class:`Reducer` decides when they are reduced. The root unit is entered by :meth:`step`,
-    around everything that the user's step does. Recomputation by activation checkpointing is a
-    forward that is entered during a backward: it neither prefetches nor reshards.
+    A unit is gathered when its forward begins and released when the forward ends. Hooks on its
+    outputs gather it again for the backward; it is released when its gradients are complete.
+    The :class:`Reducer` decides when they are reduced. :meth:`step` enters the root unit around the
+    user's whole step. Recomputation by activation checkpointing is a forward that begins during a
+    backward: it neither prefetches nor reshards.
 
     Args:
-        units: The root unit first.
-        mesh: Through which ranks agree.
-        options: When to reshard and to reduce, how far ahead to gather, and whether ranks may use
-            different units in a step.
+        units: Units of the model, the root unit first.
+        mesh: Process groups and streams of the model's ranks.
+        options: Options for resharding, reduction, prefetching and uneven units.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, options: Options) -> None:
@@ -94,7 +93,7 @@ class Runtime:
         """False while micro-batches accumulate: gradients stay on a rank or in its shard group."""
 
         self.optimizes_after_step = True
-        """False where the step runs backward and optimizers itself (manual optimization)."""
+        """False if the step runs backward and optimizers itself (manual optimization)."""
 
         self._root = self.progresses[0]
         self.mesh = mesh
@@ -105,14 +104,14 @@ class Runtime:
         self.agreement = OrderAgreement(
             self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
         )
-        self._keeps_graph = False  # the backward that is running records a graph of itself
+        self._keeps_graph = False  # the running backward records a graph (create_graph)
         self._step_name = "forward"
-        self._backwards = 0  # since the last forward of the root began
-        self._in_nodes = object()  # key of what nodes of graphs know of this runtime
+        self._backwards = 0  # count since the last forward of the root began
+        self._in_nodes = object()  # key of this runtime's entry in the metadata of graph nodes
         self._backward_kind = backward_kind(0)
-        self._running: int | None = None  # number of the backward that the phase is of
+        self._running: int | None = None  # number of the backward that set the phase
         self._entering = threading.Lock()
-        self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
+        self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
         self._buffers = BufferSync(self.root_module, mesh)
         self._buffers_are_due = True
         extend_functions()
@@ -121,8 +120,8 @@ class Runtime:
         self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for progress in self.progresses:
             progress.find_inner(self.progresses)
-            # The root's stay in memory until the backward ends anyway; what graphs hold of them
-            # costs nothing.
+            # The root's parameters stay in memory until the backward ends anyway: views that graphs
+            # hold of them cost nothing.
             for group in progress.unit.groups if self._saves_views and progress.index else ():
                 group.buffer.watched = self._saved.buffers
         self._progress_of = {
@@ -132,7 +131,7 @@ class Runtime:
         }
         _RUNTIMES[id(self.root_module)] = self
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
-        """Whether no unit has anything to do: training on one rank."""
+        """Whether no unit gathers or reduces: training on one rank."""
 
         self._hooks: list[UnitHook] = []
         self._encoder_hooks: list[EncoderHook] = []
@@ -141,17 +140,17 @@ class Runtime:
             self._encoder_hooks = [*self._hooks_of_encoders()]
 
         self.precision: object = None
-        """Trainer's precision that decided on dtypes, compared when the model is set up again."""
+        """Precision plugin that chose the dtypes, compared when the model is set up again."""
 
         self.guard: Callable[[], AbstractContextManager[Any]] | None = None
-        """Surrounds the first step of each kind; None: nothing does."""
+        """Context manager around the first step of each kind; None: no context."""
 
-        self._watched: set[str] = set()  # kinds of steps that have had their first
+        self._watched: set[str] = set()  # kinds of steps that have run once
         self._structure = _Structure(self.root_module, {})
 
     @property
     def is_current(self) -> bool:
-        """Whether the model still consists of what was sharded, and of nothing else."""
+        """Whether the model still has the modules, parameters and buffers that were sharded."""
         stands_for = {
             id(tensor): sharded
             for progress in self.progresses
@@ -163,22 +162,21 @@ class Runtime:
         """Continue the run that another runtime of the module has begun."""
         self.optimizes_after_step = former.optimizes_after_step
         self._buffers_are_due = former._buffers_are_due
-        # Those of the setup: ranks may have registered buffers of their own since.
+        # Buffers of the setup: ranks may have registered buffers of their own since.
         self._buffers = former._buffers
         self._buffers.mesh = self.mesh
 
     def check_rest(self, action: str) -> None:
-        """Raise where the module cannot be sharded anew without a loss.
+        """Raise an error if resharding the module with another strategy would lose state.
 
         Args:
-            action: What asks for it.
+            action: Name of the operation, for the message.
 
         Raises:
-            RuntimeError: A step or ``summon_full_params`` is under way, its backward is still to
-                come, or gradients are not complete; or users hold what belongs to the present
-                sharding: views, nodes of graphs.
+            RuntimeError: A step or ``summon_full_params`` is running, a backward is pending,
+                gradients are incomplete, or users hold views or graph nodes of this sharding.
         """
-        # Where the step itself runs backwards, nobody knows whether one of its outputs is to come.
+        # If the step runs backwards itself, a backward of its outputs may never come.
         awaits = self._root.awaiting_backward and self.optimizes_after_step
         overridden = any(each.unit.is_overridden for each in self.progresses)
         if self._root.active or awaits or overridden:
@@ -215,7 +213,7 @@ class Runtime:
         """Detach hooks and dissolve the units; parameters stay sharded.
 
         Raises:
-            RuntimeError: It is at work.
+            RuntimeError: A step or ``summon_full_params`` is running.
         """
         if self._root.active or any(each.unit.is_overridden for each in self.progresses):
             raise RuntimeError(
@@ -236,20 +234,20 @@ class Runtime:
 
     @property
     def root_module(self) -> nn.Module:
-        """The module that the root unit belongs to."""
+        """Module of the root unit."""
         return self._root.unit.spec.module
 
     # -- Interface of the strategy
 
     @contextmanager
     def step(self, name: str = "step") -> Generator[list[Any]]:
-        """Surround a user's step: root parameters are usable, whatever method reads them.
+        """Surround a user's step: root parameters are usable in all methods.
 
         Args:
-            name: The kind of step; steps of one kind are expected to visit units in one order.
+            name: Kind of step; steps of one kind are expected to use units in the same order.
 
         Yields:
-            A list to append the step's outputs to, from which their backward is announced.
+            List for the step's outputs, appended by the caller; hooks on them announce a backward.
         """
         outputs: list[Any] = []
         guard = nullcontext() if self.guard is None or name in self._watched else self.guard()
@@ -267,7 +265,7 @@ class Runtime:
             with guard:
                 yield outputs
         except BaseException as error:
-            # After a transfer error nothing arrives any more: a wait would last a timeout.
+            # After a transfer error no collective completes: a wait would last until its timeout.
             if not is_transfer_error(error):
                 self.reset()
             raise
@@ -289,12 +287,12 @@ class Runtime:
             )
 
     def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
-        """Note that an optimizer has stepped.
+        """Mark parameters as changed by an optimizer step.
 
-        Units in use are gathered anew at once, the others when they are next used.
+        Units in use are gathered anew at once, the others at their next use.
 
         Args:
-            stepped: The sharded parameters that had a gradient; the same on all ranks.
+            stepped: Sharded parameters that had a gradient; the same on all ranks.
         """
         # Fused optimizers do not count versions.
         torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
@@ -303,19 +301,20 @@ class Runtime:
                 if progress.active:
                     progress.unit.refresh()
                 else:
-                    progress.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
+                    # Kept for a backward that has not come, which must not read former values.
+                    progress.unit.reshard()
             if progress.unit.has_views:
                 progress.unit.renew_views()
         RELEASED_MEMORY.clear()
 
     def sync_buffers(self) -> None:
-        """Give rank 0's buffers to all ranks."""
+        """Broadcast rank 0's module buffers to all ranks."""
         self._buffers.sync()
 
     def reset(self) -> None:
-        """Return to rest after a failure.
+        """Return to the idle phase after a failure.
 
-        Finishes what is in flight, reshards, and drops gradients that were not reduced.
+        Finishes collectives in flight, reshards, and drops gradients that were not reduced.
         """
         self._reducer.abort()
         self.agreement.reset()
@@ -334,14 +333,14 @@ class Runtime:
     # -- Forward
 
     def enter(self, progress: UnitProgress) -> None:
-        """A forward of the unit's module begins."""
+        """Begin a forward of the unit's module."""
         if not (self._root.active or self._in_backward()) and progress.unit.gathers:
-            # Outside of steps any rank may call the module alone.
+            # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         self._enter(progress)
 
     def _enter(self, progress: UnitProgress) -> None:
-        """Gather the unit, and what comes next."""
+        """Gather the unit and prefetch the next ones."""
         if progress.unit.gathers:
             refuse_traced(f"the forward of {progress.unit.label}")
         if are_transforms_active():
@@ -349,7 +348,7 @@ class Runtime:
             return
         in_backward = self._in_backward()
         if not in_backward and self.phase is Phase.BACKWARD:
-            # The backward that set it never came to its end.
+            # The backward that set the phase has failed.
             self._give_up_backward() if self._root.active else self.reset()
         saves = self._saves_views and progress is not self._root
         if saves:
@@ -359,12 +358,12 @@ class Runtime:
                 self.agreement.revisit(progress, self._backward_kind)
                 self._ensure_unsharded(progress)
                 if graph_is_retained():
-                    progress.unit.add_up_gradients()  # a later backward may come to both graphs
+                    progress.unit.add_up_gradients()  # a later backward may run both graphs
             else:
                 self._enter_forward(progress)
         except BaseException:
             if saves:
-                self._saved.leave()  # nobody calls leave() for what was not entered
+                self._saved.leave()  # leave() is not called for a forward that was not entered
             raise
 
     def _enter_forward(self, progress: UnitProgress) -> None:
@@ -381,7 +380,7 @@ class Runtime:
             raise
 
     def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
-        """Gather units whose forwards come soon; all ranks do."""
+        """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
             if self._root.active:
                 self._visit(progress, self._step_name)
@@ -399,9 +398,10 @@ class Runtime:
                     yield EncoderHook(self, encoder, first)
 
     def _count(self, progress: UnitProgress) -> None:
-        """Count the unit's forward as under way, if no other thread is in the forward of a unit.
+        """Count the unit's forward as running.
 
-        Ranks would gather in different orders.
+        Raises:
+            RuntimeError: Another thread is in a unit's forward; ranks could gather in other orders.
         """
         if progress is not self._root:
             with self._entering:
@@ -425,10 +425,10 @@ class Runtime:
                 self._forwards = max(0, self._forwards - 1)
 
     def _visit(self, progress: UnitProgress, kind: str) -> None:
-        """A pass comes to a unit: gather it, and prefetch what comes next.
+        """Gather a unit that a forward or backward has reached, and prefetch the next ones.
 
         ``FlatGroup.unshard`` of param_group.py allocates. A unit is released in ``leave`` or
-        ``_reshard_after_backward``, and in ``_reshard_idle`` if it was gathered in vain.
+        ``_reshard_after_backward``, and in ``_reshard_idle`` if it was prefetched but not used.
         """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)
@@ -439,17 +439,16 @@ class Runtime:
                 unit.unshard()
 
     def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
-        """A forward of the unit has ended: announce its backward, and reshard it."""
+        """End a forward of the unit: set hooks for its backward, and reshard it."""
         if are_transforms_active():
             self._leave_transformed(progress)
             return
         if self._saves_views and progress is not self._root:
             self._saved.leave()
         if self._in_backward():
-            # This backward reads the unit next: it is released when its gradients are complete.
+            # This backward uses the unit next: it is released when its gradients are complete.
             if torch.is_grad_enabled() and not progress.awaiting_backward:
-                # Reentrant checkpointing: only the recomputation has a graph, which is run backward
-                # next.
+                # Reentrant checkpointing: only the recomputation has a graph; its backward is next.
                 self._announce_backward(progress, inputs, outputs)
             return
         self._uncount(progress)
@@ -464,8 +463,8 @@ class Runtime:
             progress.unit.reshard(before_backward=progress.awaiting_backward)
 
     def _enter_transformed(self, progress: UnitProgress) -> None:
-        # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their
-        # graphs hold the memory.
+        # torch.func.grad, vmap and other transforms take no saved-tensor hooks: their graphs hold
+        # the memory.
         with temporarily_clear_interpreter_stack():
             self._ensure_unsharded(progress)
         progress.active += 1
@@ -483,7 +482,7 @@ class Runtime:
     def _begin_pass(self) -> None:
         self.mesh.run.settle()
         if self.sharding.reshard is Reshard.NEVER and self.mesh.run.written.pending:
-            # Only changed parameters are gathered anew: all ranks must have changed them.
+            # Only changed parameters are gathered anew, so all ranks must have changed them.
             self.mesh.data_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.run.written.pending)} was written to"
             )
@@ -501,7 +500,7 @@ class Runtime:
         if self.root_module.training:
             if self._buffers_are_due:
                 self.sync_buffers()
-            # Micro-batches go on with their own, and so do steps of manual optimization: what
+            # Ranks keep their own buffers in later micro-batches and in manual optimization, as
             # DistributedDataParallel does in Lightning.
             self._buffers_are_due = (
                 self.sync_gradients and self.optimizes_after_step and torch.is_grad_enabled()
@@ -512,8 +511,7 @@ class Runtime:
             return False
         if not progress.awaiting_backward:
             return True
-        # The last unit of the forward begins the backward: resharding it would gather it again at
-        # once.
+        # The last unit of the forward begins the backward: a reshard would cost a gather at once.
         return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(
             self._step_name
         )
@@ -535,7 +533,7 @@ class Runtime:
             if uses is None:
                 uses = known[self._in_nodes] = []
                 node.register_prehook(weakly(self, Runtime._reach_all, progress, uses))
-            else:  # that of a parameter that a unit returns is there in every step
+            else:  # the accumulation node of a parameter that a unit returns persists over steps
                 uses[:] = [
                     it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
                 ]
@@ -550,16 +548,16 @@ class Runtime:
     # -- Backward
 
     def _reach_all(self, innermost: UnitProgress, uses: list[tuple[int, object]]) -> None:
-        """A backward reaches what is an output of several units, the innermost first.
+        """Reach all units that share an output in the backward, the outermost first.
 
-        The outer ones were entered before the inner ones. Reached after them, they would end the
-        backward of these before it has begun.
+        The forwards of outer units began before those of inner ones. Reached last, an outer unit
+        would end the backward of the inner ones before it has begun.
         """
         for index, use in reversed(uses):
             self._reach(self.progresses[index], use)
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
-        """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
+        """Gather a unit that a backward reaches, by an announced use or by another one."""
         self._begin_backward()
         first = not progress.entered
         progress.was_retained |= graph_is_retained()
@@ -570,7 +568,7 @@ class Runtime:
         progress.unreached_uses.discard(use)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
-        """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
+        """Return a view of a parameter that a graph has saved; gathers its unit if necessary."""
         progress = self._progress_of.get(id(saved.buffer))
         if progress is None:
             raise RuntimeError(
@@ -581,11 +579,11 @@ class Runtime:
             if self._in_backward():
                 self._reach(progress)
             else:
-                self._ensure_unsharded(progress)  # somebody looks at the graph
+                self._ensure_unsharded(progress)  # users inspect the graph
         return saved.buffer.restore(saved)
 
     def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None:
-        """Autograd has left a gradient of a use of a parameter outside of its unit."""
+        """Record that autograd has left a gradient of a parameter's use outside of its unit."""
         self._begin_backward()
         self._reducer.note_gradient()
         progress.arrived.add(index)
@@ -608,13 +606,13 @@ class Runtime:
         self._reducer.begin(self._backward_kind, self.sync_gradients)
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
-        """Autograd has left a gradient on a parameter of the unit."""
+        """Record that autograd has left a gradient on a parameter of the unit."""
         if self.phase is not Phase.BACKWARD or running_backward() != self._running:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
         if index not in progress.missing and index not in progress.unit.trainable():
-            return  # frozen since its forward: torch calls hooks, and leaves no gradient
+            return  # frozen since its forward: torch calls hooks but leaves no gradient
         progress.missing.discard(index)
         progress.arrived.add(index)
         if not progress.missing:
@@ -635,13 +633,13 @@ class Runtime:
         self._reducer.end()
         self._leave_backward()
         if self._keeps_graph and not self._reducer.leaves_gradients:
-            return  # `autograd.grad` for another backward: the parameters are part of its graph
+            return  # `autograd.grad` for another backward, whose graph needs the parameters
         for progress in self.progresses:
             progress.forget_forwards()
         self._reshard_idle(also_root=True)
 
     def _give_up_backward(self) -> None:
-        """A backward has failed, and the user goes on: what it has left stays, as in any backward."""
+        """Leave the phase of a failed backward; its gradients stay, as in any backward."""
         self._reducer.abort()
         self._leave_backward()
 
@@ -676,7 +674,7 @@ class Runtime:
             unit.refresh()
 
     def _reshard_idle(self, also_root: bool = False) -> None:
-        """Reshard unneeded units: prefetched in vain, or kept for a backward that is over."""
+        """Reshard units that were prefetched but not used, or kept for a backward that is over."""
         for progress in self.progresses:
             unit = progress.unit
             if unit.state is UnitState.UNSHARDING:
@@ -692,18 +690,18 @@ class Runtime:
 
 
 class _Structure:
-    """The modules of a model, their parameters, and the names of their buffers.
+    """Modules of a model, their parameters, and the names of their buffers.
 
     Args:
-        root: The model.
-        stands_for: By identity of a temporary parameter, the one that it replaces.
+        root: Root module of the model.
+        stands_for: Sharded parameters by ``id`` of the temporary ones that replace them.
     """
 
     def __init__(self, root: nn.Module, stands_for: Mapping[int, torch.Tensor]) -> None:
         self.places: list[tuple[str, int, dict[str, int], list[str]]] = []
-        """Equal for two structures if all of it is the same, at the same places."""
+        """Name, ``id``, parameter ids and buffer names of each module; equal if nothing changed."""
 
-        self._objects: list[object] = []  # alive, so that no other gets their identities
+        self._objects: list[object] = []  # kept alive, so that their ids are not used again
         for name, module in root.named_modules(remove_duplicate=False):
             own = {key: stands_for.get(id(it), it) for key, it in module._parameters.items()}
             self._objects += [module, *own.values()]
@@ -714,17 +712,17 @@ class _Structure:
 # -- All runtimes of this process
 
 _RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-"""By identity of the root module; it is the module's hooks that keep a runtime alive."""
+"""Runtimes by ``id`` of the root module; the module's hooks keep a runtime alive."""
 
 
 def runtime_of(module: nn.Module) -> Runtime | None:
-    """The runtime that drives a module sharded as a root; None for any other module."""
+    """Return the runtime of a module that was sharded as a root; None for any other module."""
     runtime = _RUNTIMES.get(id(module))
     return runtime if runtime is not None and runtime.root_module is module else None
 
 
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
-    """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
+    """Mark parameters as changed by an optimizer step, each in its own runtime."""
     by_mesh: dict[Mesh, list[ShardTensor]] = {}
     for parameter in stepped:
         if parameter.is_of_a_unit:
@@ -735,7 +733,7 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
 
 
 def runtimes_around(module: nn.Module) -> list[Runtime]:
-    """The runtimes that drive a module, parts of it, or something that it is a part of."""
+    """Return the runtimes of a module, of its submodules, and of modules that contain it."""
     modules = {id(each) for each in module.modules()}
     parameters = {id(each) for each in module.parameters()}
 
@@ -751,5 +749,5 @@ def runtimes_around(module: nn.Module) -> list[Runtime]:
 
 
 def units_of_all() -> list[Unit]:
-    """The units of all runtimes, in an order that is the same on all ranks."""
+    """Return the units of all runtimes, in an order that is the same on all ranks."""
     return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]

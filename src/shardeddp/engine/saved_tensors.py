@@ -1,15 +1,14 @@
 """Saved-tensor hooks around the forward of units.
 
-Graphs keep how a view of a parameter lies in it, not its memory.
+Graphs keep the geometry of a view of a parameter, not its memory.
 
-What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If
-graphs held the latter, all parameters would stay in memory from forward to backward. So a graph
-gets a :class:`SavedView` in their place, and when its backward asks for it, the unit is gathered
-again. That holds for every backward, whether the outputs of the unit announced it or not (a loss on
-a feature that a hook has recorded, a second backward of the same graph).
+A unit's forward mostly saves its inputs and views of its parameters for backward. If graphs held
+the views, all parameters would stay in memory from forward to backward. So a graph gets a
+:class:`SavedView` instead, and the unit is gathered again when the backward unpacks it. This works
+for every backward, even if the unit's outputs do not announce it (a loss on a feature that a hook
+has recorded, a second backward of the same graph).
 
-Hooks change what is in memory, never what is computed: where there are none, graphs hold the memory
-itself.
+Hooks change the use of memory, never results: without hooks, graphs hold the memory itself.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ Restore = Callable[[SavedView], torch.Tensor]
 
 
 class SavedTensors:
-    """Sets saved-tensor hooks around what runs between :meth:`enter` and :meth:`leave`.
+    """Sets saved-tensor hooks between :meth:`enter` and :meth:`leave`.
 
     Args:
-        restore: Gives a saved view its memory; called in the middle of a backward. A method, whose
-            object graphs do not keep alive: a module may keep an output and with it its graph,
-            where the garbage collector does not see the circle.
+        restore: Method that returns the tensor of a saved view, called during a backward. Graphs
+            refer to its object weakly: a module may keep an output and with it the graph, a cycle
+            hidden from the garbage collector.
     """
 
     def __init__(self, restore: Restore) -> None:
         self._restore = weakref.WeakMethod(restore)
         self.buffers: dict[int, GatheredBuffer] = {}
-        """By storages of parameters, buffers whose views are saved without memory; they keep it."""
+        """Buffers with views to save without memory, by storage address; updated by the buffers."""
 
-        # One entry for each enter() without its leave(); None: set no hooks.
+        # One entry for each enter() without its leave(); None: no hooks set.
         self._levels: list[_Hooks | None] = []
         _let_transforms_pass()
 
     def enter(self) -> None:
-        """Set hooks, on top of those that others have set."""
+        """Set hooks, on top of existing ones."""
         hooks = None
         if torch.is_grad_enabled() and are_hooks_enabled():
             below = top_hooks(True)
@@ -70,24 +69,24 @@ class SavedTensors:
         self._levels.append(hooks)
 
     def leave(self) -> None:
-        """Take back what the last :meth:`enter` has set."""
+        """Remove the hooks of the last :meth:`enter`."""
         hooks = self._levels.pop() if self._levels else None
         if hooks is not None:
             hooks.pop()
 
     def clear(self) -> None:
-        """Take back all of it, after a failure."""
+        """Remove all hooks, after a failure."""
         while self._levels:
             self.leave()
 
 
 class _Hooks:
-    """One pair of hooks.
+    """Pair of saved-tensor hooks.
 
     Args:
-        buffers: By storages of parameters, those whose views are saved without memory.
-        restore: Gives such a view its memory.
-        below: The hooks that torch would have called without these; they get all other tensors.
+        buffers: Buffers with views to save without memory, by storage address.
+        restore: Weak method that returns the tensor of a saved view.
+        below: Hooks that torch would call without these; they get all other tensors.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class _Hooks:
             pop_hooks()
         self._set = False
 
-    # Torch calls them between the graphs of compiled code too, and with sharded parameters.
+    # Torch also calls the hooks between graphs of compiled code, and with sharded parameters.
     @runs_eagerly
     def pack(self, tensor: torch.Tensor) -> Any:
         kind = type(tensor)
@@ -128,8 +127,8 @@ class _Hooks:
                 return SavedDistributedView(view, layout_of(tensor))
         if self._below is not None:
             return self._below[0](tensor)
-        # Detached: a node that saves its own output would refer to itself, and never be freed; a
-        # parameter would lead to the sharded one when its unit is resharded.
+        # Detached: a node that saves its own output would refer to itself and never be freed; a
+        # parameter would forward to the sharded one once its unit is resharded.
         is_plain = tensor.grad_fn is None and not isinstance(tensor, UnshardedParameter)
         return tensor if is_plain else torch.Tensor.detach(tensor), tensor._version
 
@@ -164,7 +163,7 @@ class _Hooks:
 
 
 class SavedDistributedView(NamedTuple):
-    """A distributed tensor over a view of a gathered buffer, saved by a graph."""
+    """Distributed tensor over a view of a gathered buffer, saved by a graph."""
 
     view: SavedView
     layout: DistributedLayout
@@ -180,12 +179,10 @@ def _ours(hooks: tuple[Pack, Unpack] | None) -> _Hooks | None:
 
 
 def _let_transforms_pass() -> None:
-    """Let ``torch.func.grad`` and the like run inside a unit's forward.
+    """Let ``torch.func.grad`` and other transforms run inside a unit's forward.
 
-    They refuse to run under hooks.
-
-    They say so by one private function of torch, called before anything else; ours take themselves
-    back first, for the rest of that forward.
+    They refuse to run under saved-tensor hooks, by a private function of torch that they call
+    first. Its replacement removes our hooks before the call, for the rest of that forward.
     """
     disable = disable_hooks.current
     if isinstance(disable, FunctionType):

@@ -34,11 +34,11 @@ from shardeddp.wrap.tree import (
 
 
 def place_module(module: nn.Module, device: torch.device) -> None:
-    """Move everything but parameters to ``device``; parameters are there already, as shards."""
+    """Move all tensors except parameters to ``device``; these are there already, as shards."""
     for child in module.children():
         place_module(child, device)
     if next(module.parameters(), None) is None:
-        module.to(device)  # metrics move states that are no buffers
+        module.to(device)  # metrics move states that are not buffers
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
@@ -60,24 +60,26 @@ def shard_model(
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
 
-    What is on the meta device gets its values here, when there are shards to take them. A single
-    rank leaves parameters as they are, unless they are to be cast or offloaded: there is nobody to
-    share them with.
+    Tensors on the meta device get their values here, directly in the shards. A single rank leaves
+    parameters unsharded, unless they are cast or offloaded.
 
     Args:
-        specs: The model's units, the root first.
-        mesh: The ranks that share it.
-        options: How they share it.
-        recording: How what is on the meta device was built; None: nobody has recorded it.
-        takeover: Of parameters that were sharded before; None: there are none.
-        load: Loads a checkpoint into the shards; what it leaves out is initialised. None: there is
-            none.
-        is_only: Whether no other module that was recorded is to be sharded.
+        specs: Units of the model, the root unit first.
+        mesh: Process groups of the ranks that share the model.
+        options: Options of the strategy.
+        recording: Recorded construction of tensors on the meta device; None: no recording.
+        takeover: Takeover of parameters that were sharded before; None: there are none.
+        load: Function that loads a checkpoint into the shards; tensors that it does not load are
+            initialised. None: no checkpoint.
+        is_only: True if no other recorded module will be sharded.
+
+    Returns:
+        Runtime of the model.
 
     Raises:
-        LayoutMismatchError: The ranks do not hold the same model; nothing has been touched.
-        ConfigurationError: Something on the meta device cannot be given values.
-        RankError: Some rank failed while it cut its parameters, or initialised them.
+        LayoutMismatchError: Ranks hold different models; nothing has been changed.
+        ConfigurationError: A tensor on the meta device cannot get values.
+        RankError: A rank failed to cut or to initialise its parameters.
     """
     sharding, offload = options.sharding, options.offload
     order_of_gathers = [
@@ -130,10 +132,13 @@ def shard_model(
 def _held_views(
     root: nn.Module, specs: Sequence[UnitSpec]
 ) -> list[tuple[nn.Module, str, ParameterSpec]]:
-    """The attributes of modules that are all of a parameter's memory, detached; they follow it.
+    """Find attributes of modules that are detached views of a whole parameter, and follow it.
+
+    Returns:
+        Module, attribute name and parameter of each.
 
     Raises:
-        ConfigurationError: A buffer has memory of a parameter.
+        ConfigurationError: A buffer, or a view of a part, shares memory with a parameter.
     """
     parameters = [spec for unit in specs for spec in unit.parameters]
     parameters = [it for it in parameters if it.parameter.numel() and it.shares_memory_with is None]
@@ -151,7 +156,7 @@ def _held_views(
             if isinstance(value, nn.Parameter) or is_computed(module, attribute):
                 continue
             memory, start, stop = span = _span(value)
-            last = bisect_left(spans, (memory, stop)) - 1  # that begins before its end
+            last = bisect_left(spans, (memory, stop)) - 1  # last span that begins before `stop`
             if last < 0 or spans[last][0] != memory or spans[last][2] <= start:
                 continue
             spec = parameters[last]
@@ -172,7 +177,7 @@ def _held_views(
 
 
 def _detach_computed(root: nn.Module) -> None:
-    """Detach what modules computed from parameters, and give it memory of its own."""
+    """Detach tensors that modules computed from parameters, and copy their memory."""
     for module in root.modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and is_computed(module, attribute):
@@ -180,7 +185,7 @@ def _detach_computed(root: nn.Module) -> None:
 
 
 def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str, StorageWeakRef]:
-    """Memory of parameters before sharding, by name; not of those that any strategy would move."""
+    """Return the storages of parameters before sharding, by fqn, if they are on the device."""
     parameters = {spec.fqn: spec.parameter for unit in specs for spec in unit.parameters}
     return {
         fqn: StorageWeakRef(parameter.untyped_storage())
@@ -192,9 +197,9 @@ def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str,
 def _warn_of_former_memory(
     former: dict[str, StorageWeakRef], sharded: set[str], deferred: set[str]
 ) -> None:
-    """Point out what keeps values from before the training.
+    """Warn about references to memory of parameters from before sharding.
 
-    Under another strategy it would follow the parameters.
+    Under another strategy they would follow the parameters.
     """
     if any(not memory.expired() for memory in former.values()):
         gc.collect()
@@ -210,10 +215,7 @@ def _warn_of_former_memory(
 
 
 def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
-    """Point out which parameters were not contiguous, and are now.
-
-    Whoever counts in strides finds other elements.
-    """
+    """Warn about parameters that sharding has made contiguous: strides lead to other elements."""
     if fqns and mesh.rank == 0:
         warnings.warn(
             f"{first_three(sorted(fqns))}: a parameter that was not contiguous "
@@ -225,16 +227,16 @@ def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Memory of a strided tensor: which one, and the first byte and that behind the last in it."""
+    """Return the memory of a strided tensor: its storage if on meta, first byte, and end byte."""
     offset = int(tensor.storage_offset()) * tensor.element_size()
     start = offset if tensor.is_meta else tensor.data_ptr()
     return storage_of(tensor) if tensor.is_meta else 0, start, start + extent_nbytes(tensor)
 
 
 def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
-    """Keep the parameters of a single rank out of a unit that has nothing to do with them.
+    """Exclude a single rank's parameters from the unit, unless they are cast or on meta.
 
-    Training with them costs what it costs without a strategy.
+    Training with them costs the same as without a strategy.
     """
     busy = [it.parameter.is_meta or it.param_dtype is not it.dtype for it in spec.parameters]
     passthrough = tuple(
@@ -249,12 +251,12 @@ def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
 
 @torch.no_grad()
 def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
-    """Give every rank rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
+    """Broadcast rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
     if mesh.data.size == mesh.tensor.size == 1:
         return
     for unit in specs:
         for spec in unit.parameters:
-            # Experts follow while they are whole.
+            # Experts have followed rank 0 already, while they were whole.
             if spec.parameter.numel() and not spec.parameter.is_meta and not spec.is_of_experts:
                 values = spec.parameter.detach().to(
                     mesh.device, memory_format=torch.contiguous_format, copy=True
@@ -266,7 +268,7 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
 
 
 def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
-    """Lines that all ranks must agree on: mesh, sharding strategy, every parameter."""
+    """Return lines that must be equal on all ranks: mesh, sharding strategy, every parameter."""
     lines = [f"mesh {mesh.topology}", f"sharding strategy {sharding}"]
     for unit in specs:
         lines.append(f"unit {unit.label}")

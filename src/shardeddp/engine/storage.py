@@ -35,26 +35,26 @@ from shardeddp.wrap.tree import ParameterSpec
 
 
 def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host memory for the elements of a tensor; pinned if a CUDA device copies from it."""
+    """Allocate an uninitialised host tensor of equal shape and dtype; pinned for a CUDA device."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
 def allocate(flat: torch.Tensor) -> None:
-    """Give a flat buffer memory, of undefined content; nothing happens to one that has it."""
+    """Allocate a flat buffer's memory, uninitialised; do nothing if it is allocated."""
     storage = flat.untyped_storage()
     if storage.nbytes() != flat.nbytes:  # resizing to the same size would copy all of it
         storage.resize_(flat.nbytes)
 
 
 def release(flat: torch.Tensor) -> None:
-    """Take a flat buffer's memory away; views of it must not be touched until it has some again."""
+    """Free a flat buffer's memory; its views must not be used until :func:`allocate`."""
     flat.untyped_storage().resize_(0)
 
 
 def local_view(
     shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: int
 ) -> torch.Tensor:
-    """A rank's elements of one parameter in its slice of a flat buffer; 1D."""
+    """Return a view of one parameter's elements in a rank's slice of a flat buffer; 1D."""
     interval = layout.local_interval(layout.slots[index], slice_rank)
     return shard[interval.start : interval.stop]
 
@@ -63,27 +63,27 @@ def local_view(
 
 
 class ReleasedMemory:
-    """Host memory of the buffer that was released last, for the next one of its size.
+    """Host memory of the last released buffer, reused by the next buffer of its size.
 
-    The system takes back large blocks that a process frees, and to be given new ones takes as long
-    as to receive what they are for. Units that are gathered in turn need one. Allocators of devices
-    keep memory by themselves.
+    The system takes back large blocks that a process frees, and allocating a new block takes as
+    long as the all-gather into it. Units that are gathered in turn need one block. Device
+    allocators cache memory themselves.
     """
 
     def __init__(self) -> None:
         self._block: torch.UntypedStorage | None = None
 
     def take(self, nbytes: int) -> torch.UntypedStorage | None:
-        """The block, which is the caller's now; None if there is none of this size."""
+        """Hand the block over to the caller; None if there is none of this size."""
         block, self._block = self._block, None
         return block if block is not None and block.nbytes() == nbytes else None
 
     def give(self, flat: torch.Tensor) -> bool:
-        """Keep the memory of a tensor that the caller alone refers to, and is about to drop.
+        """Keep the memory of a tensor that only the caller refers to, and is about to drop.
 
         Returns:
-            Whether it was kept; weak references are to be forgotten then. Nothing is kept of a
-            tensor on a device, or of which anything else holds a view, a graph or a transfer.
+            True if the memory was kept; the caller then drops weak references to it. False for a
+            tensor on a device, or if a view, a graph or a transfer refers to its storage.
         """
         block = flat.untyped_storage()
         if block.device.type != "cpu" or storage_use_count(block._cdata) != _ALONE:
@@ -92,31 +92,31 @@ class ReleasedMemory:
         return True
 
     def clear(self, for_nbytes: float = math.inf) -> None:
-        """Give it back to the system, before more than it has is allocated."""
+        """Free the block if it is smaller than an allocation of ``for_nbytes`` that follows."""
         if self._block is not None and self._block.nbytes() < for_nbytes:
             self._block = None
 
 
 RELEASED_MEMORY = ReleasedMemory()
-"""Of this process, for all models in turn."""
+"""Released memory of this process, shared by all models."""
 
 
-# -- GatheredBuffer: all-gather memory, with unsharded parameters as its parts
+# -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
 
-# Past those of UnshardedBase: for each parameter and gather, for each saved view.
+# Bypass the methods of UnshardedBase: called per parameter and gather, and per saved view.
 _set_attribute = object.__setattr__
 _as_strided = torch.Tensor.as_strided
 
 
 class SavedView(NamedTuple):
-    """A view of an unsharded parameter, saved by a graph, without the memory that it was a view of."""
+    """View of an unsharded parameter that a graph saves without its memory."""
 
     buffer: GatheredBuffer
     place: int
-    """Number of the parameter it is a view of."""
+    """Index of the parameter in the buffer's layout."""
 
     version: int
-    """Of that parameter's values."""
+    """Version counter of the parameter when the view was saved."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -124,34 +124,33 @@ class SavedView(NamedTuple):
 
 
 class GatheredBuffer:
-    """One flat buffer of whole parameters.
+    """Flat buffer of whole parameters, with memory while its unit is unsharded.
 
-    [Note: the memory of a gather] To release a buffer is to drop the engine's reference to its
-    memory, which is never emptied in place. A view of a parameter that has left its unit (a prompt,
-    a detached weight), a graph that was recorded where no saved-tensor hooks could be set: each
-    holds the memory that it refers to for as long as it needs it. While something does, later
-    gathers fill that same memory: a view goes on to be one of the parameter, and what is written
-    to either is read from both. Otherwise a gather has memory of its own. What a unit's forward
-    saves for backward is not held (see ``saved_tensors.py``): it would keep all parameters in memory.
+    [Note: the memory of a gather] Releasing a buffer drops the engine's reference to its memory,
+    which is never emptied in place. A view of a parameter that has left its unit (a prompt, a
+    detached weight) or a graph recorded where no saved-tensor hooks could be set holds its memory
+    for as long as it needs it. Meanwhile later gathers fill that same memory: the view remains a
+    view of the parameter, and a write to either is read from both. Otherwise each gather has
+    memory of its own. Tensors that a unit's forward saves for backward do not hold memory (see
+    ``saved_tensors.py``): they would keep all parameters in memory.
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
-    accumulators and compiled code find the same object; binding it to the memory of a gather is an
-    assignment to ``.data``. Its storage is its part of the buffer and no more, as that of a plain
-    parameter: offsets count from its first element, and a view cannot reach its neighbours. Such a
-    storage keeps the whole buffer alive. When released it is bound to a placeholder of its shape without memory
-    of that size, and its class leads to the sharded one. A graph that has saved the parameter
-    itself, and not a view of it, reads whatever the parameter is bound to: as long as there is one,
-    the parameter keeps its last memory.
+    accumulators and compiled code find the same object. An assignment to ``.data`` binds it to the
+    memory of a gather. Its storage is its slice of the buffer only, like the storage of a plain
+    parameter: offsets count from its first element, and a view cannot reach its neighbours. The
+    storage of the slice keeps the whole buffer alive. A released parameter is bound to a
+    placeholder of its shape without memory of that size, and its class forwards to the sharded
+    parameter. A graph that has saved the parameter itself, and not a view of it, reads the memory
+    that the parameter is bound to: while such a graph exists, the parameter keeps its last memory.
 
     Args:
-        specs: The parameters, in layout order.
-        layout: Where they lie.
-        dtype: Of the buffer.
-        device: Of the buffer.
-        memory: 1D, padded_numel; what the buffer is for ever. None: each gather brings its own.
-        lender: Buffer whose memory this one has while in use.
-        in_turn: Whether units are released one after the other while others are gathered, which
-            can have their memory.
+        specs: Parameters, in layout order.
+        layout: Layout of the parameters in the buffer.
+        dtype: Element type of the buffer.
+        device: Device of the buffer.
+        memory: Permanent memory of the buffer, 1D, padded_numel; None: memory per gather.
+        lender: Buffer that lends this one its memory while unsharded.
+        in_turn: True if units are released while others are gathered, which can reuse their memory.
     """
 
     def __init__(
@@ -171,10 +170,10 @@ class GatheredBuffer:
         """1D, padded_numel; None while released."""
 
         self.watched: dict[int, GatheredBuffer] | None = None
-        """Index of buffers by storages of their parameters, for whoever meets a view; None: no index."""
+        """Index of buffers by storage address of their parameters, to identify views; or None."""
 
         self.wrapped: dict[int, torch.Tensor] = {}
-        """By number, what modules compute with in the place of some parameters."""
+        """Wrappers of parameters that modules compute with, by index of the parameter."""
 
         self._distributions = {
             i: spec.distribution
@@ -206,34 +205,34 @@ class GatheredBuffer:
                 self.parameters, self._classes, layout.slots, strict=True
             )
         ]
-        # What carries one storage after the other to its parameter.
+        # Tensor that carries each storage in turn into the `.data` of its parameter.
         self._carrier = torch.empty(0, dtype=dtype, device=device)
-        # Numbers of usable parameters by address of their storages; empty while released.
+        # Indices of usable parameters by address of their storages; empty while released.
         self._storages: dict[int, int] = {}
-        self._bound: torch.Tensor | None = None  # the buffer that they are parts of
+        self._bound: torch.Tensor | None = None  # the flat tensor that they are views of
         self._rests = False
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
-        # Parameters' memory of the last gather that outlives it, by address: number and storage;
-        # and all of that gather's memory, of which each is a part. Empty while in use.
+        # Memory of the last gather that outlives it, by storage address: index of the parameter and
+        # its storage; and the whole memory of that gather. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
         self._kept: StorageWeakRef | None = None
         self._lender = lender
         self._in_turn = in_turn and device.type == "cpu"
         self.fills_kept_memory = False
-        """Whether the gather at hand fills memory that views hold already."""
+        """Whether the current gather fills memory that views hold already."""
         if memory is not None:
             self.bind()
 
     def count_references(self) -> None:
-        """Count references to each parameter, once hooks are set and before anything uses it."""
+        """Count the references to each parameter, after hooks are set and before its first use."""
         with without_torch_function():
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
-        """The buffer with memory: what views still hold of the last gather's, or some of undefined content.
+        """Return the buffer with memory: the last gather's if views hold it, else uninitialised.
 
-        Called on the stream that fills it.
+        Called on the stream that fills the buffer.
         """
         if self.flat is None:
             kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
@@ -247,22 +246,22 @@ class GatheredBuffer:
         return self.flat
 
     def slice_of(self, rank: int, size: int) -> torch.Tensor:
-        """The part of one of ``size`` ranks; 1D."""
+        """Return the slice of one of ``size`` ranks; 1D, padded_numel // size."""
         numel = self.layout.padded_numel // size
         return self.allocate().narrow(0, rank * numel, numel)
 
     def bind(self) -> None:
-        """Let the parameters be parts of the buffer, and usable."""
+        """Bind the parameters to the buffer's memory and make them usable."""
         assert self.flat is not None
         if self._bound is self.flat:
-            # Gathered anew into the same memory, whose views stay those of its parameters.
+            # Gathered anew into the same memory: its views remain views of the parameters.
             if self._rests:
                 self._rests = False
                 for parameter, usable, _, _ in self._bindings:
                     _set_attribute(parameter, "__class__", usable)
             return
         storages: list[int] = []
-        # Views that hold memory of the last gather, which is this one's too, are views of these.
+        # Views that hold memory of the last gather remain views of these parameters: it is reused.
         former = dict(self._outlived_parts())
         with _outside_inference():
             carrier, whole = self._carrier, self.flat.untyped_storage()
@@ -281,16 +280,16 @@ class GatheredBuffer:
             self.watched.update(dict.fromkeys(storages, self))
 
     def wrap(self) -> None:
-        """Wrap those of the usable parameters, which may require a gradient by now."""
+        """Make the wrappers of usable parameters, whose ``requires_grad`` may have changed."""
         self.wrapped = {
             i: distribution.wrap(self.parameters[i])
             for i, distribution in self._distributions.items()
         }
 
     def rest(self) -> None:
-        """Keep the memory of parameters that are not in use; whoever kept one has the sharded one's values.
+        """Keep the memory, but let the unsharded parameters read the values of the sharded ones.
 
-        Those change with the next step, and the memory not before the next gather.
+        The next step changes the values; the memory keeps its own until the next gather.
         """
         if self._bound is None or self._rests:
             return
@@ -314,8 +313,8 @@ class GatheredBuffer:
             ):
                 is_saved = parameter._use_count() > references  # type: ignore[attr-defined]
                 if is_saved or storage_use_count(storage) > _BOUND:
-                    # Views that have left are saved like others. The weak reference keeps the
-                    # address from being used again.
+                    # Views that have left their unit are saved like others. The weak reference
+                    # keeps the address from being used again.
                     place = self._storages[storage]
                     self._outlived[storage] = place, StorageWeakRef(parameter.untyped_storage())
                 elif self.watched is not None:
@@ -327,7 +326,7 @@ class GatheredBuffer:
             (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
         self._storages, self._bound, self._rests = {}, None, False
         flat, self.flat = self.flat if self._in_turn else None, None
-        # Neither a transfer has it nor a buffer that was lent it.
+        # No transfer refers to it, and no borrowing buffer.
         if flat is not None and sys.getrefcount(flat) == _LOCAL and RELEASED_MEMORY.give(flat):
             (self._lender or self)._kept = None
 
@@ -339,11 +338,11 @@ class GatheredBuffer:
     # -- Views that outlive their gather
 
     def is_viewed(self) -> bool:
-        """Whether anything outside of the engine may later read stale values from this memory."""
+        """Return whether code outside of the engine could later read stale values from memory."""
         return not self._resident and any(True for _ in self._held_places())
 
     def is_held(self, place: int) -> bool:
-        """Whether anything outside of the engine refers to a parameter's memory."""
+        """Return whether code outside of the engine refers to memory of a parameter, by index."""
         return place in self._held_places()
 
     def _held_places(self) -> Iterator[int]:
@@ -354,7 +353,7 @@ class GatheredBuffer:
                 yield place
 
     def outlived(self) -> dict[int, torch.Tensor]:
-        """While released, memory of the last gather that something still refers to, by parameter; 1D."""
+        """Return 1D memory of the last gather that views hold, by parameter; empty while in use."""
         return {
             place: torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
             for place, storage in self._outlived_parts()
@@ -374,26 +373,26 @@ class GatheredBuffer:
 
     @runs_eagerly
     def save(self, tensor: torch.Tensor, storage: int) -> SavedView | None:
-        """Substitute that a graph saves for a view of a parameter; None: the tensor itself.
+        """Return the substitute that a graph saves for a view; None: save the tensor itself.
 
         Args:
-            tensor: The view.
-            storage: Address of its storage.
+            tensor: View of a parameter.
+            storage: Address of the view's storage.
         """
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         former = self._outlived.get(storage)
         place = self._storages[storage] if former is None else former[0]
-        with without_torch_function():  # the class of a released one leads elsewhere
+        with without_torch_function():  # the class of a released one forwards to the sharded one
             version = self.parameters[place]._version
         offset = int(tensor.storage_offset())
         return SavedView(self, place, version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
-        """The view as it was saved, of the memory of the latest gather.
+        """Return the saved view, over the memory of the latest gather.
 
         Raises:
-            RuntimeError: The parameter has been changed since.
+            RuntimeError: The parameter has changed since the save, or nothing is gathered.
         """
         if not self._storages:
             raise RuntimeError(
@@ -422,13 +421,13 @@ class GatheredBuffer:
 
 
 def _outside_inference() -> AbstractContextManager[object]:
-    """Where tensors can be used in training; free of cost unless inference mode is on."""
+    """Leave inference mode, so that tensors can be used in training; no cost if it is off."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @cache
 def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Data of released parameters, for access past their class."""
+    """Return a NaN or 0 scalar: the data of released parameters, for access past their class."""
     return torch.full(
         (),
         float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
@@ -455,13 +454,13 @@ def _count_local() -> int:
 
 
 _ALONE = _count_alone()
-"""References that torch counts to the storage of a tensor and a variable that leads to it."""
+"""Use count of a storage that one tensor and one Python variable refer to."""
 
 _LOCAL = _count_local()
-"""References that Python counts to a tensor that one variable refers to."""
+"""Python reference count of a tensor that one variable refers to."""
 
 _BOUND = _count_bound()
-"""References that torch counts to the storage of a parameter that nothing else refers to.
+"""Use count of the storage of a parameter without other references.
 
-Releases differ in whether a storage's Python object counts once it is gone.
+Measured: torch releases differ in whether a deleted Python object of a storage still counts.
 """

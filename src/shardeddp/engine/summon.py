@@ -21,20 +21,20 @@ from shardeddp.wrap.tree import module_behind, registry_of
 
 @dataclass(kw_only=True)
 class _Summoned:
-    """One parameter while it is whole."""
+    """Parameter while it is whole."""
 
     sharded: ShardTensor
     unit: Unit | None
-    """None for a parameter of a copy of the model, which no unit gathers."""
+    """Unit of the parameter; None in a copy of the model, which has no units."""
 
     owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
     whole: WholeParameter | None = None
-    """None on ranks that don't get it."""
+    """Whole parameter; None on ranks that keep their shards."""
 
     checksum: torch.Tensor | None = None
-    """Of the whole parameter when it was made.
+    """Checksum of the new whole parameter.
 
-    It also tells of writes that autograd does not count (NumPy's).
+    It also reveals writes that autograd does not count (NumPy's).
     """
 
 
@@ -42,14 +42,14 @@ class _Summoned:
 def summon(
     runtime: Runtime, module: nn.Module, *, writeback: bool, rank0_only: bool, offload_to_cpu: bool
 ) -> Generator[None]:
-    """Let the modules inside a module hold whole parameters; entered and left by all ranks.
+    """Let a module and its submodules hold whole parameters; entered and left by all ranks.
 
     Args:
-        runtime: Of the model, or of a run of it that is over.
-        module: The model, a part of it, or a copy of either.
-        writeback: Whether what rank 0 has written to parameters is kept, by all ranks.
-        rank0_only: Whether rank 0 alone gets them; the others go on holding their shards.
-        offload_to_cpu: Whether they are in host memory.
+        runtime: Runtime of the model, possibly of an earlier run.
+        module: Model, submodule of it, or copy of either.
+        writeback: True to keep rank 0's writes to parameters, on all ranks.
+        rank0_only: True to gather whole parameters on rank 0; other ranks keep their shards.
+        offload_to_cpu: True to hold whole parameters in host memory.
     """
     passthrough = [] if writeback and not offload_to_cpu else list(_passthrough_in(module))
     summoned = list(_find(module).values())
@@ -61,7 +61,7 @@ def summon(
             for unit in units_of_all()
             for spec in unit.spec.parameters
         }
-        gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
+        gathered: dict[int, torch.Tensor] = {}  # by memory, which parameters go on sharing
         for each in summoned:
             key = memory.get(id(each.sharded), id(each.sharded))
             if key not in gathered:
@@ -85,7 +85,7 @@ def summon(
 
 
 def _find(module: nn.Module) -> dict[int, _Summoned]:
-    """Sharded parameters, by identity, that modules hold or would hold if their unit were idle."""
+    """Find the sharded parameters of a module, by ``id``, even if their unit is unsharded."""
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
     for unit in units_of_all():
@@ -101,7 +101,7 @@ def _find(module: nn.Module) -> dict[int, _Summoned]:
 
 
 def _passthrough_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """The parameters of a single rank that are whole anyway, and their values."""
+    """Yield passthrough parameters, which are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
     for parameter in (spec.parameter for unit in units_of_all() for spec in unit.spec.passthrough):
         if id(parameter) in inside:
@@ -136,7 +136,7 @@ def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
 
 
 def _exchange(summoned: list[_Summoned], whole: bool) -> None:
-    """Put whole parameters into their modules, or sharded ones back."""
+    """Register whole parameters with their modules, or sharded ones again."""
     for each in summoned:
         if each.whole is None:
             continue

@@ -1,10 +1,10 @@
 """Takeover: parameters that an earlier setup has sharded, and that this one shards anew.
 
-A module is set up again with layers that it did not have, under other options, or as a part of
-another module; or it is a deep copy of a sharded one. Runtimes that have driven any of it let go,
-and their parameters are sharded like those of a new module. No rank ever has the whole model: each
-parameter is a plain one on the meta device until its new shard is there, and its values are
-gathered then, one parameter at a time. Shards are in memory twice until all have theirs.
+A module is set up again with new layers, under other options, or as a submodule of another module;
+or it is a deep copy of a sharded one. Runtimes of its parts are dissolved, and their parameters are
+sharded like those of a new module. No rank ever has the whole model: each parameter is a plain one
+on the meta device until its new shard exists, and its values are gathered then, one parameter at a
+time. Shards are in memory twice until all parameters have their values.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from shardeddp.tensor.unsharded import swap_bodies
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.tree import listing, registry_of
 
-_FORMER = "_shardeddp_former"  # in the dictionary of a parameter: what it was sharded as
-_AWAITED = "_shardeddp_awaits_values"  # there too: its shards have no values yet
+_FORMER = "_shardeddp_former"  # attribute of a parameter: its former sharded parameter
+_AWAITED = "_shardeddp_awaits_values"  # attribute of a parameter: its shards have no values yet
 
 
 def await_values(parameters: Iterable[torch.Tensor], awaited: bool) -> None:
-    """Note that the values of sharded parameters are still to come, or are there."""
+    """Mark sharded parameters as awaiting their values, or remove the mark."""
     for parameter in parameters:
         vars(parameter).update({_AWAITED: True}) if awaited else vars(parameter).pop(_AWAITED, None)
 
 
 def is_taken_over(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the meta device is a parameter that has its values in earlier shards."""
+    """Return whether a tensor on the meta device is a parameter with values in earlier shards."""
     return _FORMER in vars(tensor)
 
 
 class Takeover:
-    """Makes plain parameters of a module's sharded ones, from now until they are sharded again.
+    """Replaces a module's sharded parameters by plain ones on the meta device until resharding.
 
     Args:
-        root: The module; alike on all ranks.
+        root: Root module; the same on all ranks.
 
     Raises:
-        ConfigurationError: An earlier setup has failed before some of it had values.
-        RuntimeError: A runtime that drives some of it is at work.
+        ConfigurationError: An earlier setup failed before all parameters had values.
+        RuntimeError: A runtime of the module or of a part of it is in a step or a summon.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -61,7 +61,7 @@ class Takeover:
             )
         runtimes = runtimes_around(root)
         self.roots = [root, *(it.root_module for it in runtimes if it.root_module is not root)]
-        """The modules of which something was sharded, this one first."""
+        """Root modules of the former runtimes, this root first."""
 
         memory = {
             id(spec.parameter): spec.memory
@@ -81,7 +81,7 @@ class Takeover:
             if isinstance(module, torch.jit.ScriptModule)
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        places: dict[int, torch.Tensor] = {}  # what shares memory is to do so again
+        places: dict[int, torch.Tensor] = {}  # by memory, which parameters will share again
         for parameter in self._parameters:
             origin = id(parameter.origin)
             key = memory.get(origin, origin)
@@ -97,7 +97,7 @@ class Takeover:
 
     @torch.no_grad()
     def fill(self, units: Sequence[Unit]) -> None:
-        """Give new shards what the parameters were; a collective of all ranks."""
+        """Fill new shards with the values of the former ones; a collective of all ranks."""
         for unit in units:
             for sharded in unit.sharded_parameters():
                 former = vars(sharded).pop(_FORMER, None)
@@ -107,7 +107,7 @@ class Takeover:
 
     @torch.no_grad()
     def make_plain(self) -> None:
-        """Make whole plain parameters of them: there is one rank, which shares them with nobody."""
+        """Turn the parameters into whole plain ones, for a run of a single rank."""
         for parameter in self._parameters:
             former: ShardTensor = vars(parameter).pop(_FORMER)
             values = gather(former).to(parameter.dtype)
@@ -119,7 +119,7 @@ class Takeover:
         self._parameters.clear()
 
     def restore_values(self) -> None:
-        """Make the parameters again what they were, of no unit: they could not be sharded anew."""
+        """Restore the former sharded parameters, without units, after a failed setup."""
         for parameter in self._parameters:
             former = vars(parameter).pop(_FORMER, None)
             if former is not None:
@@ -133,16 +133,16 @@ class Takeover:
     def _meta_placeholder(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
         plain = parameter.parameter_over(meta)
         self._replace(parameter, plain)
-        vars(parameter)[_FORMER] = plain  # which has the body of the sharded one now
+        vars(parameter)[_FORMER] = plain  # has the body of the sharded parameter now
 
     def _tell_scripted(self) -> None:
-        """Register parameters anew where C++ holds their bodies, and not the Python objects."""
+        """Register parameters of scripted modules anew: C++ holds their bodies, not the objects."""
         for owner, name, parameter in self._scripted:
             register(owner, name, parameter)
 
     def _replace(self, parameter: torch.Tensor, body: torch.Tensor) -> None:
-        # Hooks that route gradients of uses outside of a unit belong to the object, not to its body;
-        # there is no other moment at which the swap could set them.
+        # Hooks that route gradients of outside uses belong to the object, not to its body; they can
+        # only be set at the swap.
         if isinstance(parameter, ShardTensor):
             parameter.route_gradient()
         with without_torch_function():
@@ -151,12 +151,12 @@ class Takeover:
 
 
 def _held_shards(root: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The sharded tensors among a module's buffers and attributes; a collective of all ranks.
+    """Find sharded tensors among a module's buffers and attributes; a collective of all ranks.
 
     Yields:
-        The dictionary that has it, its name, and the parameter that it is a view of, or all of its
-        values: what was computed from a parameter (an anchor, a Fisher information) is no part of
-        what is sharded.
+        Dictionary that holds the tensor, its name, and the parameter that it is a view of. A tensor
+        computed from a parameter (an anchor, a Fisher information) is not sharded anew: its whole
+        values are returned instead.
     """
     by_name = {it.spec.fqn: it for it in root.parameters() if isinstance(it, ShardTensor)}
     for module in root.modules():

@@ -31,7 +31,7 @@ from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 
 class UnitState(Enum):
-    """Which tensors a unit's modules hold, and who pays for the gathered buffer."""
+    """Parameters that a unit's modules hold, and memory of its gathered buffer."""
 
     SHARDED = "sharded"
     """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
@@ -45,34 +45,31 @@ class UnitState(Enum):
 
 @dataclass(eq=False)
 class _Slot:
-    """A place in a module where a parameter of the unit is registered."""
+    """Registration of a parameter of the unit in a module."""
 
     owner: nn.Module
     attribute: str
     sharded: ShardTensor
     resting: torch.Tensor
-    """Tensor of the module while the unit is sharded.
-
-    It is the sharded parameter, or a whole one that is lent meanwhile.
-    """
+    """Tensor registered while the unit is sharded; a whole one during ``summon_full_params``."""
 
     unsharded: torch.Tensor | None
-    """Tensor of the module while the unit is unsharded.
+    """Tensor registered while the unit is unsharded.
 
-    None: the same as otherwise, because its forward computes with copies.
+    None: ``resting``, because the module's forward computes with autocast copies.
     """
 
     buffer: GatheredBuffer | None = None
-    """Of a parameter of which something is made to compute with: has that while it is usable.
+    """Buffer that wraps the unsharded parameter for computation while it is usable.
 
-    The unsharded parameter stands for it while the unit is sharded. None: it is computed with.
+    While the unit is sharded, ``unsharded`` is the parameter itself. None: it is not wrapped.
     """
 
     index: int = 0
-    """Of the parameter in that buffer."""
+    """Index of the parameter in the buffer."""
 
 
-# verb -> (state it may be called in, state it leads to)
+# verb -> (state in which it may be called, resulting state)
 TRANSITIONS = {
     "unshard": (UnitState.SHARDED, UnitState.UNSHARDING),
     "refresh": (UnitState.UNSHARDED, UnitState.UNSHARDED),
@@ -82,37 +79,36 @@ TRANSITIONS = {
 
 
 class Unit:
-    """The parameters of one unit.
+    """Parameters of one unit, with the operations that gather, release and reduce them.
 
-    The unit knows how, and others decide when: the runtime gathers and releases it, the order
-    agreement does where ranks differ (``order.py``), the reducer reduces its gradients
-    (``reducer.py``), and ``summon_full_params`` borrows its parameters (``summon.py``). All of them
-    go through the transitions below. A write to a parameter outside of a step refills memory that
-    users hold of it without one, since no module changes what it holds
-    (``FlatGroup.refill_views``).
+    Its callers decide when: the runtime gathers and releases it, the order agreement does if ranks
+    use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
+    ``summon_full_params`` borrows its parameters (``summon.py``). All of them go through the
+    transitions below. One operation needs none: a write to a parameter outside of a step refills
+    gathered memory that users hold, as modules keep their tensors (``FlatGroup.refill_views``).
 
     Args:
-        spec: Module and parameters.
-        mesh: Through which they are gathered and reduced.
-        sharding: Where main shards live, and whether gathered buffers stay when the unit is
-            resharded.
+        spec: Module and parameters of the unit.
+        mesh: Process groups and streams of the gathers and reductions.
+        sharding: Sharding strategy: device of the main shards, and whether gathered buffers keep
+            their memory when the unit is resharded.
     """
 
     def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
         self.spec, self._mesh = spec, mesh
         self.label = spec.label
-        """The unit's name as people read it."""
+        """Name of the unit in messages."""
 
         self.state = UnitState.SHARDED
         # Whole parameters that modules hold during summon_full_params.
         self._summoned: list[torch.Tensor] = []
         self._summoned_version = 0
         self.registration_pending = False
-        """Whether other code had replaced parameters when the unit's state changed last."""
+        """Whether other code had replaced parameters at the last change of state."""
 
         members = by_buffer(spec.parameters)
         self.groups = _make_groups(members, mesh, sharding)
-        self._members = members  # `requires_grad`, which divides them, may be switched later
+        self._members = members  # kept: they are grouped by `requires_grad`, which may change
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         for group, specs in zip(self.groups, members, strict=True):
@@ -150,32 +146,32 @@ class Unit:
 
     @property
     def gathers(self) -> bool:
-        """Whether unsharding it takes other ranks."""
+        """Whether unsharding communicates with other ranks."""
         return any(group.gathers for group in self.groups)
 
     @property
     def is_viewed(self) -> bool:
-        """Whether something outside of the engine refers to memory of a gather on this rank."""
+        """Whether code outside of the engine refers to gathered memory on this rank."""
         return any(group.buffer.is_viewed() for group in self.groups)
 
     @property
     def has_views(self) -> bool:
-        """Whether this was so on any rank when the last backward ended."""
+        """Whether ``is_viewed`` was True on any rank at the end of the last backward."""
         return any(group.has_views for group in self.groups)
 
     def note_views(self, has_views: bool) -> None:
-        """Note what the ranks have found."""
+        """Set ``has_views`` to the maximum over all ranks."""
         for group in self.groups:
             group.has_views = has_views
 
     def costs(self) -> list[GroupCost]:
-        """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
+        """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [group.cost() for group in self.groups] + [
             _idle_cost(specs) for specs in by_buffer(self.spec.passthrough)
         ]
 
     def held(self) -> HeldMemory:
-        """Bytes that it holds on the device now; parameters that nobody shares count, too."""
+        """Return the bytes now held on the device, passthrough parameters included."""
         own = [it.parameter for it in self.spec.passthrough]
         grads = [it for it in stored_gradients(own) if it is not None]
         passed = HeldMemory(
@@ -196,7 +192,7 @@ class Unit:
         self._handle = [group.unshard() for group in self.groups]
 
     def wait(self) -> None:
-        """Complete the all-gathers and give the unsharded parameters to the modules."""
+        """Complete the all-gathers and register the unsharded parameters with the modules."""
         self._move("wait")
         self._finish_gather()
         for group in self.groups:
@@ -233,7 +229,7 @@ class Unit:
             copies.note_gather()
 
     def renew_views(self) -> None:
-        """Gather into the memory that views hold; a collective that keeps the unit's state."""
+        """Gather into memory that views hold; a collective that keeps the unit's state."""
         rested = self.state is UnitState.SHARDED
         if rested:
             self.unshard()
@@ -245,7 +241,7 @@ class Unit:
             self.reshard()
 
     def gather_with_others(self) -> None:
-        """Take part in a gather that some rank needs, whatever this rank holds already.
+        """Gather all of the unit with ranks that need it, even if this rank holds it already.
 
         The unit is unsharded afterwards.
         """
@@ -260,11 +256,11 @@ class Unit:
             self.refresh()
 
     def reshard(self, before_backward: bool = False) -> None:
-        """Give the sharded parameters back to the modules and release the gathered buffers.
+        """Register the sharded parameters with the modules and release the gathered buffers.
 
         Args:
-            before_backward: They will be gathered once more for the backward of what has just been
-                computed.
+            before_backward: True if the unit will be gathered again for the backward of its last
+                forward.
         """
         self._move("reshard")
         self.restore_registration()
@@ -277,9 +273,9 @@ class Unit:
             group.release(before_backward)
 
     def restore_registration(self) -> None:
-        """Register the parameters of the unit's state with its modules.
+        """Register the parameters that match the unit's state with its modules.
 
-        ``torch.func.functional_call`` puts back the parameters that it found, which may be those of
+        ``torch.func.functional_call`` restores the parameters that it found, which may be those of
         a former state.
         """
         self.registration_pending = False
@@ -296,10 +292,10 @@ class Unit:
                 self.registration_pending = True
 
     def _moved(self, slot: _Slot) -> torch.Tensor | None:
-        """The tensor of a slot whose name is gone; the slot follows it to another one in the unit.
+        """Find the parameter of a slot under a new module or name in the unit, and move the slot.
 
-        Pruning and parametrizations take a parameter out of its module and compute with it from
-        there. One that is gone for good, or used outside of the unit, leaves nothing.
+        Pruning and parametrizations register a parameter elsewhere and compute with it from there.
+        None: the parameter was removed, or is registered outside of the unit.
         """
         places = {(id(each.owner), each.attribute) for each in self._slots}
         for owner in self.spec.module.modules():
@@ -311,7 +307,7 @@ class Unit:
         return None
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
-        """Tensors of modules while the unit is sharded; one entry for each parameter of each."""
+        """Return modules with their tensors while the unit is sharded; an entry per parameter."""
         return [(slot.owner, slot.resting) for slot in self._slots]
 
     def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
@@ -330,7 +326,7 @@ class Unit:
         self._summoned_version = self._version_of_summoned()
 
     def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
-        """Whole parameters that modules hold for a while, with their sharded ones."""
+        """Yield the tensors that modules hold for sharded parameters, each with its parameter."""
         for slot in self._slots:
             yield slot.resting, slot.sharded
             if slot.unsharded is not None:
@@ -338,13 +334,13 @@ class Unit:
 
     @property
     def is_overridden(self) -> bool:
-        """Whether modules hold whole parameters meanwhile."""
+        """Whether modules hold whole parameters during ``summon_full_params``."""
         return bool(self._summoned)
 
     def dissolve(self) -> None:
         """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
         self.keep_writes()
-        memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
+        memory: dict[int, torch.Tensor] = {}  # parameters that share memory go on sharing it
         for group, specs in zip(self.groups, self._members, strict=True):
             for spec, sharded in zip(specs, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
@@ -355,41 +351,38 @@ class Unit:
         return sum(each._version for each in self._summoned)
 
     def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
-        """Pack the unsharded gradients and issue their reduction; possible in any state."""
+        """Pack the unsharded gradients and issue their reduction; legal in any state."""
         return [
             group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained
         ]
 
     def install_gradients(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the sharded parameters that any rank has used.
-
-        ``used`` is in the order of `used()`.
-        """
+        """Set ``.grad`` of the sharded parameters that any rank has used; in `used()` order."""
         flags = iter(used)
         for group in self.groups:
             group.gradients.install([next(flags) for _ in group.sharded])
             group.was_trained = group.trainable
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
-        """The unsharded parameters of all groups, usable or not."""
+        """Return the unsharded parameters of all groups, usable or not."""
         return [parameter for group in self.groups for parameter in group.unsharded]
 
     def used(self) -> list[bool]:
-        """By unsharded parameter, whether this rank has a gradient, of this backward or before."""
+        """Return per parameter whether this rank has a gradient, of this backward or before."""
         return [flag for group in self.groups for flag in group.gradients.used()]
 
     def run_gradient_hooks(self, indices: Iterable[int]) -> None:
-        """Call users' gradient hooks for the parameters that the backward brought a gradient to."""
+        """Call users' gradient hooks of the parameters that got a gradient in the backward."""
         sharded = self.sharded_parameters()
         for index in sorted(indices):
             sharded[index].gradient_completes()
 
     def sharded_parameters(self) -> list[ShardTensor]:
-        """In the order of the unsharded ones."""
+        """Return the sharded parameters, in the order of the unsharded ones."""
         return [each for group in self.groups for each in group.sharded]
 
     def begin_backward(self) -> None:
-        """Start counting what a backward uses."""
+        """Reset the counts of used parameters and autocast copies for a backward."""
         for _, copies in self._copies.values():
             copies.uses = 0
         for group in self.groups:
@@ -397,17 +390,17 @@ class Unit:
             group.gradients.begin_backward()
 
     def keep_writes(self) -> None:
-        """See :meth:`FlatGroup.keep_writes`."""
+        """Copy in-place writes to main shards; see :meth:`FlatGroup.keep_writes`."""
         for group in self.groups:
             group.keep_writes()
 
     def add_up_gradients(self) -> None:
-        """Make autograd's gradients fit for summation over several backwards before reduction."""
+        """Let autograd sum gradients of several backwards in their reduce dtype."""
         for group in self.groups:
             group.gradients.add_up()
 
     def trainable(self) -> set[int]:
-        """Numbers of the unsharded parameters that require a gradient now."""
+        """Return the indices of the unsharded parameters that require a gradient now."""
         with without_torch_function():
             return {
                 i
@@ -434,9 +427,9 @@ class Unit:
 
 
 def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
-    """Whether a module computes with a temporary tensor, as under ``torch.func.functional_call``.
+    """Return whether a module's tensor is temporary, as under ``torch.func.functional_call``.
 
-    A parameter that is to be trained has come to stay.
+    A plain ``nn.Parameter``, or one that requires a gradient, is a permanent replacement.
     """
     if found is None or found.device != sharded.device:
         return False
@@ -447,7 +440,7 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
 
 
 def layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
-    """The flat layout of parameters that share their dtypes."""
+    """Build the flat layout of parameters that share their dtypes."""
     first = specs[0]
     return FlatLayout.build(
         [spec.fqn for spec in specs],
@@ -463,7 +456,7 @@ def _make_groups(
     members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
 ) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
-    owners: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
+    owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
     for specs in members:
         own = mesh.experts if specs[0].is_of_experts else mesh
         assert own is not None
@@ -475,7 +468,7 @@ def _make_groups(
 
 
 def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
-    """The flat buffers that a unit would have on a mesh, without making them."""
+    """Return the costs of the flat buffers that a unit would have, without making them."""
     costs: list[GroupCost] = []
     for specs in by_buffer(spec.parameters):
         split = specs[0].distribution
@@ -507,23 +500,23 @@ def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
 
 
 def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Parameters that can share a flat buffer, in order of first appearance.
+    """Group the parameters that can share a flat buffer, in order of first appearance.
 
-    A parameter that shares memory is alone.
+    A parameter that shares memory with another has a group of its own.
     """
     users = Counter(spec.memory for spec in specs)
     groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:
         alone = id(spec) if users[spec.memory] > 1 else None
         dtypes = spec.dtype, spec.param_dtype, spec.reduce_dtype
-        of_experts = spec.is_of_experts  # in a mesh of their own
+        of_experts = spec.is_of_experts  # gathered in the mesh of experts
         key = (*dtypes, spec.parameter.requires_grad, alone, of_experts)
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
 
 
 def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
-    """Make ``owner.attribute`` this parameter."""
+    """Register a parameter as ``owner.attribute``."""
     if type(owner).__setattr__ is _MODULE_SETATTR:
         owner._parameters[attribute] = parameter  # type: ignore[assignment]
     else:
