@@ -36,29 +36,29 @@ StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
 UnevenBatches: TypeAlias = Literal["error", "min", "join"]
 """End of an epoch in which ranks have different numbers of batches.
 
-An error on all ranks, the first rank that has none left, or the last, with batches of no weight on
-the others.
+``error``: an error on all ranks. ``min``: the end of the first rank without a batch. ``join``: the
+end of the last rank; the others repeat a batch with weight zero.
 """
 
 Scope: TypeAlias = Literal["element", "parameter", "model"]
 """Input of an optimizer for the new value of an element.
 
-``element``: the element itself, its gradient and its states. ``parameter``: all of its parameter.
-``model``: anything else that the optimizer holds.
+``element``: the element itself, its gradient and its states. ``parameter``: its whole parameter.
+``model``: anything that the optimizer holds.
 """
 
 DTypeLike: TypeAlias = torch.dtype | str | None
-"""A dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
+"""Dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
 
 ModuleClasses: TypeAlias = Sequence[type[nn.Module] | str]
 """Module classes, or their names or import paths."""
 
 
 class ChoosesModules(Protocol):
-    """Protocol of policies; the command line makes one of a ``class_path``."""
+    """Protocol of policies; the command line builds one from a ``class_path``."""
 
     def select(self, root: nn.Module) -> list[str]:
-        """The names of the modules that are meant."""
+        """Return the names of the chosen modules."""
         ...
 
 
@@ -70,12 +70,12 @@ Modules: TypeAlias = (
     | set[type[nn.Module] | str]
     | Callable[[str, nn.Module], bool]
 )
-"""Some modules of a model, in every way of writing them."""
+"""Modules of a model, in every notation: policy, class, name, sequence, set or function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """Dtypes in which parameters travel and compute, and gradients are reduced.
+    """Dtypes of gathered parameters, of computation and of gradient reduction.
 
     Main shards keep their own dtype.
 
@@ -83,16 +83,16 @@ class MixedPrecision:
     ``fp32``, ``fp64``).
 
     Args:
-        param_dtype: Of gathered parameters, in which modules compute. None: each parameter's own.
-        reduce_dtype: Of gradients while they are averaged. None: float32 for parameters of at most
-            that width, else their own.
-        output_dtype: Of floating-point tensors that the model's outermost modules return. None: as
-            they come.
-        buffer_dtype: Of floating-point buffers. None: each buffer's own.
-        cast_forward_inputs: Cast floating-point inputs of units and of the model's outermost
+        param_dtype: Dtype of gathered parameters and of computation. None: each parameter's own.
+        reduce_dtype: Dtype of gradient reduction. None: float32, or the parameter's own dtype if
+            that is wider.
+        output_dtype: Dtype of floating-point outputs of the model's outermost modules. None: no
+            cast.
+        buffer_dtype: Dtype of floating-point buffers. None: each buffer's own.
+        cast_forward_inputs: True: cast floating-point inputs of units and of the model's outermost
             modules to ``param_dtype``.
-        keep_fp32: Classes of modules whose parameters and computation stay in the parameters' own
-            dtype, such as norms and routers; classes, their names or import paths.
+        keep_fp32: Module classes, their names or import paths, that keep and compute with their
+            parameters' own dtype, such as norms and routers.
     """
 
     param_dtype: DTypeLike = None
@@ -111,20 +111,20 @@ class MixedPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which modules keep only their inputs in forward and are computed again in backward.
+    """Activation checkpointing: modules that keep only their inputs and recompute in backward.
 
     Args:
-        modules: Written as ``auto_wrap_policy`` is: ``auto`` (the repeated blocks of the model),
-            classes or their names, a policy (in YAML ``class_path`` and ``init_args``), a function
-            of (name, module). Of modules inside each other the outermost is taken.
-        every: Every n-th of those modules, in module order, beginning with the first.
-        save_ops: Selective: operations whose results are kept instead of computed again, as names
-            (``matmul`` and ``attention`` for all of their kind, ``aten.mm.default``, ``aten.mm``,
-            ``mm``) or objects of ``torch.ops``; or a policy function, as
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, or its import
-            path. Nothing: everything is computed again.
-        cpu_offload: Keep the inputs of those modules in host memory between forward and backward.
-            Tensors that ``save_ops`` keeps stay on the device.
+        modules: Modules to recompute, written as for ``auto_wrap_policy``: ``auto`` (the repeated
+            blocks of the model), classes or their names, a policy (in YAML ``class_path`` and
+            ``init_args``), a function of (name, module). Of nested modules the outermost counts.
+        every: Step of the selection: every n-th of these modules, in module order, from the first.
+        save_ops: Operations that keep their results (selective checkpointing), as names (``matmul``
+            and ``attention`` for all of their kind, ``aten.mm.default``, ``aten.mm``, ``mm``) or
+            objects of ``torch.ops``; or a policy function for
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, or its import path.
+            Empty: all operations are recomputed.
+        cpu_offload: True: keep the inputs of these modules in host memory between forward and
+            backward. Tensors kept by ``save_ops`` stay on the device.
     """
 
     modules: Modules = "auto"
@@ -150,10 +150,10 @@ class CPUOffload:
     """State kept in host memory instead of on the device.
 
     Args:
-        params: Main shards, gradient shards and optimizer states; the optimizer steps on the host.
-            The least device memory, and the slowest.
-        optimizer: Optimizer states; without ``params`` they alone, and the optimizer steps on the
-            host on copies of parameters and gradients.
+        params: True: offload main shards, gradient shards and optimizer states; the optimizer steps
+            on the host. The least device memory, and the slowest.
+        optimizer: True: offload optimizer states. Without ``params`` they alone are offloaded, and
+            the optimizer steps on the host, on copies of parameters and gradients.
     """
 
     params: bool = False
@@ -164,35 +164,35 @@ class CPUOffload:
 
     @property
     def optimizer_alone(self) -> bool:
-        """Whether the optimizer steps on the host on copies of parameters and gradients."""
+        """True if the optimizer steps on the host, on copies of parameters and gradients."""
         return self.optimizer and not self.params
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Writing of checkpoints, and limits of reading them.
+    """Options of writing and reading checkpoints.
 
     Args:
-        max_file_gb: Up to how many GB (of 10**9 bytes) ``state_dict_type="auto"`` saves one file.
-            0: directories only.
-        asynchronous: Write in a thread while training goes on, from one copy of the shards in host
+        max_file_gb: Size limit of a file under ``state_dict_type="auto"``, in GB (10**9 bytes);
+            larger checkpoints are directories. 0: directories only.
+        asynchronous: True: write in a thread during training, from one copy of the shards in host
             memory. Directories only: with ``state_dict_type="auto"`` every checkpoint is one.
-        durability: ``disk``: a save that has returned survives a power loss. ``process``: nothing
-            is synced; faster, and it survives the end of the process only.
-        permissions: ``private``: files are for their owner alone (0600, directories 0700).
-            ``umask``: as the umask has it, for checkpoints that others read. None: directories are
-            private, single files as the umask has it.
-        zip_crc: Write the checksums that tools other than this package look for. Costs about 0.4 s
-            of a core per GB. False is for directories: with ``state_dict_type="auto"`` every
+        durability: ``disk``: a save that has returned survives a power loss. ``process``: no fsync;
+            faster, but a save survives only the end of the process.
+        permissions: ``private``: access for the owner alone (0600, directories 0700). ``umask``:
+            access by the umask, for checkpoints that others read. None: private directories, single
+            files by the umask.
+        zip_crc: True: write the checksums that tools other than this package look for, at about
+            0.4 s of a core per GB. False needs directories: with ``state_dict_type="auto"`` every
             checkpoint is one.
-        cast: Load tensors of another dtype than the model's by casting them.
-        foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain
-            ``torch.distributed.checkpoint``): their indexes are pickles, which are read by a reader
-            that knows a few harmless types only.
-        trust_pickle: Unpickle foreign indexes as they are: their writer can run code here.
-            With ``foreign``.
-        timeout: After how many seconds a rank that has written its part stops waiting for the
-            others; longer than the slowest disk needs. None: the strategy's own ``timeout``.
+        cast: True: cast loaded tensors to the model's dtypes. False: a different dtype is an error.
+        foreign: True: load directories of other tools too (FSDP, FSDP2, plain
+            ``torch.distributed.checkpoint``). Their indexes are pickles; the reader accepts a few
+            harmless types only.
+        trust_pickle: True: unpickle foreign indexes without this limit, so that their writer can
+            run code here. Needs ``foreign``.
+        timeout: Seconds for which a rank that has written its part waits for the others; longer
+            than the slowest disk needs. None: the strategy's own ``timeout``.
     """
 
     max_file_gb: float = 4.0
@@ -230,10 +230,10 @@ class CheckpointOptions:
 
 
 def check_choice(option: str, value: T, choices: Sequence[object], advice: str = "") -> T:
-    """The value of an option, if it is one of its choices.
+    """Return the value of an option if it is one of its choices.
 
     Raises:
-        ConfigurationError: It is not.
+        ConfigurationError: The value is not in ``choices``; ``advice`` ends the message.
     """
     if value not in choices:
         raise ConfigurationError(
@@ -243,10 +243,10 @@ def check_choice(option: str, value: T, choices: Sequence[object], advice: str =
 
 
 def check_flags(**options: object) -> None:
-    """Check options that are on or off.
+    """Check boolean options.
 
     Raises:
-        ConfigurationError: One is neither True nor False.
+        ConfigurationError: A value is neither True nor False.
     """
     for option, value in options.items():
         if not isinstance(value, bool):
@@ -254,10 +254,10 @@ def check_flags(**options: object) -> None:
 
 
 def resolve_checkpoint_options(value: object) -> CheckpointOptions:
-    """The options of a ``checkpoint_options``: the options, or their fields.
+    """Resolve ``checkpoint_options``: the options, or a mapping with their fields.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: The value is neither.
     """
     if isinstance(value, CheckpointOptions):
         return value
@@ -275,15 +275,15 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _is_duration(value: object) -> TypeGuard[float]:
-    """Whether it is a number of seconds that a ``timedelta`` can have."""
+    """Return True for a positive number of seconds that fits into a ``timedelta``."""
     return _is_number(value) and 0 < value < timedelta.max.total_seconds()
 
 
 def resolve_timeout(value: object) -> timedelta:
-    """The duration of a ``timeout``: a number of seconds or a duration.
+    """Resolve a ``timeout``: a number of seconds, or a timedelta.
 
     Raises:
-        ConfigurationError: It is neither, or not positive.
+        ConfigurationError: The value is neither, or not positive.
     """
     if _is_duration(value):
         return timedelta(seconds=value)
@@ -296,10 +296,10 @@ def resolve_timeout(value: object) -> timedelta:
 
 
 def resolve_offload(value: object) -> CPUOffload:
-    """The options of a ``cpu_offload``: a bool, the options, or their fields.
+    """Resolve ``cpu_offload``: a bool, the options, or a mapping with their fields.
 
     Raises:
-        ConfigurationError: It is none of these.
+        ConfigurationError: The value is none of these.
     """
     value = options_of("cpu_offload", value)
     if isinstance(value, Mapping) and value and set(value) <= {"params", "optimizer"}:
@@ -315,10 +315,10 @@ def resolve_offload(value: object) -> CPUOffload:
 
 
 def resolve_mixed_precision(value: object) -> MixedPrecision | None:
-    """The options of a ``mixed_precision``: None, the options, their fields, or a ``param_dtype``.
+    """Resolve ``mixed_precision``: None, the options, their fields, or a ``param_dtype``.
 
     Raises:
-        ConfigurationError: It is none of these, or a dtype in it is not known.
+        ConfigurationError: The value is none of these, or has an unknown field or dtype.
     """
     value = options_of("mixed_precision", value)
     if value is None or isinstance(value, MixedPrecision):
@@ -346,14 +346,14 @@ _DTYPE_NAMES = {
 
 
 def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
-    """The dtype of a field of :class:`MixedPrecision`.
+    """Resolve the dtype of a field of :class:`MixedPrecision`.
 
     Args:
-        value: A dtype or its name; None: none.
-        name: Field.
+        value: Dtype or its name; None is returned unchanged.
+        name: Name of the field, for the error.
 
     Raises:
-        ConfigurationError: It is no dtype of floating-point numbers.
+        ConfigurationError: The value is no floating-point dtype.
     """
     if value is None:
         return None
@@ -370,10 +370,10 @@ def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
 
 
 def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
-    """The scopes of an ``optimizer_scope``, by name or import path of the optimizer's class.
+    """Resolve ``optimizer_scope``: scopes by name or import path of the optimizer's class.
 
     Raises:
-        ConfigurationError: It is no mapping, or a scope is not known.
+        ConfigurationError: The value is no mapping, or a scope is unknown.
     """
     if value is None:
         return {}
@@ -394,12 +394,12 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
     }
 
 
-# -- Activation checkpointing, as users write it
+# -- Activation checkpointing
 
 ActivationCheckpointingLike: TypeAlias = (
     bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
 )
-"""Everything that ``resolve_activation_checkpointing`` understands."""
+"""Values that ``resolve_activation_checkpointing`` accepts."""
 
 _FIELDS = tuple(field.name for field in fields(ActivationCheckpointing))
 
@@ -407,24 +407,24 @@ LIKE_UNITS = (
     "ActivationCheckpointing.modules is written as auto_wrap_policy is, and what was found does "
     "not do:"
 )
-"""Beginning of errors of :func:`resolve_modules` and of what it chooses."""
+"""Beginning of errors of :func:`resolve_modules` and of the policies that it returns."""
 
 
 def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing | None:
-    """The options that a value of ``activation_checkpointing`` means.
+    """Resolve the value of ``activation_checkpointing``.
 
     Args:
         value: None, False or ``"none"`` (off); True or ``"auto"`` (the repeated blocks of the
-            model); modules, written as ``auto_wrap_policy`` is: a module class or its name, a list
-            or set of those, a function ``(name, module) -> bool``, a Policy; a mapping with the
+            model); modules, written as for ``auto_wrap_policy``: a module class or its name, a list
+            or set of these, a function ``(name, module) -> bool``, a Policy; a mapping with the
             fields of :class:`ActivationCheckpointing`, or with the ``class_path`` and ``init_args``
-            of a policy; or that itself.
+            of a policy; or an :class:`ActivationCheckpointing`.
 
     Returns:
-        The options, with a Policy as ``modules``; None for off.
+        Options with a Policy as ``modules``; None for off.
 
     Raises:
-        ConfigurationError: The value is none of these, or one of the options is wrong.
+        ConfigurationError: The value is none of these, or an option is invalid.
     """
     if value is None or value is False or (isinstance(value, str) and value.lower() == "none"):
         return None
@@ -451,12 +451,12 @@ def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
 
 
 def resolve_modules(modules: Any) -> Policy:
-    """The policy that chooses the ``modules`` of :class:`ActivationCheckpointing`.
+    """Resolve ``modules`` of :class:`ActivationCheckpointing` to a policy.
 
-    A mapping is a policy as YAML writes an object.
+    A mapping has the ``class_path`` and ``init_args`` of a policy, as in YAML.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: The value chooses no modules.
     """
     if isinstance(modules, Mapping):
         return _build_policy(modules)
@@ -492,75 +492,75 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Every option of a strategy, checked here; ``ShardedDP`` has the same and says what they mean.
+    """Checked options of a strategy; ``ShardedDP`` takes the same and describes them.
 
-    Parts of the strategy and of the engine get this object and read their fields. Two are equal if
-    they shard a model alike; fields that do not decide on that are not compared.
+    Components of the strategy and of the engine read their fields of this object. Two objects are
+    equal if they shard a model alike; fields without influence on that are not compared.
 
     Raises:
-        ConfigurationError: An option is wrong, or does not go with another one.
+        ConfigurationError: An option is invalid, or does not work with another one.
     """
 
     sharding_strategy: str = field(default="full_shard", compare=False)
-    """Lower case, and our name where it was given by that of another library."""
+    """Name of the strategy in lower case; names of other libraries are translated."""
     shard_size: ShardSizeOption = field(default=None, compare=False)
-    """Ranks that share one model under ``hybrid_shard``."""
+    """Number of ranks that share one model under ``hybrid_shard``; None: those of a node."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
     """Policy that chooses the modules that are units."""
     mixed_precision: MixedPrecision | None = None
-    """Dtypes that parameters and gradients travel in; None: as the Trainer's precision says."""
+    """Dtypes of gathered parameters and of gradients; None: those of the Trainer's precision."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """What backward computes again, with a Policy as ``modules``; None: nothing."""
+    """Modules recomputed in backward, with a Policy as ``modules``; None: no recomputation."""
     cpu_offload: bool | CPUOffload = field(default=False, compare=False)
-    """As it was given; ``offload`` is what it means."""
+    """Value as given; ``offload`` is the resolved one."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
-    """Whether, and among how many neighbours, units are gathered again for backward."""
+    """True or a number of neighbours: units are gathered again for backward; False: kept."""
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
-    """Whether replicas split the optimizer's states under ``hybrid_shard``."""
+    """Ranks that split optimizer states under ``hybrid_shard``: shard group or all ranks."""
     optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
-    """What new values depend on, by class name of optimizers that torch does not have."""
+    """Input of an element's update, by class name of optimizers that torch does not have."""
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that split layers."""
+    """Number of neighbouring ranks that split layers."""
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
-    """Which layers they split; None: those that ``configure_model`` has split."""
+    """Layers to split, with their styles; None: those that ``configure_model`` has split."""
     expert_parallel_size: int = 1
-    """Neighbouring ranks that have different experts."""
+    """Number of neighbouring ranks that have different experts."""
     experts: Policy | None = None
-    """Policy that chooses the modules that have experts; None: those of Mixtral-like models."""
+    """Policy that chooses the modules of experts; None: those of Mixtral-like models."""
     forward_prefetch: int = 1
-    """Units gathered ahead of the one at work in forward."""
+    """Number of units gathered ahead of the current one in forward."""
     backward_prefetch: int = 1
-    """The same of backward."""
+    """Number of units gathered ahead of the current one in backward."""
     reduce_every_backward: bool | None = field(default=None, compare=False)
-    """Whether gradients are reduced in every micro-batch, and not once per step."""
+    """True: gradients are reduced in every micro-batch; False: once per step."""
     uneven_batches: UnevenBatches = field(default="error", compare=False)
     """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
-    """Whether ranks may use different units in a step."""
+    """True: ranks may use different units in a step."""
     state_dict_type: StateDictType = field(default="auto", compare=False)
-    """Whether checkpoints are one file, or a directory of shards."""
+    """Format of checkpoints: one file, or a directory of shards."""
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
-    """How checkpoints are written and read."""
+    """Options of writing and reading checkpoints."""
     process_group_backend: str | None = field(default=None, compare=False)
-    """Of torch; None: the device's own."""
+    """Backend of the process group; None: the device's own."""
     timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
-    """After how long a collective gives up."""
+    """Time after which a collective fails."""
     debug: bool = False
-    """Whether the collectives of users are compared over ranks before they happen."""
+    """True: collectives of user code are compared over ranks before they run."""
     plan_only: bool | str = field(default=False, compare=False)
-    """Whether a fit is planned and not run; a GPU has the name that the planner knows it by."""
+    """True: a fit is planned and not run; for another GPU, its name in the planner's table."""
     start_method: StartMethod = field(default="popen", compare=False)
-    """How ranks are started where the cluster environment does not."""
+    """Method of starting ranks if the cluster environment does not start them."""
 
-    # What several of them say together, or one of them in more than one type.
+    # Derived from several options, or from one that has more than one type.
     sharding: ShardingStrategy = field(init=False)
-    """Under ``auto`` the first candidate, until one is chosen."""
+    """Resolved sharding strategy; under ``auto`` the first candidate, until one is chosen."""
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
-    """Those that ``auto`` chooses from, by name; else the one that is set."""
+    """Sharding strategies by name that ``auto`` chooses from; without it, the only one."""
     offload: CPUOffload = field(init=False)
-    """What lives in host memory."""
+    """State in host memory."""
     described_plan: str = field(init=False, repr=False)
-    """Styles of torch are equal where they say the same."""
+    """Text of the plan, for comparison: equal for equal styles of torch, which are objects."""
 
     def __post_init__(self) -> None:
         check_flags(uneven_units=self.uneven_units, debug=self.debug)
@@ -576,7 +576,7 @@ class Options:
         _check_backend(self.process_group_backend)
         _check_size("tensor_parallel_size", self.tensor_parallel_size)
         _check_size("expert_parallel_size", self.expert_parallel_size)
-        # Names and values of other libraries come first.
+        # Translate names and values of other libraries first.
         known = sharding_of(self.sharding_strategy) or {}
         strategy = known.get("sharding_strategy", self.sharding_strategy)
         reshard = self.reshard_after_forward
@@ -607,7 +607,7 @@ class Options:
             "plan_only": self.plan_only is not False,
         }
         splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
-        by_name = self.tensor_parallel_plan is not None  # what is split without is not planned
+        by_name = self.tensor_parallel_plan is not None  # plans know layers of a plan only
         unnamed = {} if by_name else planned
         _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
         _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
@@ -640,15 +640,15 @@ class Options:
 
 
 def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:
-    """The options of a strategy.
+    """Parse the options of a strategy.
 
     Args:
-        given: Values by name; what is left out has its default.
-        beside: Names of further arguments that the strategy takes, which are no options.
+        given: Values by name; missing ones have their default.
+        beside: Names of further arguments of the strategy that are no options.
 
     Raises:
         TypeError: A name is unknown, or an argument of another strategy; with the line to write.
-        ConfigurationError: See :class:`Options`.
+        ConfigurationError: An option is invalid, see :class:`Options`.
     """
     names = [it.name for it in fields(Options) if it.init]
     if unknown := [name for name in given if name not in (*names, *beside)]:
@@ -670,7 +670,7 @@ def _check_backend(name: str | None) -> None:
 
 
 def _resolve_plan_only(value: object) -> bool | str:
-    """The value of ``plan_only``, a GPU by its name in the table."""
+    """Resolve ``plan_only``; a GPU gets its name in the planner's table."""
     if isinstance(value, str):
         return find_gpu(value).name
     if not isinstance(value, bool):
@@ -681,10 +681,10 @@ def _resolve_plan_only(value: object) -> bool | str:
 
 
 def _resolve_prefetch(option: str, value: Any) -> int:
-    """The number of units gathered ahead, also of torch's ``BackwardPrefetch``."""
+    """Resolve a number of units to gather ahead; torch's ``BackwardPrefetch`` is accepted."""
     depth = prefetch_of(value) if option == "backward_prefetch" else None
     depth = value if depth is None else depth
-    if depth is True and option == "forward_prefetch":  # torch's FSDP has a flag
+    if depth is True and option == "forward_prefetch":  # a flag in torch's FSDP
         return 1
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ConfigurationError(f"{option}={depth!r}: expected 0 (none) or a number of units")
@@ -704,10 +704,13 @@ def _check_axis(
     """Refuse options that do not work with an axis.
 
     Args:
-        option: The axis.
-        size: Its ranks.
-        untried: Options that have not been tried with it, and whether they are set.
-        planned: Those that need a plan of the run.
+        option: Option of the axis, for the error.
+        size: Number of ranks on the axis; 1: no check.
+        untried: Options that have not been tried with the axis; True if set.
+        planned: Options that need a plan of the run; True if set.
+
+    Raises:
+        ConfigurationError: An option of either kind is set.
     """
     if size == 1:
         return

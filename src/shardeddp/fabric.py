@@ -45,7 +45,7 @@ _OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "chec
 
 
 class ShardedForward(nn.Module):
-    """A sharded module whose call is a step of the engine."""
+    """Sharded module; each call is a step of the engine."""
 
     def __init__(self, module: nn.Module, runtime: Runtime, fill_rest: Callable[[], None]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ShardedForward(nn.Module):
 
     @runs_eagerly  # the module that it calls is compiled where Fabric's was
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Return the module's output; a training step if gradients are enabled."""
         with _Step(self) as outputs:
             outputs.append(self.module(*args, **kwargs))
         return outputs[0]
@@ -72,7 +72,7 @@ class _Step:
     @_outside_of_graphs
     def __enter__(self) -> list[Any]:
         if not self._sharded.has_run:
-            self._sharded.fill_rest()  # whatever else was built is not going to be set up
+            self._sharded.fill_rest()  # modules not set up by now stay unsharded
             self._sharded.has_run = True
         kind = "training_step" if torch.is_grad_enabled() else "validation_step"
         self._step = self._sharded.runtime.step(kind)
@@ -84,18 +84,20 @@ class _Step:
 
 
 class ShardedDP(DDPStrategy):
-    """Trains unmodified modules sharded: ``Fabric(strategy=shardeddp.fabric.ShardedDP(...))``.
+    """Strategy of sharded training for ``Fabric(strategy=shardeddp.fabric.ShardedDP(...))``.
 
     Args:
-        sharding_strategy: As :class:`shardeddp.ShardedDP` takes it; see there.
-        state_dict_type: ``sharded``: ``fabric.save`` writes a directory that every rank writes its
-            part of, which the Trainer's strategy reads. ``full``: one file, as Fabric's other
-            strategies write and read it. All of these are loaded, whatever is said here.
-        start_method: How ranks start where nothing else starts them.
-        options: All that :class:`shardeddp.ShardedDP` takes; ``uneven_batches`` is the Trainer's.
+        sharding_strategy: State to split over the ranks, as for :class:`shardeddp.ShardedDP`.
+        state_dict_type: Format of ``fabric.save``. ``sharded``: a directory to which every rank
+            writes its part, and which the Trainer's strategy reads too. ``full``: one file, in the
+            format of Fabric's other strategies. Every setting loads both.
+        start_method: Method of starting ranks if the cluster environment does not start them.
+        options: Further options of :class:`shardeddp.ShardedDP`, except for ``uneven_batches``,
+            ``plan_only``, ``"auto"``, asynchronous saves, tensor and expert parallelism.
 
     Raises:
-        ConfigurationError: An option does not go with Fabric, or is wrong by itself.
+        TypeError: An option is unknown.
+        ConfigurationError: An option does not work with Fabric, or is invalid.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class ShardedDP(DDPStrategy):
         self._restore = Restore(self._group, own.checkpoint_options)
         self._sharding = ModelSharding(self._group, self._restore, own)
         self._sharding.shards_several = True
-        self._backward_sync_control = cast(Any, self)  # whom Fabric asks to surround micro-batches
+        self._backward_sync_control = cast(Any, self)  # Fabric calls its no_backward_sync
 
     @override
     def setup_environment(self) -> None:
@@ -179,7 +181,7 @@ class ShardedDP(DDPStrategy):
 
     @contextmanager
     def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:
-        """Surround a micro-batch whose gradients are not communicated yet."""
+        """Surround a micro-batch without gradient communication (accumulation)."""
         runtime: Runtime = module.runtime
         runtime.sync_gradients = not enabled
         try:
@@ -189,16 +191,16 @@ class ShardedDP(DDPStrategy):
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """With ``empty_init=True`` a module is built on the meta device, until it is set up."""
+        """Surround the construction of a module; ``empty_init=True`` builds on the meta device."""
         return self._sharding.building(cast(Any, self.precision), empty_init)
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: parameters reach the device as shards, when the module is set up."""
+        """Do nothing: parameters reach the device as shards, in :meth:`setup_module`."""
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        precision = ShardedPrecision()  # Fabric's own converts, and surrounds forwards
+        precision = ShardedPrecision()  # Fabric's own converts modules and surrounds forwards
         precision.precision = cast(Any, self.precision.precision)
         precision.autocast = _AUTOCAST.get(str(self.precision.precision))
         runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)

@@ -59,14 +59,14 @@ from shardeddp.wrap.tree import UnitSpec, first_three
 
 # -- Generation with transformers
 #
-# A rank that has ended its text takes part in gathers until all have.
+# A rank that has finished its sequence takes part in gathers until all ranks have.
 
 
 class Managed:
-    """A module's answer when transformers asks whether its ranks must run equally many forwards.
+    """Value of :data:`MARK`: True, so that transformers runs equally many forwards on all ranks.
 
-    Dynamo reads the same attribute, and takes a module that has it for one of FSDP, with other
-    rules for its guards: while it traces, the answer is no.
+    False while Dynamo traces: it reads the same attribute, and would apply its guard rules for FSDP
+    modules.
     """
 
     def __bool__(self) -> bool:
@@ -81,15 +81,15 @@ MARK = "_is_fsdp_managed_module"
 
 
 def synchronize_generation(module: nn.Module, sharding: ShardingStrategy) -> None:
-    """Mark every model in a module that generates by itself, if units are gathered per forward.
+    """Mark every model with ``generate()`` in a module, if units are gathered per forward.
 
-    Ranks that end their sequences at different lengths would run different numbers of forwards, and
-    the longest would wait for the others in a gather.
+    Ranks whose sequences end at different lengths would run different numbers of forwards, and the
+    longest would wait for the others in a gather.
 
     Args:
-        module: The root; models of transformers in it are known by name, so that nothing needs to
-            be installed.
-        sharding: Whether units are gathered for each forward.
+        module: Root module; transformers models in it are found by the name of their base class, so
+            transformers need not be installed.
+        sharding: Sharding strategy; under ``Reshard.NEVER`` nothing is marked.
     """
     if sharding.reshard is Reshard.NEVER:
         return
@@ -109,66 +109,65 @@ def forget_generation(module: nn.Module) -> None:
 
 
 class ModelSharding:
-    """Shards modules, whether they were built as usual or on the meta device.
+    """Sharding of modules that were built as usual or on the meta device.
 
     Args:
-        group: Ranks of the run.
-        restore: Checkpoint that may wait for the shards.
-        options: Which units a module has, in which dtypes, what is recomputed, and how it is
-            sharded.
+        group: Process group of the run.
+        restore: Loader of a checkpoint, which may wait for the shards.
+        options: Options of units, dtypes, recomputation and the sharding strategy.
     """
 
     def __init__(self, group: ProcessGroup, restore: Restore, options: Options) -> None:
         self._group, self._restore, self.options = group, restore, options
-        # Recording of every module that is built; several may be before one is sharded.
+        # Covers every module that is built; several may be built before one is sharded.
         self._recording = Recording()
         self._hooks = ExitStack()
         self.shards_several = False
-        """Whether modules are sharded one after the other, as under Fabric, and not one alone."""
+        """True if several modules are sharded one after the other, as under Fabric."""
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
-        """Record the construction of a module inside: its operations on meta tensors.
+        """Record the construction of a module inside the context: its operations on meta tensors.
 
         Args:
-            precision: Of the Trainer, which may say in which dtype tensors are made.
-            empty_init: True builds on the meta device; else tensors are built where the user says,
-                or on the host: never the whole model on the device.
+            precision: Precision plugin of the Trainer; it may set the dtype of new tensors.
+            empty_init: True: build on the meta device. Else tensors are on the device that the user
+                names, or on the host: the whole model is never built on the GPU.
         """
         place = torch.device("meta") if empty_init else nullcontext()
         with place, self._recording.watched(), precision.tensor_init_context():
             yield
 
     def begin_hooks(self) -> None:
-        """Record what hooks do with a model on the meta device from now on.
+        """Record operations of hooks on meta tensors until :meth:`end_hooks`.
 
-        They are those of setup, and of a checkpoint that is read before there are shards.
+        These are the setup hooks, and hooks of a checkpoint that is read before the sharding.
         """
         if self._recording.is_used:
             self._hooks.enter_context(self._recording.watched(builds=False))
 
     def end_hooks(self) -> None:
-        """The model is about to be sharded, or a hook has failed."""
+        """Stop recording hooks, before the model is sharded or after a hook has failed."""
         self._hooks.close()
 
     def forget_values(self) -> None:
-        """Let values go that were recorded, when everything has its own."""
+        """Free recorded values, once no recorded tensor is left on the meta device."""
         self._recording.forget_values()
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave tensors on the meta device to who shards them as the model is sharded."""
+        """Exclude meta tensors that callback adapters shard like the model (averages)."""
         self._recording.set_aside(tensors)
 
     def fill_rest(self) -> None:
-        """Give what was built on the meta device, and is not going to be sharded, its values."""
+        """Fill recorded meta tensors that will not be sharded, whole, on this rank."""
         fill_rest(self._recording)
 
     def materialize(self, module: nn.Module, is_loaded: bool) -> None:
-        """Materialize a module's meta tensors in this process, whole.
+        """Materialize a module's meta tensors as whole tensors in this process.
 
         Args:
-            module: The module.
-            is_loaded: Whether values are loaded into it afterwards.
+            module: Module to fill in place.
+            is_loaded: True if values are loaded afterwards, so that initial values may be missing.
         """
         materialize(module, self._recording, is_loaded=is_loaded)
 
@@ -180,16 +179,21 @@ class ModelSharding:
         *,
         fitting: bool,
     ) -> Runtime:
-        """The engine of a module, sharded unless an earlier run did so in the same way.
+        """Shard a module and return its engine; a collective of all ranks.
 
-        What other runs have sharded in another way, or as a part of another module, is sharded anew
-        with the values that it has. A collective of all ranks.
+        A module that an earlier run has sharded in the same way keeps its engine. Parameters that
+        other runs have sharded differently, or in another module, are sharded anew with their
+        present values.
 
         Args:
-            module: The module.
-            precision: Of the Trainer.
-            replace_layers: Replaces layers by those that the Trainer asks for, before sharding.
-            fitting: Whether it is to be trained.
+            module: Root module.
+            precision: Precision plugin of the Trainer.
+            replace_layers: Function that replaces layers on the Trainer's request (SyncBatchNorm);
+                called before sharding.
+            fitting: True if the module is going to be trained.
+
+        Raises:
+            ConfigurationError: The module does not allow this sharding, or does not fit an option.
         """
         runtime = runtime_of(module)
         outdated = runtime is not None and self._is_outdated(runtime, precision)
@@ -198,7 +202,7 @@ class ModelSharding:
         if fitting and self._group.mesh.device.type == "cpu":
             _refuse_sync_batch_norm(module)
         if runtime is not None and not outdated:
-            # The mesh of the Trainer that has sharded the module replaces this Trainer's.
+            # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
             self._group.current = runtime.mesh
             return runtime
         tensor_size = self.options.tensor_parallel_size
@@ -220,17 +224,16 @@ class ModelSharding:
             raise
 
     def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
-        """Whether a sharded module is to be sharded anew; a collective of all ranks.
+        """Return True if any rank has to shard a module anew; a collective of all ranks.
 
-        That is so where it has got or lost layers, parameters or buffers since, where the options
-        are others now, and where this holds on any rank.
+        Reasons: added or removed layers, parameters or buffers; other options or dtypes.
         """
         same = runtime.options == self.options and runtime.precision == _compared(precision)
         outdated = not (same and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.control)[0]
 
     def _take_over(self, module: nn.Module) -> Takeover:
-        """Parameters that are sharded already, of this module or of others, as plain ones."""
+        """Take over parameters that are sharded already, in this module or in others."""
         sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
         suspend(sharded, parameters_changed)
         takeover = Takeover(module)
@@ -283,7 +286,7 @@ class ModelSharding:
 
     @torch.no_grad()
     def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
-        """The layers that the plan splits; those that split one have one rank's values of it."""
+        """Find the layers of the plan; give the ranks that split one equal values of it."""
         mesh, plan = self._group.mesh, self.options.tensor_parallel_plan
         size = self.options.tensor_parallel_size
         if plan is None or size == 1:
@@ -310,7 +313,7 @@ class ModelSharding:
 
     @torch.no_grad()
     def _find_experts(self, module: nn.Module) -> list[Experts]:
-        """The experts of which each rank keeps some, with the values of rank 0."""
+        """Find the experts that are divided among ranks; give all ranks rank 0's values of them."""
         mesh, size = self._group.mesh, self.options.expert_parallel_size
         if size == 1:
             return []
@@ -332,7 +335,7 @@ class ModelSharding:
         layers: Sequence[PlannedLayer],
         experts: Sequence[Experts],
     ) -> list[UnitSpec]:
-        """The units of a module, root first; boundary casts and recomputation are set up."""
+        """Return a module's units, root first; set up boundary casts and recomputation."""
         split: dict[nn.Parameter, Distribution] = {}
         policy = self.options.auto_wrap_policy
         if experts:
@@ -355,19 +358,19 @@ class ModelSharding:
 
 
 def _take_values(parameter: nn.Parameter, ranks: Collectives, device: torch.device) -> None:
-    """Give a parameter the values that the first of some ranks has."""
+    """Broadcast a parameter's values from the first of some ranks."""
     values = parameter.detach().to(device).contiguous()
     ranks.broadcast_(values, 0).wait()
     parameter.copy_(values)
 
 
 def _compared(precision: Precision) -> object:
-    """Comparable form of a precision: equal for those that choose the same dtypes."""
+    """Return a comparable form of a precision; equal forms choose equal dtypes."""
     return type(precision), precision.precision
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
-    """Raise where a training forward would: torch computes SyncBatchNorm on accelerators only."""
+    """Refuse SyncBatchNorm on the CPU before a forward does; torch supports it on GPUs only."""
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if names:
         raise ConfigurationError(

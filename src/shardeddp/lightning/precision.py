@@ -39,18 +39,18 @@ from shardeddp.torch_private import compiled_only_inside
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
 
-# -- Plugins: a stock precision whose gradient clipping is global
+# -- Plugins: stock precisions with global gradient clipping
 
 
 class ShardedPrecision(Precision):
-    """Stock precision plugin that clips sharded gradients by their global norm.
+    """Wrapper of a stock precision plugin that clips sharded gradients by their global norm.
 
     Args:
-        stock: The plugin that decides on dtypes.
+        stock: Plugin that decides on dtypes; None: float32.
     """
 
     autocast: torch.dtype | None = None
-    """Dtype of the autocast that surrounds every step, if there is one."""
+    """Dtype of the autocast around every step; None: no autocast."""
 
     def __init__(self, stock: Precision | None = None) -> None:
         super().__init__()
@@ -93,13 +93,12 @@ class ShardedPrecision(Precision):
 class ShardedMixedPrecision(ShardedPrecision):
     """``bf16-mixed`` and ``16-mixed``: autocast around every step, and a loss scaler for float16.
 
-    Main shards, gradients and optimizer states stay in float32. Whether a step is skipped is
-    decided by all ranks: the scaler's search for infinities is a global one wherever gradients are
-    sharded.
+    Main shards, gradients and optimizer states stay in float32. All ranks skip a step together: the
+    scaler's search for infinities is global if gradients are sharded.
     """
 
-    # The key under which Lightning saves the scaler's state, so that runs under other strategies
-    # can be resumed.
+    # Lightning saves the scaler's state under this name. The stock plugin's name lets a run under
+    # one strategy resume under another.
     __qualname__ = "MixedPrecision"
 
     def __init__(self, stock: MixedPrecision) -> None:
@@ -109,7 +108,7 @@ class ShardedMixedPrecision(ShardedPrecision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler; None for ``bf16-mixed``."""
+        """Loss scaler; None for ``bf16-mixed``."""
         return self._mixed.scaler
 
     @override
@@ -155,12 +154,12 @@ class ShardedMixedPrecision(ShardedPrecision):
 
 
 def shard_precision(plugin: Precision | None) -> Precision:
-    """The plugin that a sharded run uses where Lightning has chosen ``plugin``.
+    """Return the plugin of a sharded run in which Lightning has chosen ``plugin``.
 
-    Plugins that Lightning does not ship are taken as they are.
+    Plugins that Lightning does not ship are returned unchanged.
 
     Raises:
-        ConfigurationError: The precision cannot be had.
+        ConfigurationError: ShardedDP does not support the precision.
     """
     if plugin is None or type(plugin) in (Precision, DoublePrecision, HalfPrecision):
         return ShardedPrecision(plugin)
@@ -174,15 +173,12 @@ def shard_precision(plugin: Precision | None) -> Precision:
     return plugin
 
 
-# -- Dtypes in which parameters travel and compute, and casts between modules
+# -- Dtypes of gathered parameters and reductions, and casts between modules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Dtypes of a run.
-
-    The user's :class:`MixedPrecisionOptions` with names resolved, and the Trainer's autocast.
-    """
+    """Dtypes of a run: resolved :class:`MixedPrecisionOptions`, and the Trainer's autocast."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -191,15 +187,18 @@ class Dtypes:
     cast_forward_inputs: bool = True
     keep_fp32: Sequence[type[nn.Module] | str] = ()
     autocast: torch.dtype | None = None
-    """Dtype of the autocast that surrounds every step, if there is one."""
+    """Dtype of the autocast around every step; None: no autocast."""
 
 
 def resolve_dtypes(options: MixedPrecisionOptions | None, autocast: torch.dtype | None) -> Dtypes:
     """Resolve the names of dtypes.
 
     Args:
-        options: The user's; None for none.
-        autocast: Dtype of the Trainer's autocast, if its precision has one.
+        options: Mixed precision options of the user; None: no options.
+        autocast: Dtype of the Trainer's autocast; None: no autocast.
+
+    Raises:
+        ConfigurationError: A name is not that of a floating-point dtype.
     """
     if options is None:
         return Dtypes(autocast=autocast)
@@ -215,15 +214,15 @@ def resolve_dtypes(options: MixedPrecisionOptions | None, autocast: torch.dtype 
 
 
 def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
-    """The same units, with the dtypes in which each parameter is gathered and reduced.
+    """Return the units with the dtypes in which each parameter is gathered and reduced.
 
-    Without a ``param_dtype`` of the user's, autocast decides: a tensor that it would cast before
-    every use is gathered in its dtype, at half the bytes and with the same result; everything else
-    computes in its own dtype, as it does under DDP.
+    Without the user's ``param_dtype``, autocast decides: a parameter that it would cast before
+    every use is gathered in the autocast dtype, with half the bytes and the same result; all others
+    compute in their own dtype, as under DDP.
 
     Raises:
-        ConfigurationError: A class to keep is not in the model, or a parameter is shared between a
-            module that keeps its dtype and one that does not.
+        ConfigurationError: A class of ``keep_fp32`` is not in the model, or a parameter is shared
+            between a module of such a class and another module.
     """
     kept = _inside(_kept_modules(root, dtypes))
 
@@ -232,7 +231,7 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
             return spec
         compute_in = _compute_dtype(spec, dtypes, kept)
         by_autocast = compute_in is not None and dtypes.param_dtype is None
-        if by_autocast and spec.is_wrapped:  # autocast casts what is made of it
+        if by_autocast and spec.is_wrapped:  # autocast casts the derived tensor
             compute_in, by_autocast = None, False
         return replace(
             spec,
@@ -250,9 +249,9 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
 
 
 def _is_frozen_part(spec: ParameterSpec) -> bool:
-    """Whether only the forward of its layer is to see what this rank has of a frozen parameter.
+    """True if only its layer's forward may see this rank's part of a frozen parameter.
 
-    Trained ones that are used elsewhere are an error after the first backward.
+    Trainable parameters need no copy: a use elsewhere is an error after the first backward.
     """
     split = spec.distribution
     return (
@@ -267,7 +266,7 @@ def _is_frozen_part(spec: ParameterSpec) -> bool:
 
 
 def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autocast: bool) -> None:
-    """Let forwards compute with parameters that nobody else is to see as they are gathered."""
+    """Make forwards compute with gathered copies that no code outside of them sees."""
     names: dict[int, list[str]] = {}
     cast: set[int] = set()
     for spec in specs:
@@ -276,7 +275,7 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autoc
             if by_autocast and spec.compute_in is not None:
                 cast.add(id(owner))
     for module in reversed([*root.modules()]):  # inner ones first
-        # It reads the parameters of this child, and does not call it.
+        # MultiheadAttention reads the parameters of its child `out_proj` without calling it.
         inner = {"out_proj": module.out_proj} if isinstance(module, nn.MultiheadAttention) else {}
         if id(module) in names:
             own = tuple(names[id(module)])
@@ -284,9 +283,9 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autoc
 
 
 def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
-    """The same with one dtype for shared memory.
+    """Return the specs with one dtype for parameters that share memory.
 
-    Its own, where autocast would cast only some of it.
+    If autocast would cast only some of them, all keep their own dtype.
     """
     dtypes: dict[int, set[torch.dtype]] = {}
     for spec in specs:
@@ -300,11 +299,11 @@ def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
 
 
 def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
-    """Cast inputs and outputs of modules, and buffers, as the user's options say.
+    """Cast inputs and outputs of modules, and buffers, by the user's options.
 
-    Inputs are cast where units and the model's outermost modules begin, outputs where the outermost
-    modules end; modules that keep their dtype take their inputs in it and return ``param_dtype``.
-    Without options nothing is done.
+    Inputs of units and of the model's outermost modules are cast, and outputs of the outermost
+    modules. ``keep_fp32`` modules take inputs in their own dtype and return ``param_dtype``.
+    Without options there is no cast.
     """
     kept = _kept_modules(root, dtypes)
     outermost = [root, *_outermost(root)]
@@ -331,7 +330,7 @@ def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtype
 
 
 def forget_dtypes(root: nn.Module) -> None:
-    """Undo the casts of an earlier setup, but for those of buffers."""
+    """Remove the casts of an earlier setup, except for casts of buffers."""
     for module in root.modules():
         drop_forward_hooks(module, _is_cast)
         compute_with_parameters(module)
@@ -360,7 +359,7 @@ def _compute_dtype(
 
 
 def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:
-    """The modules that keep their dtype, by identity; not those inside another one."""
+    """Return the outermost modules that keep their dtype, by ``id``."""
     if not dtypes.keep_fp32:
         return {}
     names = ClassPolicy(list(dtypes.keep_fp32)).select(root)
@@ -376,9 +375,9 @@ def _inside(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters that the user's step calls.
+    """Yield the modules with parameters that the user's step calls.
 
-    Containers without a forward are looked into.
+    A container without a forward is replaced by its children.
     """
     for _, child in unit_children(module):
         if next(child.parameters(), None) is None:

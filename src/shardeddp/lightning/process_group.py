@@ -59,7 +59,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def describe_release(package: Path = _PACKAGE) -> str:
-    """Version and installed code; equal where ranks run the same, wherever it is installed."""
+    """Return the version with a digest of the installed code; equal on ranks with equal code."""
     return f"{own_release()} (installed code {_digest(package)})"
 
 
@@ -75,15 +75,14 @@ def _digest(package: Path) -> str:
 
 
 def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnvironment | None:
-    """Environment to use for the only rank of a run if that of the cluster knows no ranks.
+    """Return a substitute for a cluster environment that knows no ranks, in a run of one rank.
 
-    That of SLURM knows all of them in steps of jobs only. It is chosen as a plugin as well, for its
-    requeue signal, and the script may then be run by hand, or by ``sbatch`` without ``srun``, where
-    strategies of one device train: they never ask. Several ranks have to be told apart, and are
-    left its error.
+    SLURM's environment knows ranks only in job steps. Users also choose it for its requeue signal,
+    in scripts that are run by hand or by ``sbatch`` without ``srun``; single-device strategies
+    train there, as they never read ranks. A run of several ranks needs them, and keeps the error.
 
     Returns:
-        Lightning's own, or None if the cluster's knows all that is asked of it.
+        Lightning's own environment, or None if ``environment`` knows rank and world size.
     """
     ranks = (environment.global_rank, environment.local_rank, environment.node_rank)
     try:
@@ -103,12 +102,12 @@ T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """Ranks of a run, as a strategy and its Trainer have them."""
+    """Ranks of a run, from a strategy and its Trainer."""
 
     environment: ClusterEnvironment
     """Source of ranks and addresses."""
     device: torch.device
-    """Of this rank."""
+    """Device of this rank."""
     num_nodes: int
     per_node: int
 
@@ -117,35 +116,31 @@ class ProcessGroup:
     """Ranks of a run and their communication.
 
     Args:
-        options: Which ranks share a model and which split layers, by which backend they
-            communicate, for how long they wait, and whether calls of users are compared.
+        options: Options of the strategy: sizes of groups, backend, timeout and ``debug``.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        """Others where ``auto`` has chosen since, or the run goes on with another strategy."""
+        """Present options; replaced after a choice of ``auto`` and by ``reshard``."""
         self.device_mesh: DeviceMesh | None = None
-        """Axes of ranks as torch has them; None: there is no tensor axis."""
-        self._order: tuple[int, ...] | None = None  # of ranks near each other; None: as they count
+        """Mesh of torch; None: no tensor or expert axis."""
+        self._order: tuple[int, ...] | None = None  # ranks sorted by locality; None: by number
         self.reach: int | None = None
-        """Ranks that reach each other without the network, as those of a node do; None: unknown."""
+        """Number of ranks that reach each other without the network (a node); None: unknown."""
         self.current: Mesh | None = None
-        """The communicators of this rank.
-
-        None before set-up, and in a process that has spawned the ranks.
-        """
-        self._broken = False  # whether the run has ended in a transfer that others were not in
+        """Communicators of this rank; None before set-up, and in the parent of spawned ranks."""
+        self._broken = False  # True after an incomplete collective: groups cannot be used again
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle: communicators belong to a process."""
+        """Return the state for a copy or a pickle, without communicators: they are per process."""
         return {**vars(self), "current": None, "device_mesh": None}
 
     @property
     def mesh(self) -> Mesh:
-        """The communicators of this rank.
+        """Communicators of this rank.
 
         Raises:
-            RuntimeError: There is no process group yet.
+            RuntimeError: The process group is not set up yet.
         """
         if self.current is None:
             raise RuntimeError(
@@ -155,22 +150,22 @@ class ProcessGroup:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank; the host where there are no ranks yet."""
+        """Device of this rank; the CPU before set-up."""
         return torch.device("cpu") if self.current is None else self.current.device
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, or a process without ranks."""
+        """True on rank 0, and before set-up."""
         return self.current is None or self.current.rank == 0
 
     # -- Set-up
 
     def connect(self, ranks: Ranks) -> None:
-        """Make the process group where there is none; a collective of all ranks.
+        """Initialize torch's default process group, if needed; a collective of all ranks.
 
         Raises:
-            ConfigurationError: Ranks run different code or options, or one may not open as many
-                files as it has connections.
+            ConfigurationError: Ranks run different code or options, or a rank's limit of open files
+                is below its number of connections.
         """
         _note_functions_of_one_rank()
         if ranks.num_nodes == 1:
@@ -185,15 +180,15 @@ class ProcessGroup:
             )
 
     def on_rank_zero(self, topic: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What rank 0 makes, on all ranks; a collective that needs no mesh yet.
+        """Return a result of rank 0 on all ranks; a collective through the store, without a mesh.
 
         Args:
-            topic: What it is.
-            make: Makes it; other ranks do not call it.
+            topic: Name of the result, for its key in the store and for errors.
+            make: Function that returns the result (JSON); called on rank 0 only.
 
         Raises:
-            ConfigurationError: Rank 0 failed, whose own error is raised there, or took longer than
-                ``timeout``.
+            ConfigurationError: On other ranks: rank 0 has failed, or has taken longer than
+                ``timeout``. Rank 0 raises its own error.
         """
         rank, within_s = torch.distributed.get_rank(), self.options.timeout.total_seconds()
         notes = StoreClient(topic, rank, patient=True)
@@ -214,19 +209,20 @@ class ProcessGroup:
         return found
 
     def begin_run(self, ranks: Ranks, module: nn.Module | None) -> None:
-        """Make the mesh where there is none, and begin a run; a collective of all ranks.
+        """Make the mesh, if needed, and begin a run; a collective of all ranks.
 
         Args:
-            ranks: As for :meth:`connect`, which has been called.
-            module: Module of the run; one that another Trainer has sharded in the same way brings
-                its communicators along.
+            ranks: Ranks of the run; :meth:`connect` has been called with them.
+            module: Module of the run; if another Trainer has sharded it in the same way, its mesh
+                is used again.
 
         Raises:
-            ConfigurationError: This rank may not open as many files as it has connections.
+            ConfigurationError: This rank's limit of open files is below its number of connections,
+                or the number of ranks does not fit the options.
         """
         options, tensor_size = self.options, self.options.tensor_parallel_size
         expert_size = options.expert_parallel_size
-        # Of a process group that was made before, or of a strategy that was chosen since.
+        # `connect` has not checked this for a process group made by others, or after `auto`.
         problem = self._reserve_connections(ranks)
         if problem:
             raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
@@ -260,22 +256,21 @@ class ProcessGroup:
         self.current.begin_run()
         self._broken = False
         if ranks.environment.world_size() == 1:
-            # Said wherever a process group exists; Lightning itself leaves the synchronisation of
-            # one rank out.
+            # Lightning warns wherever a process group exists, though one rank has nothing to sync.
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
 
     @property
     def expert_mesh(self) -> DeviceMesh:
-        """The ranks that have different experts."""
+        """Axis of the ranks that have different experts."""
         assert self.device_mesh is not None
         return self.device_mesh[EXPERT_PARALLEL]
 
     def renew(self, options: Options, ranks: Ranks) -> None:
-        """Make the mesh of other options in the middle of a run; a collective of all ranks.
+        """Replace the mesh by one for other options during a run; a collective of all ranks.
 
-        Groups that both have serve both.
+        The new mesh uses process groups of the former one again; after an error the former stays.
         """
         former, own = self.mesh, self.options
         former.give_back()
@@ -290,10 +285,10 @@ class ProcessGroup:
         self.mesh.traffic.go_on_from(former.traffic)
 
     def _reserve_connections(self, ranks: Ranks) -> str:
-        """Let this process open as many files as it needs; why it cannot, or empty."""
+        """Raise the limit of open files to this rank's needs; return a problem or an empty text."""
         made = torch.distributed.is_initialized()
         backend = torch.distributed.get_backend() if made else self.options.process_group_backend
-        if backend == "fake":  # which connects to nobody
+        if backend == "fake":  # it makes no connections
             return ""
         sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
         topology = sharding.topology(ranks.num_nodes, ranks.per_node, None, tensor_size)
@@ -318,7 +313,7 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=ranks.num_nodes,
             ranks_per_node=ranks.per_node,
-            # The same on all ranks that may meet.
+            # Must be equal on all ranks.
             run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
             f"tensor_parallel_size={options.tensor_parallel_size}, "
             f"expert_parallel_size={options.expert_parallel_size}, debug={options.debug}",
@@ -343,28 +338,40 @@ class ProcessGroup:
     # -- Communication
 
     def barrier(self, name: str | None = None) -> None:
-        """Return when all ranks have come."""
+        """Wait until all ranks have called it."""
         if self.current is not None:
-            # Users may give one barrier several names. Lightning does not, and never means one of
-            # theirs.
+            # Users may call one barrier by different names on different ranks, so names are not
+            # compared without `debug`. Lightning's are equal on all ranks, and never meet a user's.
             of_lightning = lightning_calls()
             named = f"{name or ''}" if self.options.debug or of_lightning else ""
-            # On the host, so no device is drained. The operation tells ranks that have come to
-            # another one apart; those that have come to this one meet.
+            # On the host, so the GPU is not synchronized. Ranks in another operation than this one
+            # raise an error.
             self.current.users.call(f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``, on all ranks; pickled, for the ranks of one job trust each other."""
+        """Return the object of rank ``src`` on all ranks.
+
+        It is pickled: the ranks of one job trust each other.
+        """
         mesh = self.current
         if mesh is None or mesh.topology.world_size == 1:
             return obj
         mesh.users.call(f"broadcast(src={src})")
         sent = broadcast_bytes(pickle.dumps(obj) if mesh.rank == src else b"", src, mesh.control)
-        # On torch's fake process group nothing is sent.
+        # torch's fake process group sends nothing.
         return pickle.loads(sent) if sent and mesh.rank != src else obj
 
     def reduce(self, tensor: Any, group: Any, kind: Any) -> Any:
-        """The sum or mean of a tensor over all ranks; anything else as it is."""
+        """Reduce a tensor over all ranks; return other objects unchanged.
+
+        Args:
+            tensor: Tensor of any shape, also a sharded one, or another object.
+            group: Process group; None or the default one.
+            kind: Operation, as for :func:`_reduce`; None: sum.
+
+        Raises:
+            NotImplementedError: ``group`` is another group.
+        """
         if not isinstance(tensor, torch.Tensor) or self.current is None:
             return tensor
         if group is not None and group is not torch.distributed.group.WORLD:
@@ -377,19 +384,19 @@ class ProcessGroup:
             return _reduce(self.current, whole(tensor), kind)
 
     def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-        """The tensors of all ranks, stacked."""
+        """Return the tensors of all ranks of a group, stacked in a new first dim."""
         self._compare(f"all_gather({_describe(tensor)})")
         if self.current is not None:
             self.current.run.settle()
         with self.explaining():
-            # A parameter whose gradient is asked for is gathered by the function that asks.
+            # With gradients, Lightning's differentiable gather unshards a sharded parameter.
             given = tensor if sync_grads else whole(tensor)
             return all_gather_ddp_if_available(given, group=group, sync_grads=sync_grads)
 
     def run_on_all_ranks(self, step: str, action: Callable[[], T]) -> T:
-        """Result of an action on all ranks, each of which hears of errors.
+        """Run an action on all ranks and return its result; an error on one is raised on all.
 
-        Without ranks, it is the result of this process alone.
+        Before set-up, only this process runs it.
         """
         return (
             action()
@@ -398,40 +405,37 @@ class ProcessGroup:
         )
 
     def _compare(self, operation: str) -> None:
-        """With ``debug``: raise on every rank if one of them has come to another operation."""
+        """With ``debug``: raise on every rank if ranks call different operations."""
         if self.current is not None and self.current.compares:
             self.current.users.call(operation)
 
     # -- Errors
 
     def end_run(self) -> None:
-        """A run has ended; what it has communicated by serves later ones, unless it has broken."""
+        """End a run; its process groups serve later runs, unless a collective was incomplete."""
         if self.current is not None and not self._broken:
             self.current.give_back()
 
     def explain(self, error: BaseException) -> None:
-        """Tell the other ranks of an error, or let one that comes from another rank say so."""
+        """Report this rank's error to the others, or add the cause to one from another rank."""
         if self.current is not None:
             self._broken |= has_broken_transfers(error)
             self.current.error_propagation.explain(error)
 
     def explain_transfer(self, error: BaseException) -> None:
-        """Make an error that comes from another rank say so; this rank's own stay unchanged."""
+        """Add the cause to an error from another rank; this rank's own errors stay unchanged."""
         if is_transfer_error(error):
             self.explain(error)
 
     def explain_and_leave(self, error: BaseException) -> None:
-        """Tell other ranks of an error that ends a forked or spawned rank.
-
-        The exit handlers of such a rank may not run.
-        """
+        """Report an error that ends a forked or spawned rank; its exit handlers may not run."""
         if self.current is not None:
             self.current.error_propagation.explain(error)
             self.current.error_propagation.leave()
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Surround operations that other ranks may not reach, so that errors give the reason."""
+        """Surround operations that other ranks may not reach, so that errors give the cause."""
         try:
             yield
         except RuntimeError as error:
@@ -449,15 +453,18 @@ _REDUCE_KINDS: dict[str, ReduceKind] = {
 
 
 def _reduce(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
-    """Reduce a tensor over all ranks with different batches into a new one.
+    """Reduce a tensor over all ranks with different batches, into a new one on its device.
 
-    An average of integers is a float, as Lightning has it.
+    The mean of integers is float32, as in Lightning.
 
     Args:
-        mesh: The ranks.
-        tensor: Any shape, on the host or on this rank's device.
+        mesh: Communicators of this rank.
+        tensor: Tensor of any shape, on the host or on this rank's device.
         reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that
             name.
+
+    Raises:
+        ValueError: ``reduce_op`` is none of these.
     """
     name = str(reduce_op).removeprefix("RedOpType.").removeprefix("ReduceOp.").lower()
     if name not in _REDUCE_KINDS:
@@ -467,7 +474,7 @@ def _reduce(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor
     kind = _REDUCE_KINDS[name]
     integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
     reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
-    # Ranks that split layers have the same values.
+    # Ranks that split layers have equal values, so the data axis alone is reduced.
     with during(mesh.run.clock, "ranks"):
         mesh.data.all_reduce_(reduced, kind).wait()
     return reduced.to(tensor.device)
@@ -475,9 +482,9 @@ def _reduce(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor
 
 @contextmanager
 def torch_compares() -> Generator[None]:
-    """Make torch compare the calls of ranks on the process group that is made inside.
+    """Make torch compare collectives over ranks, for the process group initialized inside.
 
-    See ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does that for all groups.
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does so for all groups.
     """
     level = torch.distributed.get_debug_level()
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
@@ -488,7 +495,7 @@ def torch_compares() -> Generator[None]:
 
 
 def _note_functions_of_one_rank() -> None:
-    """Let collectives inside of these functions be errors: other ranks never come to them."""
+    """Turn collectives in functions that run on one rank into errors."""
     note_that_runs_alone(rank_zero_only(print), "{name}, which rank_zero_only runs on one rank")
     note_that_runs_alone(
         lightning_meta,

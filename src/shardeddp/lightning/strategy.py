@@ -103,11 +103,11 @@ _OF_LIGHTNING = (
     "checkpoint_io",
     "precision_plugin",
 )
-"""Arguments that Lightning's strategies have."""
+"""Arguments of Lightning's own strategies."""
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``ShardedDP`` that differ from their defaults, and those that it does not have."""
+    """Return the arguments of ``ShardedDP`` that differ from their defaults, and unknown ones."""
     known = signature(ShardedDP).parameters
 
     def differs(value: Any, default: Any) -> bool:
@@ -119,99 +119,94 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ShardedDP(ParallelStrategy):
-    """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states.
+    """Lightning strategy that shards parameters, gradients and optimizer states over ranks.
 
-    Gives the result that one process would give on the whole batch. Runs on CPUs (gloo), on which
-    nearly all tests run, and on CUDA (NCCL), of which one GPU has been tried.
+    The LightningModule stays unmodified, and the result equals that of one process on the whole
+    batch. Runs on CPUs (gloo), where nearly all tests run, and on CUDA (NCCL), tested on one GPU.
 
-    An argument that is not known is a TypeError, which says what to write for those of other
-    strategies.
+    An unknown argument raises a TypeError; for arguments of other strategies it gives the line to
+    write instead.
 
     Args:
-        sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
-            ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
-            (gradients and optimizer states: ZeRO-2), ``shard_optimizer`` (optimizer states: ZeRO-1)
-            or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
-            plan when the first run is set up, on rank 0 for all ranks, and says which and why.
-        shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
-            ranks. None: the ranks of one node. ``auto``: chosen when the first run is set up: by
-            its plan where the GPU and ``example_input_array`` are known, else the ranks of an
-            NVLink domain, or of a node.
-        auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
-            the model), classes or their import paths, a policy object, a function of (name,
-            module), or None for a single unit (all parameters are whole while anything computes).
-        mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a
-            ``MixedPrecision``, or a dtype for its ``param_dtype``. None: as the Trainer's
-            ``precision`` says.
-        activation_checkpointing: Which modules are computed again in backward instead of keeping
-            what they computed in forward: classes, a policy or ``auto`` as for
-            ``auto_wrap_policy``, or an ``ActivationCheckpointing``. None: none.
+        sharding_strategy: State to split over the ranks: ``full_shard`` (parameters, gradients and
+            optimizer states: ZeRO-3, FSDP), ``hybrid_shard`` (the same inside a node, replicas
+            across nodes: HSDP), ``shard_grad_op`` (gradients and optimizer states: ZeRO-2),
+            ``shard_optimizer`` (optimizer states: ZeRO-1) or ``no_shard`` (nothing: DDP), in any
+            case. ``auto``: rank 0 chooses one for all ranks by its plan in the setup of the first
+            run, and logs the choice with the reason.
+        shard_size: Number of ranks that share one model under ``hybrid_shard``; must divide the
+            number of ranks. None: the ranks of one node. ``auto``: chosen in the setup of the first
+            run, by its plan if the GPU and ``example_input_array`` are known, else the ranks of an
+            NVLink domain or of a node.
+        auto_wrap_policy: Modules that become units, each gathered and released as a whole: ``auto``
+            (the repeated blocks of the model), classes or their import paths, a policy object, a
+            function of (name, module), or None (one unit: all parameters are whole in a step).
+        mixed_precision: Dtypes of gathered parameters, of computation and of gradient reduction: a
+            ``MixedPrecision``, or a dtype for its ``param_dtype``. None: the dtypes of the
+            Trainer's ``precision``.
+        activation_checkpointing: Modules that recompute their activations in backward: classes, a
+            policy or ``auto`` as for ``auto_wrap_policy``, or an ``ActivationCheckpointing``.
+            None: no recomputation.
         cpu_offload: True: shards and optimizer states live in host memory, and the optimizer steps
-            there. A ``CPUOffload`` chooses among them. Changes nothing where the host is the
-            device.
-        reshard_after_forward: Whether a unit is released between its forward and its backward
-            (True), or kept (False); a number of neighbouring ranks: each keeps its part of what was
-            gathered, and they alone gather for the backward (ZeRO++'s hpZ). None: as the strategy
-            says.
-        optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and
-            optimizer states over the replicas too (Megatron-FSDP's HFSDP), for one more gather per
-            step across them; ``group`` does not.
-        optimizer_scope: For optimizers that torch does not have, by class name or import path: what
-            the new value of an element depends on. ``element``: itself (stepped on shards, at no
-            cost); ``parameter``: all of its parameter (each rank steps some of them, whole);
+            there. A ``CPUOffload`` selects some of them. No effect in training on CPUs.
+        reshard_after_forward: True: release a unit's parameters between its forward and its
+            backward. False: keep them gathered. A number of neighbouring ranks: each keeps its part
+            of the gathered unit, and the all-gather for backward runs among these ranks only
+            (ZeRO++'s hpZ). None: the default of the sharding strategy.
+        optimizer_shard: Ranks that split the optimizer under ``hybrid_shard``: ``group``, the shard
+            group; ``world``, all ranks: replicas split main shards, gradient shards and optimizer
+            states too (Megatron-FSDP's HFSDP), for one more all-gather across them per step.
+        optimizer_scope: Input of the update of one element, by class name or import path, for
+            optimizers that torch does not have. ``element``: the element itself (steps on shards,
+            at no cost). ``parameter``: its whole parameter (each rank steps some parameters).
             ``model``: anything. None: unknown optimizers count as ``model``.
-        tensor_parallel_size: Neighbouring ranks of a node that split layers among them. They train
-            on the same batches; what is said above is of the ranks that train on different ones.
-        tensor_parallel_plan: Which layers they split: ``auto``, the plan that models of
-            transformers have; or by name of modules (``model.layers.*.mlp.up_proj``) the style
-            (``colwise``), as ``docs/tensor-parallel.md`` lists them. None: those that
-            ``configure_model`` splits by ``parallelize_module(self.model,
-            self.device_mesh["tensor_parallel"], plan)``.
-        expert_parallel_size: Neighbouring ranks that each have their own part of the experts, and
-            send them the tokens of all. Ranks with the same experts share them as the sharding
-            strategy says.
-        experts: Which modules have the experts: their classes, or patterns of names (a string with
-            ``*``); modules of stacked experts, or the experts themselves where they are members of
-            an ``nn.ModuleList``. None: those of Mixtral-like models of transformers.
-        forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
-            Each takes the memory of a unit; more than 1 helps where gathering is slower than
-            computing now and then.
-        backward_prefetch: Units that are gathered ahead in backward; 0 for none.
-        reduce_every_backward: With gradient accumulation: True reduces every micro-batch and
-            accumulates sharded gradients (less memory), False accumulates unsharded ones and
-            reduces once per step (less communication). None: as the strategy says.
-        uneven_batches: Behaviour of training when a rank has no batch left and others have:
-            ``error``, on all ranks, with the numbers; ``min``: each epoch ends with the first rank
-            that has used up its batches; ``join``: with the last, and ranks that have none left
-            repeat their last batch with gradients of zero.
-        uneven_units: True where ranks may use different units in a step (experts, modalities,
-            random depth): they agree before each gather of a forward and when a backward begins,
-            and take part with zeros in what they do not use. Without it, ranks have to use the same
-            ones once their first steps have been alike; where those differ, they agree by
-            themselves.
-        state_dict_type: How checkpoints are saved: ``full``, one ordinary Lightning file;
-            ``sharded``, a directory that every rank writes its part of; ``auto``, the former up to
-            ``max_file_gb`` of ``checkpoint_options`` and the latter beyond. Both are loaded,
-            whatever is said here.
-        checkpoint_options: More about checkpoints: how large files get, asynchronous saves,
+        tensor_parallel_size: Number of neighbouring ranks of a node that split layers. They train
+            on the same batches; sharding is among the ranks that train on different batches.
+        tensor_parallel_plan: Layers to split: ``auto`` (the plan of a transformers model), or a
+            mapping from module names (``model.layers.*.mlp.up_proj``) to styles (``colwise``), as
+            listed in ``docs/tensor-parallel.md``. None: the layers that ``configure_model`` splits
+            by ``parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)``.
+        expert_parallel_size: Number of neighbouring ranks that divide the experts, and send each
+            other tokens. Ranks with the same experts shard them by the sharding strategy.
+        experts: Modules that hold the experts: classes, or name patterns (a string with ``*``), of
+            modules of stacked experts, or of single experts in an ``nn.ModuleList``. None: the
+            experts of Mixtral-like transformers models.
+        forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
+            Each takes the memory of a unit. More than 1 helps if gathering is at times slower than
+            computing.
+        backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
+        reduce_every_backward: True: with gradient accumulation, reduce every micro-batch and
+            accumulate gradient shards (less memory). False: accumulate unsharded gradients and
+            reduce once per step (less communication). None: the default of the sharding strategy.
+        uneven_batches: End of a training epoch in which ranks have different numbers of batches.
+            ``error``: an error on all ranks, with the numbers. ``min``: the end of the first rank
+            without a batch. ``join``: the end of the last rank; the others repeat their last batch
+            with zero gradients.
+        uneven_units: True: ranks may use different units in a step (experts, modalities, random
+            depth); they agree before each gather in forward and at the start of each backward, and
+            contribute zeros for unused units. False: ranks must use the same units once their first
+            steps have been alike; if these differ, the ranks agree by themselves.
+        state_dict_type: Format of saved checkpoints: ``full``, one ordinary Lightning file;
+            ``sharded``, a directory to which every rank writes its part; ``auto``, a file up to
+            ``max_file_gb`` of ``checkpoint_options``, a directory beyond. Every setting loads both.
+        checkpoint_options: Further checkpoint options: size limit of files, asynchronous saves,
             durability, foreign formats.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
-        timeout: After how long a collective gives up: seconds, or a duration (a timedelta;
-            ``0:10:00`` in YAML).
-        debug: True compares what your code communicates over ranks before it happens: an error
-            names both lines where ranks do different things, instead of a hang. Each such call then
-            waits for a message on the host.
-        plan_only: True plans a ``fit`` instead of training: it shows what fits on this machine's
-            GPUs, how fast it is and why, without starting ranks. A name plans for that GPU
-            (``A100-80``).
-        start_method: How this strategy starts ranks where the cluster environment does not:
-            ``popen`` runs the script again, ``spawn`` and ``fork`` start functions (notebooks,
-            tests).
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
+        timeout: Time after which a collective fails: seconds or a timedelta (``0:10:00`` in YAML).
+        debug: True: compare the collectives of user code over ranks before they run. If ranks
+            differ, an error names both lines instead of a hang. Each such call then waits for a
+            message on the host.
+        plan_only: True: plan a ``fit`` instead of training, without starting ranks. The plan shows
+            the settings that fit on this machine's GPUs, their speed and the reasons. A GPU's name
+            (``A100-80``): plan for that GPU.
+        start_method: Method of starting ranks if the cluster environment does not start them:
+            ``popen`` runs the script again; ``spawn``, ``fork`` and ``forkserver`` start functions
+            (notebooks, tests).
+        accelerator: Lightning's accelerator, set by the Trainer.
+        parallel_devices: Devices of the ranks of this node, set by the Trainer.
         cluster_environment: Source of ranks and addresses; None: the one that Lightning detects.
-        checkpoint_io: How files are written and read; None: Lightning's own.
-        precision_plugin: Set by the Trainer from ``precision``.
+        checkpoint_io: Lightning plugin that writes and reads files; None: Lightning's default.
+        precision_plugin: Precision plugin, set by the Trainer from ``precision``.
     """
 
     def __init__(
@@ -256,11 +251,11 @@ class ShardedDP(ParallelStrategy):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         self.chosen: Chosen | None = None
-        """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
+        """Choice of ``auto`` with its reason; set in ``setup_environment``."""
         self.planned: Plan | None = None
-        """Plan that ``plan_only`` has made."""
+        """Plan made under ``plan_only``."""
         self.num_nodes = 1  # set by the Trainer
-        self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
+        self._alone: ClusterEnvironment | None = None  # for one rank, if the cluster's knows none
         self._group = ProcessGroup(options)
         self._checkpoints = Checkpoints(self._group, options)
         self._restore = Restore(self._group, options.checkpoint_options)
@@ -272,7 +267,7 @@ class ShardedDP(ParallelStrategy):
         self._is_first_step = False
 
     plan = staticmethod(make_plan)
-    """Plans a model that is not training: see :func:`shardeddp.planner.plan.make_plan`."""
+    """Plan a model without a training run: see :func:`shardeddp.planner.plan.make_plan`."""
 
     @override
     def __repr__(self) -> str:
@@ -280,27 +275,24 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle: options and optimizers.
+        """Return the state for a copy or a pickle: options and optimizers.
 
-        Parts leave out the state of a process or a run.
+        Components leave out their state of a process or a run.
         """
         return {**super().__getstate__(), "_runtime": None}
 
     # -- Ranks, devices, model
 
-    # The Trainer assigns the module here, and then refuses a compiled one, which has a note, to all
-    # but three of Lightning's own strategies. It trains like any other, so the note goes, and
-    # Lightning's `to_uncompiled` with it: each later run without a module of its own looks for the
-    # note again. Rejected: registering as a virtual subclass of one of the three, for which
-    # Lightning asks for other reasons too.
+    # The Trainer assigns the module here, and then refuses a compiled module (marked by
+    # `_compiler_ctx`) under all but three of Lightning's own strategies. A compiled module trains
+    # like any other, so the mark is removed. Lightning's `to_uncompiled` is lost with it, but every
+    # later run that is passed no module would look for the mark again. Rejected: registering as a
+    # virtual subclass of one of the three, since Lightning tests for them for other reasons too.
     _lightning_module = private.ModuleEntry()  # pyright: ignore[reportAssignmentType]
 
     @property
     def trainer(self) -> Trainer | None:
-        """Trainer of the runs; None before it has connected a module.
-
-        Also None in a process that has spawned the ranks.
-        """
+        """Trainer of the module; None before it connects one, or in a parent of spawned ranks."""
         module = self.lightning_module
         return None if module is None else private.trainer_of(module)
 
@@ -317,10 +309,7 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks.
-
-        Lightning then injects samplers and syncs logged values.
-        """
+        """True if there are several ranks: Lightning then injects samplers and syncs logs."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -354,7 +343,7 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks per machine."""
+        """Number of ranks per node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -382,15 +371,15 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """The communicators of this rank; exists from ``setup_environment`` on."""
+        """Communicators of this rank; available from ``setup_environment`` on."""
         return self._group.mesh
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The axes ``data_parallel`` and ``tensor_parallel`` of ranks, or ``expert_parallel``.
+        """Mesh with the axes ``data_parallel`` and ``tensor_parallel``.
 
-        They exist from ``setup_environment`` on, where ``tensor_parallel_size``, or
-        ``expert_parallel_size``, is above 1.
+        Under ``expert_parallel_size`` the axes are ``expert_data_parallel`` and
+        ``expert_parallel``. Available from ``setup_environment`` on if one size is above 1.
         """
         if self._group.device_mesh is None:
             raise RuntimeError(
@@ -401,7 +390,7 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that this rank has communicated for the engine, by kind."""
+        """Bytes communicated by the engine on this rank, by kind."""
         return self.mesh.traffic
 
     @property
@@ -414,7 +403,7 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def runtime(self) -> Runtime:
-        """The engine of the model; exists from ``setup`` on."""
+        """Engine of the model; available from ``setup`` on."""
         if self._runtime is None:
             raise RuntimeError(
                 "ShardedDP has not sharded a model yet: the Trainer does so when it starts to run"
@@ -435,16 +424,16 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def _offloads_optimizer(self) -> bool:
-        # Where the host is the device, its states are there already.
+        # If the device is the CPU, optimizer states are in host memory already.
         return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
     def _describe_memory(self, error: BaseException) -> list[str]:
         return memory_lines(error, self.runtime, self.memory_plan, self.optimizers, self.options)
 
     def print_units(self) -> None:
-        """Print the units, and the bytes that each rank stores of them, on rank 0.
+        """Print the units and the bytes that each rank stores of them, on rank 0.
 
-        Works from ``on_fit_start`` on. Other ranks may call it and need not.
+        Available from ``on_fit_start`` on. Other ranks may call it, but need not.
         """
         runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
         if runtime is None:
@@ -463,29 +452,27 @@ class ShardedDP(ParallelStrategy):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> Generator[None]:
-        """Surround code that needs whole parameters.
+        """Surround code that needs whole parameters; all ranks enter and leave it.
 
-        All ranks enter it; what they do inside is up to each.
-
-        Inside, modules hold plain parameters of full shape and of the model's own dtype: they can
-        be read, saved, pickled, handed to other libraries, and written to. Values that rank 0
-        writes in place reach all ranks afterwards; writes of other ranks are dropped. References
-        that were taken before (by an optimizer) are to the sharded parameters still, and a
-        ``backward()`` to whole ones is an error. It takes memory for all parameters of ``module``
-        on every rank, and gathers each once. It may be nested, used in any hook, and after a run.
-        Before the model is sharded it does nothing, as parameters are whole then. Inside of a step,
-        modules whose forward is under way hold what they compute with: write to parameters outside
-        of steps. An exception that leaves it drops what was written, if there are several ranks.
+        Inside, modules hold plain parameters of full shape and of the model's own dtype, to be
+        read, saved, pickled, passed to other libraries and written to; ranks may differ in this.
+        In-place writes of rank 0 reach all ranks at the end; writes of other ranks are dropped.
+        References taken before (by an optimizer) still point to the sharded parameters, and a
+        ``backward()`` to whole ones is an error. Every rank needs memory for all parameters of
+        ``module``; each is gathered once. The context may be nested, and used in any hook or after
+        a run. Before the model is sharded it has no effect, as parameters are whole. Within a step,
+        modules in the middle of their forward keep their gathered parameters: write to parameters
+        outside of steps. With several ranks, an exception drops the written values.
 
         Args:
-            module: The model, a part of it, or a deep copy of either; None: the LightningModule.
-            writeback: False drops the written values.
-            rank0_only: Only rank 0 has whole parameters inside; the others hold one at a time while
-                it is gathered.
-            offload_to_cpu: Whole parameters are in host memory.
+            module: Model, submodule, or a deep copy of either; None: the LightningModule.
+            writeback: False: drop the written values.
+            rank0_only: True: only rank 0 has whole parameters inside; other ranks hold one at a
+                time, while it is gathered.
+            offload_to_cpu: True: whole parameters are in host memory.
         """
         model = self.lightning_module
-        # Parts of the model may belong to another run by now, and then it has no runtime any more.
+        # A later run that has taken over submodules leaves the model itself without a runtime.
         runtime = None if model is None else runtime_of(model) or self._runtime
         target = model if module is None else module
         if runtime is None or target is None:
@@ -504,7 +491,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # A shard_size that does not fit fails here, before any process is started.
+        # Raises for a shard_size that does not fit before any process is started.
         options = self.options
         options.sharding.topology(
             self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
@@ -527,7 +514,7 @@ class ShardedDP(ParallelStrategy):
             )
 
     def set_world_ranks(self) -> None:
-        """Tell the rank to the cluster environment and to everything that acts on rank 0 alone."""
+        """Set the rank in the cluster environment and in ``rank_zero_only``."""
         if self._alone is None and not self.is_distributed:
             self._alone = environment_without_ranks(self._environment)
         self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -555,13 +542,13 @@ class ShardedDP(ParallelStrategy):
         return Ranks(self._environment, self.root_device, self.num_nodes, self.num_processes)
 
     def setting(self, trainer: Trainer | None) -> RunSetting:
-        """What is set, as far as plans depend on it."""
+        """Return the settings that a plan depends on."""
         accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
         precision = self.precision_plugin.precision
         return RunSetting.of(self.options, precision, self._ranks, accumulates)
 
     def _choose_sharding(self) -> None:
-        """Go on as if what rank 0 chooses for ``auto`` had been set."""
+        """Replace ``auto`` in the options by the choice of rank 0."""
         module, setting = self.lightning_module, self.setting(self.trainer)
         options, reach = self.options, self._group.reach or self.num_processes
         found = self._group.on_rank_zero(
@@ -581,9 +568,9 @@ class ShardedDP(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Surround the building of a module, in ``configure_model`` too.
+        """Surround the construction of a module, also in ``configure_model``.
 
-        With ``empty_init=True`` it is built on the meta device and stays there until it is sharded.
+        With ``empty_init=True`` the module is on the meta device until it is sharded.
         """
         try:
             with self._model_sharding.building(self.precision_plugin, empty_init):
@@ -608,7 +595,7 @@ class ShardedDP(ParallelStrategy):
         self._restore.load(self._callbacks.after_sharding(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # Tensors of inference mode could not be used in a later training.
+            # Tensors made in inference mode cannot be used in a later training.
             loop.inference_mode = False
         self._model_sharding.forget_values()
         if self._fitting:
@@ -637,7 +624,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        # `trainer.estimated_stepping_batches` has set the loaders up.
+        # `configure_optimizers` may read `trainer.estimated_stepping_batches`: loaders are set up.
         if private.combined_loader(trainer.fit_loop) is not None:
             if self._callbacks.align_loaders(trainer):
                 super().setup_optimizers(trainer)
@@ -664,21 +651,22 @@ class ShardedDP(ParallelStrategy):
     def reshard(
         self, sharding_strategy: ShardingStrategyName, shard_size: int | None = None
     ) -> None:
-        """Go on with another sharding strategy; all ranks call it between two optimizer steps.
+        """Continue with another sharding strategy; all ranks call it between two optimizer steps.
 
-        Parameters stay the objects that they are, with their values, gradients and optimizer
-        states, and so do averages of callbacks. What is to lie elsewhere is gathered one tensor at
-        a time: no rank ever has the whole model. Shards are in memory twice until all are in place.
+        Parameters and averages of callbacks stay the same objects, with their values, gradients and
+        optimizer states. Elements that move to other ranks are gathered one tensor at a time: no
+        rank ever has the whole model. Shards are in memory twice until all are moved.
 
         Args:
-            sharding_strategy: As ``ShardedDP`` takes it, but for ``auto``.
-            shard_size: As there.
+            sharding_strategy: Name of the new strategy, as for ``ShardedDP``; not ``auto``.
+            shard_size: Number of ranks that share one model under ``hybrid_shard``; None: the ranks
+                of one node.
 
         Raises:
-            ConfigurationError: The ranks or the other options do not allow it, or ranks ask for
-                different strategies.
-            RuntimeError: There is no run, a step or ``summon_full_params`` is under way, or
-                gradients of micro-batches are not complete; on all ranks, if it is so on one.
+            ConfigurationError: The number of ranks or another option does not allow it, or ranks
+                pass different strategies.
+            RuntimeError: No training is running, a step or ``summon_full_params`` is in progress,
+                or gradients of micro-batches are incomplete; on all ranks if true on one.
         """
         trainer, runtime = self._trainer_at_work(), self.runtime
         if not trainer.training:
@@ -700,7 +688,7 @@ class ShardedDP(ParallelStrategy):
         self._attach_optimizers()
 
     def _check_reshard(self, options: Options) -> None:
-        """Raise on all ranks before anything has changed."""
+        """Raise on all ranks, before any state changes, if a reshard is impossible."""
         split, name = options.tensor_parallel_size, options.sharding_strategy
         experts = options.expert_parallel_size
         if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
@@ -718,7 +706,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: parameters reach the device as shards, the rest in :meth:`setup`."""
+        """Do nothing: parameters reach the device as shards, other tensors in :meth:`setup`."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -749,7 +737,7 @@ class ShardedDP(ParallelStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         with self._during("data"):
-            # The device of a strategy is looked up by a variable of the environment each time.
+            # `root_device` would read a variable of the environment for each batch.
             return super().batch_to_device(batch, device or self._group.device, dataloader_idx)
 
     @override
@@ -805,7 +793,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """See, once, that what ranks have of layers and of experts makes one model."""
+        """Check split layers and experts after the first backward: calls and token dispatch."""
         if self._is_first_step:
             self._is_first_step = False
             refuse_uncalled_layers(self.runtime.root_module)
@@ -814,7 +802,7 @@ class ShardedDP(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        """Surround a micro-batch whose gradients need not be communicated yet."""
+        """Surround a micro-batch without gradient communication (accumulation)."""
         self.runtime.sync_gradients = False
         try:
             yield
@@ -861,7 +849,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer for a checkpoint; empty if not all ranks can tell theirs."""
+        """Return an optimizer's state for a checkpoint; empty if not all ranks take part."""
         with self._group.explaining():
             return {} if self._guards.is_alone(self.trainer) else super().optimizer_state(optimizer)
 
@@ -869,9 +857,9 @@ class ShardedDP(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint as ``state_dict_type`` says.
+        """Write a checkpoint in the format of ``state_dict_type``.
 
-        After an error it writes nothing if not all ranks are there.
+        After an error of this rank alone, nothing is written.
         """
         if self._guards.is_alone(self.trainer):
             return
@@ -884,25 +872,25 @@ class ShardedDP(ParallelStrategy):
                 extended, filepath, storage_options, self.checkpoint_io, names, self.trainer
             )
             if self._guards.may_end(self.trainer):
-                self.wait_for_checkpoint()  # nobody else is going to
+                self.wait_for_checkpoint()  # the process may end before a later wait
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until no checkpoint is being written; raises if the last one could not be saved."""
+        """Wait for a save in progress; raise if the last checkpoint could not be saved."""
         with self._during("checkpoint"):
             self._checkpoints.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint if it lies where this run keeps checkpoints.
+        """Delete a checkpoint that this run wrote, or that is in a folder of its callbacks.
 
-        It is deleted when no save is under way any more.
+        The deletion waits for a save in progress.
         """
         if self.is_global_zero:
             self._checkpoints.remove(filepath, self.checkpoint_io, self.trainer)
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
-        """Checkpoint that ``ckpt_path="last"`` means: the one of the highest step."""
-        # In a spawned or forked rank it is not known yet which one it is.
+        """Return the checkpoint for ``ckpt_path="last"``: the one of the highest step."""
+        # Spawned and forked ranks do not have their rank number yet.
         clears = self.options.start_method == "popen" and self.is_global_zero
         return self._checkpoints.find_last(candidates, folders, clears=clears)
 
@@ -910,7 +898,7 @@ class ShardedDP(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint of either kind; its random states are restored when training starts."""
+        """Read a file or directory; its random states are restored when training starts."""
         with self._group.explaining():
             self.wait_for_checkpoint()
             path = self.broadcast(checkpoint_path)
@@ -925,7 +913,7 @@ class ShardedDP(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's part of a checkpoint.
 
-        What callbacks load after it waits for shards as well.
+        Later loads of callbacks are postponed until the model is sharded.
         """
         trainer = self._trainer_at_work()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -955,7 +943,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Release Lightning's parts.
+        """Tear down Lightning's plugins.
 
         Shards and process group stay, so that saving and another run still work.
         """
@@ -979,9 +967,9 @@ register_names(ShardedDP)
 
 
 class _Part:
-    """A part of a step: measured where somebody measures, and an error for want of memory explained.
+    """Context of a part of a step: times it, and explains an out-of-memory error in it.
 
-    Not a generator, since a step of a small model has several.
+    A class and not a generator, for speed: a step of a small model enters several.
     """
 
     def __init__(
@@ -992,11 +980,11 @@ class _Part:
         self._timed, self._describe = timed, describe
 
     def __enter__(self) -> None:
-        """Begin it."""
+        """Start the clock."""
         self._timed.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """End it."""
+        """Stop the clock; add the memory in use to an out-of-memory error."""
         self._timed.__exit__(kind, error, traceback)
         if error is not None:
             explain_memory(error, self._describe)
