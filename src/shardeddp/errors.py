@@ -26,7 +26,7 @@ class ConfigurationError(ValueError):
 
 
 class UsageError(ConfigurationError):
-    """Arguments that are unknown or contradict each other, independent of the model."""
+    """Arguments with unknown names or contradictions, independent of the model."""
 
 
 class RankError(RuntimeError):
@@ -117,4 +117,4 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Content of a checkpoint differs from that written."""
+    """Some content of a checkpoint differs from the content that was written."""

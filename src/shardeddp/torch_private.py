@@ -374,7 +374,7 @@ def new_group_of_its_ranks(
     Args:
         ranks: Global ranks, ascending; this rank among them.
         name: Name of the group, the same on all of its ranks and new.
-        timeout: Time after which a collective in it gives up.
+        timeout: Timeout of its collectives.
         backend: Backend of the group; None: that of the default process group.
     """
     default: Any = dist.group.WORLD

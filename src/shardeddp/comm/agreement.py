@@ -144,14 +144,14 @@ def describe_mismatches(group: Ranks, describe: Describe) -> None:
 
 
 class HostReduction:
-    """Element-wise maximum over ranks: one reduction under way, which counts as an operation.
+    """Element-wise maximum over ranks: a reduction under way, which counts as an operation.
 
     Args:
         numbers: uint8 tensor on the host, of one shape on all ranks; overwritten with the maximum.
         operation: Name of the operation, the same on all ranks.
         group: Host group of the ranks.
         kind: Kind under which the operation is counted; empty: ``operation``.
-        advice: Remedy named in the error if ranks have come to different operations.
+        advice: Remedy named in the error if ranks have reached different operations.
         ahead: True to run it on the channel's thread until the result is waited for.
     """
 
@@ -192,7 +192,7 @@ class HostReduction:
         """Return the maximum once all ranks have contributed.
 
         Raises:
-            DesyncError: Some ranks have come to another operation.
+            DesyncError: Some ranks have reached another operation.
         """
         with during(self._group.clock, "ranks"):
             alike = (
@@ -207,7 +207,7 @@ class HostReduction:
         return self._numbers
 
     def _reduce(self) -> bool:
-        """Return whether all ranks have come to the same operation; if so, fill the numbers."""
+        """Return whether all ranks have reached the same operation; if so, fill the numbers."""
         message = self._message
         self._group.keep_highest_(message, self._tag)
         header = message[:_HEADER_NBYTES].tolist()
@@ -277,7 +277,7 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: HostGroup) -> T:
         group: Host group of all ranks.
 
     Raises:
-        ConfigurationError: All ranks failed, and this one with this error.
+        ConfigurationError: All ranks failed; this one re-raises its own error.
         CheckpointError: All errors are about checkpoints; the type and text are those of the first.
         RankError: Some rank failed in another way, this one or another; it carries the traceback of
             each.
@@ -363,7 +363,7 @@ def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
     """Compare the layouts that the ranks are about to shard, line by line, before any data moves.
 
     Args:
-        lines: One line for the options and one per parameter, in order.
+        lines: Description of the layout: a line for the options, then one per parameter.
         group: Host group of all ranks.
 
     Raises:

@@ -35,7 +35,7 @@ from shardeddp.torch_private import (
 # -- CallFingerprints: check of calls that need all ranks
 
 WARNING_S = 10.0
-"""Time after which a waiting rank tells its user so."""
+"""Time after which a waiting rank prints a warning."""
 
 _ALONE: dict[CodeType, str] = {}  # code of a function that runs on one rank only -> explanation
 
@@ -72,7 +72,7 @@ def refuse_traced(operation: str) -> None:
 class CallFingerprints:
     """Fingerprints of calls, compared in a small host message before operations outside a step.
 
-    Ranks that come to different operations raise; ranks that do not come at all are found by
+    Ranks that reach different operations raise; ranks that reach none at all are found by
     :class:`~shardeddp.comm.desync.DesyncCheck`.
 
     Args:
@@ -109,14 +109,14 @@ class CallFingerprints:
         self._is_inherited = True
 
     def call(self, operation: str, advice: str = "") -> None:
-        """Return when all ranks have come to the operation.
+        """Return when all ranks have reached the operation.
 
         Args:
             operation: Operation that needs them and its tensor, the same text on all ranks.
             advice: Remedy for ranks that do not come; empty: ``self.advice``.
 
         Raises:
-            DesyncError: Some ranks have come to another operation, now or earlier, or this call is
+            DesyncError: Some ranks have reached another operation, now or earlier, or this call is
                 made on another thread or in a function that runs on one rank only.
             RuntimeError: Some ranks do not come, this process was forked, or torch is tracing.
         """
@@ -195,7 +195,7 @@ def _decorated_caller() -> str:
 #
 # Nothing is sent while ranks go on. A rank that has stood still in communication for a second asks
 # its neighbours in each of its groups, some six ranks at any world size: between ranks that have
-# come to one operation and ranks that have come to another there is always a pair of neighbours.
+# reached one operation and ranks that have reached another there is always a pair of neighbours.
 #
 # Operations that a user asks of torch directly are seen in the stack of the waiting thread and
 # counted by torch.
@@ -377,7 +377,7 @@ class DesyncCheck:
         self._asked = self.liveness_probe.ask()
 
     def _transfers_in_vain(self, neighbours: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Return ranks in user transfers whose other side no rank can begin any more.
+        """Return ranks in transfers of a user's that no rank can match any more.
 
         Torch does not say to which transfer a handle belongs. All ranks are asked, once no
         neighbour goes on either, by the lowest neighbour that waits for others to come.
@@ -505,7 +505,7 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _needed(frame: FrameType | None) -> list[int]:
-    """Return the ranks that have to come to the call in which a thread waits."""
+    """Return the ranks that have to reach the call in which a thread waits."""
     call = _call(frame)
     return [] if call is None else call.f_locals["self"]._others
 

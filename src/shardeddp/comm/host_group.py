@@ -76,10 +76,10 @@ class HostGroup:
         axes: Process groups of this rank's row and, in a grid, its column; empty: no other rank.
         ranks: Global ranks, row by row.
         name: Name of the group in errors, the same on all ranks.
-        timeout: Time after which a waiting rank gives up, and breaks the axes' connections.
+        timeout: Maximum wait for another rank; after it the axes' connections break.
         channel: Channel of these axes; groups that are used by several threads have one each.
-        patience: Time after which an operation gives up and leaves the connections to other
-            channels; None: ``timeout`` alone applies.
+        patience: Maximum time of an operation; after it the operation fails, and other channels
+            keep the connections. None: ``timeout`` alone applies.
         mirrors: True if the other ranks do not exist (torch's fake process group): each sends the
             same as this one.
     """

@@ -99,7 +99,7 @@ class LivenessProbe:
         return self._client.count("question")
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have come to the end of their program."""
+        """Return those of the ranks that have ended their program."""
         return list(self.answers(ranks, _LAST_QUESTION))
 
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:

@@ -162,7 +162,7 @@ class ErrorPropagation:
         )
 
     def _compare_places(self) -> DesyncError:
-        """Return the lines of some ranks, if all transfers broke and no rank had its own error."""
+        """Return an error with some ranks' lines: transfers broke, and no rank has its own error."""
         ranks = sorted({self._rank, *range(min(self._world_size, _LISTED))})
         places = self._client.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
         listed = ", ".join(
@@ -209,9 +209,9 @@ class ErrorPropagation:
         )
 
     def _find_lost(self, question: int) -> dict[str, Any] | None:
-        """Return the ranks that neither were interrupted nor run, as JSON.
+        """Return the ranks that neither were interrupted nor run, as a JSON object.
 
-        Where there are none, those that run and were not interrupted.
+        Without such ranks, those that run but were not interrupted; None if there are none.
         """
         names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
         silent = [names[name] for name in self._client.missing(list(names))]

@@ -23,7 +23,7 @@ PARTS = (
     "checkpoint",
     "rest",
 )
-"""Parts of a step, which sum to it; of gathers and reductions the time that compute waits."""
+"""Parts that sum to a step; gathers and reductions count while compute waits for them."""
 
 EVALUATION = "evaluation"
 """Part outside of all steps."""

@@ -54,12 +54,12 @@ class StoreClient:
     Every call of a client that is not patient ends within :data:`ANSWER_S`, even without a store.
 
     All ranks make clients of a topic equally often: the third ones of all ranks share a prefix.
-    Making a client waits as long as the store itself does, since nothing goes on without it.
+    Making a client may take the store's own timeout, since nothing works without a client.
 
     Args:
         topic: Topic of the notes, a part of the prefix.
         rank: Global rank of this process.
-        patient: True if calls wait as long as the store itself does, where nothing goes on without.
+        patient: True if calls may take the store's own timeout.
     """
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:

@@ -150,10 +150,10 @@ def attach_optimizer(
 
 
 def suspend(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
-    """Let attached optimizers keep their states while their parameters are sharded anew.
+    """Let attached optimizers keep their states while their parameters get another sharding.
 
     Args:
-        parameters: Parameters that are about to be sharded anew.
+        parameters: Parameters that are about to get another sharding.
         on_step: Callback after steps of optimizers that are not attached again.
     """
     among = {id(parameter) for parameter in parameters}

@@ -215,7 +215,7 @@ class LocalStep(SwappedStep):
         return [*shards, *known, [self._states, *options]]
 
     def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
-        """Return whether to find the tensors anew; sets whether neighbours are joined then.
+        """Return whether to arrange the tensors again; sets whether neighbours are joined then.
 
         A run whose states are read as soon as it has been joined (by a callback that logs states in
         every step) waits for twice as many steps each time, as does a refused join.

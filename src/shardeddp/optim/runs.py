@@ -159,7 +159,7 @@ def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- Splitting and joining of runs
 
 Slices = WeakTensorKeyDictionary
-"""By state of a part of a run: the tensor that it is a slice of, and its offset there.
+"""Maps the state of a part of a run to the tensor that it is a slice of, and its offset there.
 
 They lie there as the parameters do in their main shard, so neighbours are joined without a copy.
 """

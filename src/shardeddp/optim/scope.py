@@ -17,7 +17,7 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
 }
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of these optimizers that are one number per parameter, whatever its shape."""
+"""States of these optimizers with one number per parameter of any shape."""
 
 # By name: torch 2.11 is supported, which does not have all of them.
 _OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}

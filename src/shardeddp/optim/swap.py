@@ -89,7 +89,7 @@ class SwappedStep(ABC):
         self._surround_step(optimizer)
 
     def suspend(self) -> None:
-        """Keep states as they are seen outside, before the parameters are sharded anew.
+        """Keep states as they are seen outside, before the parameters get another sharding.
 
         The next step takes them over.
         """
@@ -183,7 +183,7 @@ class SwappedStep(ABC):
         if self._sharded is not None:
             self._leave()
             # The same on all ranks, whichever of them have written to their shards: gathered
-            # parameters are gathered anew.
+            # parameters are gathered again.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
             torch.autograd.graph.increment_version(
                 [it.raw_local for it in held if isinstance(it, ShardTensor)]
@@ -249,7 +249,7 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
-    """Return the sharded parameters with a gradient, changed by the step; alike on all ranks."""
+    """Return the sharded parameters with a gradient, changed by the step; the same on all ranks."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _refuse_unreduced(held)
     stepped = _with_gradient(held, stored_gradients(held))

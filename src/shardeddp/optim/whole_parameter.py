@@ -26,7 +26,7 @@ from shardeddp.torch_private import pytree
 
 
 class Ownership:
-    """Assigns parameters to ranks; alike on every rank, as it reads only shapes and their order.
+    """Assigns parameters to ranks; the same on every rank, since only shapes and order count.
 
     The most costly comes first, each goes to the rank with the least cost so far (R. L. Graham
     1969: at most 4/3 of the best possible). A parameter is never moved to another owner.
@@ -347,7 +347,7 @@ class OwnedStates(OutsideStates):
         super().__init__(optimizer)
         self._wholes, self._mesh = wholes, mesh
         self._shown: dict[torch.Tensor, State] = {}
-        self._forms: dict[torch.Tensor, Any] = {}  # as sent by owners; alike on all ranks
+        self._forms: dict[torch.Tensor, Any] = {}  # as sent by owners; the same on all ranks
         self._have_numbers = False  # whether states of those forms have numbers
         # Numbers by path, valid from their gather to the next step.
         self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None

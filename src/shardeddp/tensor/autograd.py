@@ -202,7 +202,7 @@ def extend_functions() -> None:
 
 
 def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
-    """Return the sharded parameter whose gradient a request means; None if it is requested itself.
+    """Return the sharded parameter that a gradient request means; None if it is requested itself.
 
     Args:
         asked: Full tensor that a function was given, or a parameter as it is within a step: its

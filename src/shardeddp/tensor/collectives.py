@@ -57,7 +57,7 @@ def extend_collectives() -> dict[str, torch.library.Library]:
 
 
 def _run(func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation whose arguments all look plain to torch."""
+    """Run an operation in which torch sees plain arguments only."""
     if any(isinstance(each, (NoRawMemory, ReleasedParameter)) for each in tensors_in(args)):
         args, kwargs = without_released(args, kwargs)
         sharded = next(each for each in tensors_in(args) if isinstance(each, NoRawMemory))

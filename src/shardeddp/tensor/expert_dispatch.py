@@ -19,7 +19,7 @@ _Counts = tuple[int, ...]
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows between ranks; its backward sends the gradients back.
 
-    ``anchors`` make the result require a gradient on all ranks, whatever rows each of them has: a
+    ``anchors`` make the result require a gradient on all ranks, also on those without rows: a
     rank without the exchange in its backward would let the others wait.
     """
 
@@ -91,8 +91,8 @@ class TokenDispatch:
         experts: Module of the experts: an ``nn.ModuleList``, or one with a row for each in its
             parameters. It knows which ranks have divided it; undivided, this rank has all experts.
             Or the number of experts.
-        mesh: Expert ranks if ``experts`` is a number: ``strategy.device_mesh["expert_parallel"]``;
-            None: this rank has all experts.
+        mesh: Expert ranks for a number, ``strategy.device_mesh["expert_parallel"]``; without them
+            this rank has all experts.
 
     Raises:
         ValueError: ``index`` is not 2D, of integers and in range, or the ranks do not divide the

@@ -71,7 +71,7 @@ class GradientHooks:
             OrderedDict[int, CompletionHook]() if when_complete is None else when_complete
         )
         self._sharded = weakref.ref(sharded)
-        # Autograd's number of the backward at whose end the completion hooks are called.
+        # Autograd's number of the backward after which the completion hooks are due.
         self._due = -1
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
         self.node_is_known = False

@@ -319,7 +319,7 @@ class SplitLayer:
 
     axis: TensorAxis
     siblings: Siblings | None
-    """None: no module around the layer marks the end of its forward, so no activation is kept."""
+    """Layers with the same input; None: no module around marks the end of their forward."""
 
     name: str = ""
     """Name of the layer, for messages."""
@@ -343,7 +343,7 @@ class SplitLayer:
     """Trailing features that go to attention without a split layer between (MLA)."""
 
     outside: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Masks of indices of other ranks' rows, of embeddings whose forward is under way."""
+    """Masks of other ranks' indices, one per embedding forward under way."""
 
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:

@@ -377,7 +377,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         sharded = data if isinstance(data, ShardTensor) else getattr(data, "sharded", None)
         return (
             isinstance(sharded, ShardTensor)
-            # Shards without elements may have the same memory, and other memory on other ranks.
+            # Empty shards may share memory on this rank and not on others: names decide.
             and sharded._spec.fqn in (self._spec.fqn, self.memory_of)
             and _is_same_memory(sharded._local, self._local)
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
@@ -485,7 +485,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 unit_gradients.assigned.add(index)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
-        """Return a gradient in this parameter's layout, resharded if it has another one."""
+        """Return a gradient in this parameter's layout; gather it first if it has another one."""
         if gradient.shape != self.shape or gradient._spec.lies_like(self._spec):
             return gradient
         whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
@@ -508,7 +508,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return self._made_hooks().add(hook)
 
     def show_node(self) -> None:
-        """Make one autograd node, at which gradients of all uses end from now on, known to a user.
+        """Expose the one autograd node at which gradients of all uses end from now on to a user.
 
         It is that of the unsharded parameter; hooks may be set on it.
         """
@@ -566,7 +566,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self.memory_of = ""
 
     def forget_route(self) -> None:
-        """Route gradients anew at the next use: the hooks for that are gone."""
+        """Route gradients again at the next use: the hooks for that are gone."""
         self._is_routed = False
 
     def take_over(self, former: ShardTensor) -> None:

@@ -36,7 +36,7 @@ from shardeddp.torch_private import (
     temporarily_clear_interpreter_stack,
 )
 
-# -- Full elements of a ShardTensor, gathered or behind views
+# -- Full elements of a ShardTensor, gathered or seen through views
 
 
 class Gathered:
