@@ -14,7 +14,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """A text that leaves a terminal as it is: controls and marks of direction are written out.
+    """Return a text without effects on a terminal: control and direction characters are escaped.
 
     Names in files are arbitrary.
     """
@@ -22,11 +22,11 @@ def printable(text: str) -> str:
 
 
 class ConfigurationError(ValueError):
-    """Options or model cannot be trained as asked; raised before any training, on every rank."""
+    """Options or model that cannot be trained; raised before any training, on every rank."""
 
 
 class UsageError(ConfigurationError):
-    """Arguments that name what there is not or contradict each other, whatever the model is."""
+    """Arguments with unknown names or contradictions, independent of the model."""
 
 
 class RankError(RuntimeError):
@@ -35,9 +35,9 @@ class RankError(RuntimeError):
     Raised on every rank with every traceback.
 
     Args:
-        step: The operation that failed, as a noun phrase ("sharding the model").
+        step: Operation that failed, as a noun phrase ("sharding the model").
         failures: Formatted traceback of every rank that failed, by rank.
-        headline: Rank and error in a line, where one rank has failed by itself; else empty.
+        headline: Rank and error in a line, if one rank has failed by itself; else empty.
     """
 
     def __init__(self, step: str, failures: dict[int, str], headline: str = "") -> None:
@@ -47,7 +47,7 @@ class RankError(RuntimeError):
         self.headline = headline
 
     def __str__(self) -> str:
-        """Which ranks failed and how."""
+        """Return the failed ranks and their tracebacks."""
         ranks = ", ".join(str(rank) for rank in sorted(self.failures))
         traces = "\n".join(
             f"--- rank {rank} ---\n{self.failures[rank].rstrip()}" for rank in sorted(self.failures)
@@ -62,8 +62,8 @@ class LostRankError(RuntimeError):
 
     Args:
         ranks: Ranks that have not reported.
-        places: Where they are, if they run.
-        ended: Whether they have certainly ended, with the store in which they would have said why.
+        places: Code line of each rank that still runs.
+        ended: True if they have certainly ended, with the store that would have their reason.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LostRankError(RuntimeError):
         self.ended = ended
 
     def __str__(self) -> str:
-        """Names of the ranks, and possible reasons."""
+        """Return the ranks and possible reasons."""
         listed = ", ".join(map(str, self.ranks))
         if self.places:
             listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
@@ -99,7 +99,7 @@ class LostRankError(RuntimeError):
 
 
 class DesyncError(RuntimeError):
-    """Ranks came to different operations, each of which needs all of them; says where each is."""
+    """Ranks came to different operations, each of which needs all of them; the text lists them."""
 
 
 class LayoutMismatchError(ConfigurationError):
@@ -109,7 +109,7 @@ class LayoutMismatchError(ConfigurationError):
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or could not be written.
 
-    The message says the expected, the found and the place.
+    The message has the expected, the found and the location.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -117,4 +117,4 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Something in a checkpoint is not as it was written."""
+    """Some content of a checkpoint differs from the content that was written."""

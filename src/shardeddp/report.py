@@ -36,18 +36,18 @@ class Column:
     cells: Sequence[str]
     footer: str
     is_number: bool = True
-    """Numbers stand on the right and are never broken; names are, where the table is too wide."""
+    """Numbers are right-aligned and never broken; names are, if the table is too wide."""
 
 
 def text_table(columns: Sequence[Column], width: int) -> list[str]:
-    """Lines of a table with a heading and a footer.
+    """Return the lines of a table with a heading and a footer.
 
     Args:
-        columns: The columns, all with the same number of cells, at least one of names.
-        width: Columns of the terminal. Names are continued on further lines until the table fits.
+        columns: Columns with the same number of cells, at least one of names.
+        width: Columns of the terminal. Names continue on further lines until the table fits.
 
     Returns:
-        The lines, without blanks at their ends.
+        Lines without trailing blanks.
     """
     texts = [[column.heading, *column.cells, column.footer] for column in columns]
     widths = [max(map(len, each)) for each in texts]
@@ -62,7 +62,7 @@ def text_table(columns: Sequence[Column], width: int) -> list[str]:
 
 
 def _row_lines(columns: Sequence[Column], row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A row, in as many lines as its longest name takes."""
+    """Return the lines of one row, as many as its longest name takes."""
     cells = [
         [text] if column.is_number else textwrap.wrap(text, width, break_on_hyphens=False) or [""]
         for column, text, width in zip(columns, row, widths, strict=True)
@@ -79,7 +79,7 @@ def _row_lines(columns: Sequence[Column], row: Sequence[str], widths: Sequence[i
 
 
 def _rule() -> str:
-    """What a line is drawn with where this process prints."""
+    """Return the character for rules in the encoding of standard output."""
     try:
         "\u2500".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -88,52 +88,51 @@ def _rule() -> str:
 
 
 def terminal_width(least: int = 1) -> int:
-    """Columns of the terminal, but no fewer than some; 80 for a log file."""
+    """Return the columns of the terminal, but at least ``least``; 80 for a log file."""
     return max(least, shutil.get_terminal_size().columns)
 
 
 # -- Table of units
 
-# One unit of this size or less costs nobody memory worth a warning: 4 MB in fp32.
+# A single unit of this size or less costs no memory worth a warning: 4 MB in fp32.
 SMALL_MODEL_NUMEL = 1_000_000
 
 
 @dataclass(frozen=True)
 class UnitRow:
-    """The figures of one unit.
+    """Figures of one unit.
 
     They count elements of whole parameters except where they say "per rank".
     """
 
     name: str
-    """The unit's module as people read it, ``(root)`` for the root."""
+    """Label of the unit's module, ``(root)`` for the root."""
 
     num_parameters: int
-    """Parameter objects; a tied one counts once."""
+    """Number of parameter objects; a tied one counts once."""
 
     numel: int
-    """Elements of all parameters, without padding."""
+    """Number of elements of all parameters, without padding."""
 
     trainable_numel: int
-    """Elements of those parameters that require gradients."""
+    """Number of elements of those parameters that require gradients."""
 
     nbytes_per_rank: int
     """Bytes of the main shards on one rank, padding included."""
 
     padding_numel: int
-    """Elements that the flat buffers hold beyond ``numel``, over all ranks."""
+    """Number of padding elements in the flat buffers, over all ranks."""
 
 
 def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
-    """The unit that holds more than half of all parameters, if that is worth a warning.
+    """Return the unit that holds more than half of all parameters, if that is worth a warning.
 
     Such a unit sets the peak memory alone: when it is gathered, most of the model is. It is worth a
-    warning if the model is in several units (with parameters), so that its user means to share them
-    out, or is one unit of more than ``SMALL_MODEL_NUMEL`` elements; a tiny model in one unit is as
-    it should be.
+    warning if the model has several units (with parameters), so that its user means to divide it,
+    or is one unit of more than ``SMALL_MODEL_NUMEL`` elements; a tiny model in one unit is fine.
 
     Args:
-        rows: Every unit of the model, the root among them.
+        rows: Units of the model, all of them, the root included.
 
     Returns:
         The unit, or None.
@@ -146,11 +145,11 @@ def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
 
 
 def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
-    """A table of units with a total; neighbours with equal figures share a row.
+    """Return the lines of a table of units with a total; neighbours with equal figures share a row.
 
     Returns:
-        The lines. A row of several units shows the figures of one of them. Trainable parameters
-        have a column only if some are frozen.
+        Lines of the table. A row of several units shows the figures of one of them. Trainable
+        parameters have a column only if some are frozen.
     """
     runs = [list(run) for _, run in groupby(rows, key=_figures)]
     total = _total(rows)
@@ -173,7 +172,7 @@ def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
 
 
 def human_count(count: int) -> str:
-    """A number of elements for people: exact below 10,000, three digits above.
+    """Return a number of elements as text: exact below 10,000, three digits above.
 
     Example:
         >>> human_count(9_999), human_count(12_345), human_count(7_077_888)
@@ -183,7 +182,7 @@ def human_count(count: int) -> str:
 
 
 def human_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in powers of 1024.
+    """Return a number of bytes as text, in powers of 1024.
 
     Example:
         >>> human_bytes(512), human_bytes(28_311_552)
@@ -197,7 +196,7 @@ def human_bytes(nbytes: int) -> str:
 
 
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
-    """The value with three significant digits and the suffix that leaves it below the base."""
+    """Return a value with three significant digits and the suffix that keeps it below the base."""
     exponent = 0
     # 999.5 rounds to 1000 of this suffix, which is 1.00 of the next.
     while value >= 999.5 and exponent < len(suffixes) - 1:
@@ -208,18 +207,18 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 
 def _figures(row: UnitRow) -> tuple[int, ...]:
-    """Properties in which units of one row are equal."""
+    """Return the figures that are equal for units of one row."""
     return astuple(row)[1:]
 
 
 def _total(rows: Iterable[UnitRow]) -> UnitRow:
-    """The sum of all units."""
+    """Return the sum of all units."""
     sums = [sum(column) for column in zip(*map(_figures, rows), strict=True)] or [0] * 5
     return UnitRow("total", *sums)
 
 
 def _cells(row: UnitRow, any_frozen: bool) -> dict[str, str]:
-    """The figures of one row as text by the heading of their column, in column order."""
+    """Return the figures of one row as text by the heading of their column, in column order."""
     trainable = {"trainable": human_count(row.trainable_numel)} if any_frozen else {}
     share = _percent(row.padding_numel, row.numel + row.padding_numel)
     return {
@@ -232,7 +231,7 @@ def _cells(row: UnitRow, any_frozen: bool) -> dict[str, str]:
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share with one decimal; a share that is not zero never reads as zero."""
+    """Return a share with one decimal; a share that is not zero never reads as zero."""
     if part == 0:
         return "0%"
     share = 100 * part / whole
@@ -240,7 +239,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _run_name(run: Sequence[UnitRow]) -> str:
-    """``layers.0 ... layers.31 (32x)``."""
+    """Return the name of a row: ``layers.0 ... layers.31 (32x)``."""
     if len(run) == 1:
         return run[0].name
     return f"{run[0].name} ... {run[-1].name} ({len(run)}x)"
@@ -250,9 +249,9 @@ def _run_name(run: Sequence[UnitRow]) -> str:
 
 
 def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
-    """One line: number of units, mesh, bytes per rank, and dtypes.
+    """Return one line with the number of units, mesh, bytes per rank, and dtypes.
 
-    Warns where one unit holds most of the model.
+    Warns if one unit holds most of the model.
     """
     rows = _rows(runtime)
     largest = oversized(rows)
@@ -317,7 +316,7 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def unit_row(unit: Unit) -> UnitRow:
-    """The figures of one unit."""
+    """Return the figures of one unit."""
     costs = unit.costs()
     numels = [
         (it.parameter.requires_grad, math.prod((it.distribution or it.parameter).shape))
@@ -336,23 +335,23 @@ def unit_row(unit: Unit) -> UnitRow:
 # -- Tables and sentences about checkpoints
 
 MAX_DAMAGES = 20
-"""Of one checkpoint that are shown."""
+"""Maximum number of damages shown for one checkpoint."""
 
 _NARROW = 100
-"""Columns; in a narrower terminal the table leaves out the least important ones."""
+"""Width in columns; in a narrower terminal the table leaves out the least important columns."""
 
 
 def inspection_view(
     path: Location, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
 ) -> list[str]:
-    """A checkpoint as lines: facts, and a table of tensors."""
+    """Return the lines for a checkpoint: facts, and a table of tensors."""
     hint = "one row per module; --all lists every tensor, --tensors PATTERN some"
     hints = textwrap.wrap(hint, width) if folded else []
     return [*_facts(path, manifest, width), "", *tensor_table(rows, width), *hints]
 
 
 def verification_view(found: Verification, seconds: float) -> list[str]:
-    """One line for a good checkpoint, a line for each damage of another."""
+    """Return one line for a good checkpoint; for a damaged one, also a line for each damage."""
     speed = f"{human_bytes(found.nbytes)} in {seconds:.1f} s"
     step = "" if found.step is None else f", step {found.step:,}"
     count = f"{len(found.damages):,} place{'s' * (len(found.damages) > 1)}"
@@ -401,11 +400,11 @@ def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
 
 
 def tensor_table(rows: Sequence[Row], width: int) -> list[str]:
-    """Lines of a table with a row for each tensor or module.
+    """Return the lines of a table with a row for each tensor or module.
 
     Args:
-        rows: At least one.
-        width: Of the terminal, in columns.
+        rows: Rows, at least one.
+        width: Columns of the terminal.
     """
     together = total(rows)
     names = [

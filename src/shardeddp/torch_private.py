@@ -2,11 +2,11 @@
 
 Only this file uses them.
 
-Attributes of tensors and modules that torch has had for years (``_version``, ``_parameters``,
-hooks) are used where they are needed; ``tests/house_rules.py`` lists them.
+Long-standing attributes of tensors and modules (``_version``, ``_parameters``, hooks) are used
+directly in other files; ``tests/house_rules.py`` lists them.
 """
 
-# Other files import from here what is imported here.
+# Other files import these imports from here.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
@@ -57,12 +57,12 @@ except ImportError as error:
 def changed_parameters(
     found: Sequence[inspect.Parameter], parameters: str, *, exactly: bool = True
 ) -> str | None:
-    """How a function's parameters differ from those that are expected, or None.
+    """Return the difference between a function's parameters and the expected ones, or None.
 
     Args:
-        found: Of the function that is installed.
-        parameters: Names that it has to begin with, separated by blanks.
-        exactly: Whether it may have no other; else further ones need a default.
+        found: Parameters of the installed function.
+        parameters: Expected first names, separated by blanks.
+        exactly: True if no further parameters are allowed; else these need a default.
     """
     expected, names = parameters.split(), [each.name for each in found]
     further = [each for each in found[len(expected) :] if exactly or _is_required(each)]
@@ -77,12 +77,12 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _private(path: str, parameters: str | None = None) -> Any:
-    """A private name of torch.
+    """Return a private name of torch.
 
     Args:
         path: Module and name, as in ``torch.autograd.graph:_get_grad_fn_or_grad_acc``.
-        parameters: Of a Python function that is called or replaced, those that it has to have,
-            separated by blanks.
+        parameters: Expected parameter names of a Python function that is called or replaced,
+            separated by blanks; None: they are not checked.
 
     Raises:
         ConfigurationError: The installed release does not have it, or has it with other parameters.
@@ -107,17 +107,17 @@ without_torch_function: Any = _private("torch._C:DisableTorchFunctionSubclass")
 """Context manager in which functions of torch work on subclasses as on plain tensors."""
 
 no_torch_function: Any = _private("torch._C:_disabled_torch_function_impl")
-"""The ``__torch_function__`` of a subclass whose functions are those of plain tensors."""
+"""``__torch_function__`` of a subclass with the functions of plain tensors."""
 
 torch_function_modes: Callable[[], Sequence[Any]] = _private(
     "torch.overrides:_get_current_function_mode_stack", ""
 )
-"""The modes that are active, the innermost last."""
+"""Active ``TorchFunctionMode`` objects, the innermost last."""
 
 torch_dispatch_modes: Callable[[], Sequence[Any]] = _private(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", ""
 )
-"""The modes that hear of operations, the innermost last."""
+"""Active ``TorchDispatchMode`` objects, the innermost last."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -128,14 +128,14 @@ class DispatchMode(TorchDispatchMode):
 
 
 def leave_mode(mode: Any) -> None:
-    """End a mode, which may not be the last that was entered; those entered later go on."""
+    """End a mode, which need not be the innermost; modes entered later remain active."""
     kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
     active = torch_function_modes() if kind is TorchFunctionMode else torch_dispatch_modes()
     later = [*itertools.takewhile(lambda it: it is not mode, reversed(active))]
     if len(later) == len(active):
         return
     for each in (*later, mode):
-        kind.__exit__(each, None, None, None)  # without what their own would do
+        kind.__exit__(each, None, None, None)  # without their own ``__exit__``
     for each in reversed(later):
         kind.__enter__(each)
 
@@ -146,24 +146,24 @@ set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__
 
 preserve_versions: Any = _private("torch.autograd.grad_mode:_unsafe_preserve_version_counter")
-"""Context manager in which writes to some tensors are not counted."""
+"""Context manager that leaves writes to some tensors uncounted."""
 
 swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private(
     "torch._C:_swap_tensor_impl"
 )
 make_subclass: Any = _private("torch:Tensor._make_subclass")
-"""An object of a class over the memory of a tensor, past its constructor."""
+"""Returns an object of a class over the memory of a tensor, past its constructor."""
 
 make_wrapper_subclass: Any = _private("torch:Tensor._make_wrapper_subclass")
-"""An object of a class with a shape and a dtype, and no memory."""
+"""Returns an object of a class with a shape and a dtype, and no memory."""
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch:_neg_view")
-"""The negative of a tensor as a view of it: what the imaginary part of a conjugate is."""
+"""Returns the negative of a tensor as a view, as is the imaginary part of a conjugate."""
 
 slice_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = _private(
     "torch._C:StorageBase.__getitem__"
 )
-"""A storage over some bytes of another, which it keeps; the public way takes four times as long."""
+"""Returns a storage over bytes of another, which it keeps; the public way takes 4 times as long."""
 
 storage_of_weak_reference: Any = _private("torch:UntypedStorage._new_with_weak_ptr")
 refuse_data_pointer: Callable[[torch.Tensor], None] = _private(
@@ -177,12 +177,12 @@ foreach_copy_: Any = _private("torch:_foreach_copy_")
 foreach_mul_: Any = _private("torch:_foreach_mul_")
 foreach_zero_: Any = _private("torch:_foreach_zero_")
 parse_to: Any = _private("torch._C:_nn._parse_to")
-"""Device, dtype and further arguments as ``Module.to`` reads them."""
+"""Parses device, dtype and further arguments as ``Module.to`` does."""
 
 typed_storage_class: Callable[[torch.TypedStorage], str] = _private(
     "torch:TypedStorage._pickle_storage_type", "self"
 )
-"""Name in torch of the class that stands for a typed storage in a pickle."""
+"""Returns the name in torch of the class that a pickle has for a typed storage."""
 
 typed_storage_length: Callable[[torch.TypedStorage], int] = _private(
     "torch:TypedStorage._size", "self"
@@ -190,7 +190,7 @@ typed_storage_length: Callable[[torch.TypedStorage], int] = _private(
 
 
 def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """The bytes of a typed storage; the public way warns."""
+    """Return the bytes of a typed storage; the public way warns."""
     return storage._untyped_storage
 
 
@@ -209,11 +209,10 @@ _skip_code: Any = _private("torch._dynamo.eval_frame:skip_code", "code")
 
 
 def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let compiled code end before a function and go on behind it.
+    """Exclude a function from compiled code: the graph breaks before it and resumes after it.
 
     Args:
-        reason: The reason and the remedy; torch shows both to users who ask for one
-            whole graph.
+        reason: Reason and remedy; torch shows both to users who ask for one whole graph.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -224,7 +223,7 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run as it is where it is called between the graphs of compiled code.
+    """Let a function run eagerly where it is called between the graphs of compiled code.
 
     Costs nothing, unlike :func:`never_traced`; functions that it calls may be compiled.
     """
@@ -251,7 +250,7 @@ def compiled_only_inside(function: Callable[P, R]) -> Callable[P, R]:
 # -- Autograd
 
 current_backward: Callable[[], int] = _private("torch._C:_current_graph_task_id")
-"""Number of the backward that runs on this thread, or -1."""
+"""Returns the number of the backward that runs on this thread, or -1."""
 
 are_transforms_active: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active")
 _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C:_get_dispatch_mode")
@@ -259,7 +258,7 @@ _PROXY: Any = _private("torch._C:_TorchDispatchModeKey.PROXY")
 
 
 def are_operations_traced() -> bool:
-    """Whether operations are written to a graph: by make_fx, linearize or export, or by torch.jit.trace."""
+    """Return whether operations are traced: by make_fx, linearize, export or torch.jit.trace."""
     return _get_dispatch_mode(_PROXY) is not None or torch.jit.is_tracing()
 
 
@@ -271,7 +270,7 @@ class PatchPoint:
 
     Args:
         path: Module and name.
-        parameters: Of a Python function, those that it has to have.
+        parameters: Expected parameter names of a Python function; None: they are not checked.
     """
 
     def __init__(self, path: str, parameters: str | None = None) -> None:
@@ -285,24 +284,24 @@ class PatchPoint:
         return getattr(self._module, self._name)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Let torch call another function in its place."""
+        """Let torch call another function instead."""
         setattr(self._module, self._name, function)
 
 
 function_arguments = PatchPoint("torch._functorch.utils:unwrap_dead_wrappers", "args")
-"""Every ``autograd.Function.apply`` passes its arguments through it."""
+"""Unwraps the arguments of every ``autograd.Function.apply``."""
 
 engine_run = PatchPoint("torch.autograd:_engine_run_backward", "t_outputs args kwargs")
-"""The way of ``backward`` and ``autograd.grad`` into the engine."""
+"""Entry of ``backward`` and ``autograd.grad`` into the engine."""
 
 node_of_tensor = PatchPoint("torch.autograd.graph:_get_grad_fn_or_grad_acc", "t")
-"""The node of a tensor, for ``register_multi_grad_hook`` and ``get_gradient_edge``."""
+"""Returns the node of a tensor, for ``register_multi_grad_hook`` and ``get_gradient_edge``."""
 
 will_execute = PatchPoint("torch._C:_will_engine_execute_node")
-"""Whether the backward that is running will come to a node."""
+"""Returns whether the running backward will execute a node."""
 
 described_gradient = PatchPoint("torch._subclasses.meta_utils:safe_grad", "t")
-"""The ``grad`` of a tensor that a compiler describes for itself."""
+"""Returns the ``grad`` of a tensor for the compiler's own description of it."""
 
 flex_attention_device = PatchPoint(
     "torch.nn.attention.flex_attention:_validate_device", "query key value"
@@ -321,13 +320,13 @@ push_hooks: Callable[[Any, Any], None] = _private(
 pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_default_hooks")
 
 disable_hooks = PatchPoint("torch._C._autograd:_saved_tensors_hooks_disable")
-"""Disables the hooks, with the error for whoever sets some then."""
+"""Disables the hooks; a later attempt to set one raises the given error."""
 
 # -- Operations
 
 all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_get_all_op_names")
 _front: Any = _private("torch._C:DispatchKey.BackendSelect")
-"""The dispatch key behind those of subclasses and before those of devices, of all calls."""
+"""Dispatch key of all calls, after the keys of subclasses and before those of devices."""
 
 _PYTHON_DISPATCHER: Any = _private("torch._C:DispatchKey.PythonDispatcher")
 """The dispatch key of a dispatcher that compilers enable: it would look for the same kernel again."""
@@ -338,13 +337,13 @@ def put_in_front(
     func: OpOverload,
     kernel: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Run a kernel in front of those that an operation has for devices.
+    """Run a kernel before an operation's kernels for devices.
 
     Args:
-        library: Keeps the kernel.
-        func: The operation.
-        kernel: Called with the operation, with what runs it as it would have been run, and with
-            the arguments.
+        library: Library that owns the kernel.
+        func: Operation.
+        kernel: Function called with the operation, a function that runs it as without this kernel,
+            the arguments and the keyword arguments.
     """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +359,7 @@ _past = threading.local()
 
 
 def past_the_front(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function's operations pass by the kernels that were put in front."""
+    """Let a function's operations skip the kernels of :func:`put_in_front`."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -383,10 +382,10 @@ higher_order_operations: Any = _private("torch._ops:_higher_order_ops")
 _c10d: Any = import_module("torch.distributed.distributed_c10d")
 _world: Any = _private("torch.distributed.distributed_c10d:_world")
 COLLECTIVES_FILE: str = _c10d.__file__
-"""Source of the functions that issue collectives."""
+"""Source file of the functions that issue collectives."""
 
 OPERATORS_FILE: str = _private("torch._ops:__file__")
-"""Source of the functions that call operators."""
+"""Source file of the functions that call operators."""
 
 default_store: Callable[[], dist.Store] = _private(
     "torch.distributed.distributed_c10d:_get_default_store", ""
@@ -399,17 +398,17 @@ _new_group: Any = _private("torch.distributed.distributed_c10d:_new_process_grou
 def new_group_of_its_ranks(
     ranks: Sequence[int], name: str, timeout: timedelta, backend: str | None
 ) -> dist.ProcessGroup:
-    """A process group that is made by its own ranks, without the others.
+    """Return a process group that is made by its own ranks, without the others.
 
-    ``new_group(use_local_synchronization=True)`` does that too, but derives the name under which
-    its ranks meet from how many groups a rank has. That differs between ranks once a user has made
-    a group of some of them.
+    ``new_group(use_local_synchronization=True)`` does that too, but derives the store key at which
+    its ranks meet from the number of groups a rank has. That differs between ranks once a user has
+    made a group of some of them.
 
     Args:
         ranks: Global ranks, ascending; this rank among them.
-        name: The same on all of them, and used for no other group before.
-        timeout: After how long a collective in it gives up.
-        backend: None: that of the default process group.
+        name: Name of the group, the same on all of its ranks and new.
+        timeout: Timeout of its collectives.
+        backend: Backend of the group; None: that of the default process group.
     """
     default: Any = dist.group.WORLD
     default_backend, store = _world.pg_map[default]
@@ -433,7 +432,7 @@ _get_sequence_number: Any = _private(
 
 
 def sequence_number(group: dist.ProcessGroup) -> int | None:
-    """How many collectives this rank has begun in a group; None: its backend does not count them."""
+    """Return the number of collectives begun in a group; None: its backend does not count them."""
     try:
         return _get_sequence_number(group)
     except RuntimeError:
@@ -441,28 +440,28 @@ def sequence_number(group: dist.ProcessGroup) -> int | None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Every process group of this process."""
+    """Return every process group of this process."""
     return list(_world.pg_map)
 
 
 def backend_config(group: dist.ProcessGroup) -> str:
-    """Backends of a group by device, as torch writes them; empty if it is gone."""
+    """Return the backends of a group by device, as torch writes them; empty if it is gone."""
     return _world.pg_backend_config.get(group, "")
 
 
 def coalesces() -> bool:
-    """Whether collectives are being coalesced."""
+    """Return whether collectives are being coalesced."""
     return bool(_world.pg_coalesce_state)
 
 
 def content_of_fsdp_policy(policy: Any) -> Any:
-    """The classes of a ``ModuleWrapPolicy`` of torch's FSDP, or the function of a ``CustomPolicy``.
+    """Return the classes of FSDP's ``ModuleWrapPolicy`` or the function of its ``CustomPolicy``.
 
     Args:
-        policy: Known by its name: the engine that it belongs to is not imported here.
+        policy: Policy, recognized by its name: the engine that it belongs to is not imported here.
 
     Raises:
-        ConfigurationError: The installed release keeps it elsewhere.
+        ConfigurationError: The installed release keeps it in another attribute.
     """
     for name in ("_module_classes", "_lambda_fn"):
         if name in vars(policy):

@@ -1,7 +1,7 @@
 """Collectives over activations, as operations of torch that compiled code sees.
 
-Each returns a new tensor and knows nothing of gradients. A group is given by its name, a plain
-string, as compiled graphs, deep copies and pickles of modules keep it.
+Each returns a new tensor and defines no gradient. A group is passed by its name, a plain string,
+which compiled graphs, deep copies and pickles of modules can keep.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUPS: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
 
 
 def name_group(group: Collectives, name: str = "") -> str:
-    """Let operations find a group by the name that this returns, or by one that it has already."""
+    """Register a group for operations under a name, a new one if empty; return the name."""
     name = name or f"tensor ranks {[*group.ranks]} of run {next(_NUMBERS)}"
     _GROUPS[name] = group
     return name
@@ -36,7 +36,7 @@ def _group(name: str) -> Collectives:
 
 @torch.library.custom_op("shardeddp::all_reduce", mutates_args=())
 def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of a tensor over the ranks of a group."""
+    """Return the sum of a tensor over the ranks of a group."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     _group(group).all_reduce_(total).wait()
     return total
@@ -44,7 +44,7 @@ def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("shardeddp::all_gather", mutates_args=())
 def all_gather(tensor: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
-    """The tensors of all ``size`` ranks of a group, one behind the other along a dim."""
+    """Concatenate the tensors of all ``size`` ranks of a group along a dim."""
     ranks = _group(group)
     parts = tensor.new_empty(size, *tensor.shape)
     parts[ranks.rank].copy_(tensor)
@@ -54,7 +54,7 @@ def all_gather(tensor: torch.Tensor, dim: int, size: int, group: str) -> torch.T
 
 @torch.library.custom_op("shardeddp::reduce_scatter", mutates_args=())
 def reduce_scatter(tensor: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
-    """This rank's part along a dim of the sum of a tensor over the ``size`` ranks of a group."""
+    """Return this rank's chunk along a dim of the sum of a tensor over the ``size`` ranks."""
     parts = torch.stack(tensor.chunk(size, dim))  # (ranks, *part)
     total = torch.empty_like(parts[0])
     _group(group).reduce_scatter(total.view(-1), parts.view(-1)).wait()
@@ -65,13 +65,13 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, size: int, group: str) -> tor
 def all_to_all(
     rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], group: str
 ) -> torch.Tensor:
-    """Rows of all ranks for this one, (sum of arriving, ...).
+    """Send rows to the ranks of a group; return the rows received, (sum of arriving, ...).
 
     Args:
-        rows: (sum of leaving, ...); rank by rank, what each is sent.
-        leaving: Number of rows for each rank of the group.
-        arriving: Number of rows from each.
-        group: Its name.
+        rows: Rows to send, ordered by destination rank, (sum of leaving, ...).
+        leaving: Number of rows to send to each rank of the group.
+        arriving: Number of rows to receive from each rank.
+        group: Name of the group.
     """
     ranks = _group(group)
     rows = rows.contiguous()

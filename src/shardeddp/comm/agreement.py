@@ -30,16 +30,16 @@ from shardeddp.errors import (
 
 # -- Sequence numbers of host operations
 #
-# All ranks of a group come to its operations in one order, so equal places in a program have equal
+# All ranks of a group begin its operations in one order, so equal positions in a program have equal
 # numbers. Counting costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync`
-# looks at the numbers when a rank has been waiting for a while.
+# compares the numbers when a rank has been waiting for a while.
 #
-# What is agreed on travels in messages of one size that begin with a fingerprint of the operation.
-# Ranks that have come to different ones thus all know it at once. Messages of different sizes would
-# end the process: gloo aborts it. So what is longer follows such a message.
+# Agreements travel in messages of one size that begin with a fingerprint of the operation. Ranks in
+# different operations thus all detect it at once. Messages of different sizes would end the
+# process: gloo aborts it. So longer data follows in a second message.
 
 MESSAGE_NBYTES = 512
-"""Small enough to take no longer than a byte; large enough for a step of a hundred units."""
+"""Message size: no slower than a single byte, and enough for a step of a hundred units."""
 
 _HEADER_NBYTES = 8
 _PAYLOAD_NBYTES = MESSAGE_NBYTES - _HEADER_NBYTES
@@ -70,10 +70,10 @@ ABOUT_TRAINED = (
     "ones on each of them, at the same time"
 )
 ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
-"""Kinds of advice; for ranks in different operations, the last that fits any is most useful."""
+"""Kinds of advice by rising priority: ranks in different operations get the last that applies."""
 
 Describe = Callable[[str, str], str]
-"""From a sync point and this rank's operation, a text with the operation that each rank reached."""
+"""Maps a sync point and this rank's operation to a text with the operation of each rank."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Record:
 
 
 Ranks = HostGroup | dist.ProcessGroup
-"""Whose operations are counted."""
+"""Group in which operations are counted."""
 
 _RECORDS: weakref.WeakKeyDictionary[Ranks, _Record] = weakref.WeakKeyDictionary()
 
@@ -98,10 +98,10 @@ def _record_of(group: Ranks) -> _Record:
 
 
 def begin(group: Ranks, kind: str) -> None:
-    """Count one operation; to be called before it communicates.
+    """Count one operation; call it before the operation communicates.
 
     Raises:
-        RuntimeError: This process was forked from the rank that the group is of.
+        RuntimeError: This process was forked from a rank of the group.
     """
     refuse_inherited(group, kind)
     record = _record_of(group)
@@ -111,49 +111,48 @@ def begin(group: Ranks, kind: str) -> None:
 
 
 def refuse_inherited(group: Ranks, operation: str) -> None:
-    """Raise if this process was forked from the rank that a group is of."""
+    """Raise RuntimeError if this process was forked from a rank of the group."""
     if _record_of(group).is_inherited:
         ranks = group.ranks if isinstance(group, HostGroup) else dist.get_process_group_ranks(group)
         raise in_forked_process(operation, ranks)
 
 
 def leave_to_parent(group: Ranks) -> None:
-    """Refuse all that begins in a group from now on: this process was forked from its rank."""
+    """Refuse all further operations of a group, in a process that was forked from its rank."""
     _record_of(group).is_inherited = True
 
 
 def begun(group: Ranks) -> dict[str, int]:
-    """How many operations of each kind this rank has begun in a group."""
+    """Return the number of operations that this rank has begun in a group, by kind."""
     return dict(_record_of(group).begun)
 
 
 def come_first(group: Ranks, action: Callable[[], None]) -> None:
-    """Let something be done before each operation in a group.
+    """Register a callback that runs before each operation of a group.
 
-    What ``action`` holds must not hold the group.
+    ``action`` must not hold a reference to the group.
     """
     _record_of(group).first = action
 
 
 def describe_mismatches(group: Ranks, describe: Describe) -> None:
-    """Let errors say which ranks have come to what.
+    """Register the callback that lists each rank's operation in error messages.
 
-    What ``describe`` holds must not hold the group.
+    ``describe`` must not hold a reference to the group.
     """
     _record_of(group).describe = describe
 
 
 class HostReduction:
-    """The highest of each number on any rank: a reduction under way, which counts as an operation.
+    """Element-wise maximum over ranks: a reduction under way, which counts as an operation.
 
     Args:
-        numbers: Bytes, of one shape on all ranks, on the host; each is replaced by the highest that
-            any rank has in its place.
-        operation: What it is for, the same on all ranks.
-        group: The ranks.
-        kind: As what it is counted; empty: as what it is for.
-        advice: What to do if ranks have come to different operations.
-        ahead: Whether it goes on behind the back of this thread until the result is waited for.
+        numbers: uint8 tensor on the host, of one shape on all ranks; overwritten with the maximum.
+        operation: Name of the operation, the same on all ranks.
+        group: Host group of the ranks.
+        kind: Kind under which the operation is counted; empty: ``operation``.
+        advice: Remedy named in the error if ranks have reached different operations.
+        ahead: True to run it on the channel's thread until the result is waited for.
     """
 
     def __init__(
@@ -178,22 +177,22 @@ class HostReduction:
         self._message, self._numbers, self._group = message, numbers, group
         self._meeting = f"{group.name}/{sum(_record_of(group).begun.values())}"
         self._tag = group.channel.next_tag()
-        # Where numbers are too many for one message.
+        # Tag of a second message, for numbers that exceed the payload of the first.
         self._second_tag = group.channel.next_tag() if numbers.numel() > _PAYLOAD_NBYTES else 0
         self._under_way: Future[bool] | None = (
             group.begin(self._reduce) if ahead and group.size > 1 else None
         )
 
     def is_there_within(self, seconds: float) -> bool:
-        """Whether all ranks have given theirs, of one that has begun ahead; waits that long."""
+        """Wait up to ``seconds``; return whether all ranks have contributed (if ``ahead``)."""
         with during(self._group.clock, "ranks"):
             return self._under_way is None or bool(wait([self._under_way], seconds).done)
 
     def wait(self) -> torch.Tensor:
-        """The numbers, once all ranks have given theirs.
+        """Return the maximum once all ranks have contributed.
 
         Raises:
-            DesyncError: Some have come to another operation.
+            DesyncError: Some ranks have reached another operation.
         """
         with during(self._group.clock, "ranks"):
             alike = (
@@ -208,7 +207,7 @@ class HostReduction:
         return self._numbers
 
     def _reduce(self) -> bool:
-        """Whether all ranks have come to the same operation; the numbers are there if so."""
+        """Return whether all ranks have reached the same operation; if so, fill the numbers."""
         message = self._message
         self._group.keep_highest_(message, self._tag)
         header = message[:_HEADER_NBYTES].tolist()
@@ -230,9 +229,9 @@ T = TypeVar("T")
 
 
 def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
-    """Give every rank's bytes to every rank, by rank: twice log2 N hops.
+    """All-gather byte strings of any lengths, ordered by rank: twice log2 N hops.
 
-    Bytes, so that nothing that arrives is ever unpickled.
+    Bytes, so that received data is never unpickled.
     """
     step = torch.tensor([_step(len(payload))], dtype=torch.uint8, device="cpu")
     HostReduction(step, "exchange", group).wait()
@@ -240,7 +239,7 @@ def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
     return [bytes(_payload(block)) for block in blocks]
 
 
-# Lengths are told in a byte, four steps an octave: the highest step of all ranks has room for all.
+# A length is sent as one byte, four steps an octave: the highest step of all ranks fits all.
 
 
 def _step(length: int) -> int:
@@ -253,7 +252,7 @@ def _room(step: int) -> int:
 
 
 def _block(payload: bytes, step: int) -> torch.Tensor:
-    """Bytes with their number before them, as long as any of a step."""
+    """Return a block of the step's size: the payload's length, the payload, zeros."""
     length = len(payload).to_bytes(_LENGTH_NBYTES, "big")
     block = torch.zeros(_LENGTH_NBYTES + _room(step), dtype=torch.uint8, device="cpu")
     filled = block[: _LENGTH_NBYTES + len(payload)]
@@ -262,25 +261,24 @@ def _block(payload: bytes, step: int) -> torch.Tensor:
 
 
 def _payload(block: torch.Tensor) -> memoryview:
-    """What is in a block, without a copy; it holds the memory of all blocks."""
+    """Return the payload of a block as a view, which keeps the memory of all blocks alive."""
     octets = block.numpy().data.toreadonly()
     length = int.from_bytes(octets[:_LENGTH_NBYTES], "big")
     return octets[_LENGTH_NBYTES : _LENGTH_NBYTES + length]
 
 
 def run_on_all_ranks(step: str, action: Callable[[], T], group: HostGroup) -> T:
-    """Run a step that every rank takes, and raise on every rank if it fails on any.
+    """Run a step on every rank, and raise on every rank if it fails on any.
 
     Args:
-        step: What the step does, as a noun phrase for the message.
-        action: The step; it must not communicate, else a rank that fails leaves the others waiting
-            inside it.
-        group: The host group of all ranks.
+        step: Description of the step as a noun phrase, for the message.
+        action: Local work of the step; it must not communicate, else a rank that fails leaves the
+            others waiting inside it.
+        group: Host group of all ranks.
 
     Raises:
-        ConfigurationError: Every rank found the same configuration wrong.
-        CheckpointError: All that failed found a checkpoint wrong; with what the first of them
-            found.
+        ConfigurationError: All ranks failed; this one re-raises its own error.
+        CheckpointError: All errors are about checkpoints; the type and text are those of the first.
         RankError: Some rank failed in another way, this one or another; it carries the traceback of
             each.
     """
@@ -298,7 +296,7 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: HostGroup) -> T:
 
 
 def gather_results(step: str, action: Callable[[], bytes], group: HostGroup) -> list[bytes]:
-    """Run a step as :func:`run_on_all_ranks` does; every rank gets the results of all, by rank."""
+    """Run a step as :func:`run_on_all_ranks` does, and all-gather the results, ordered by rank."""
     result, failure = _attempt(action)
     sent = all_gather_bytes(b"+" + result if failure is None else b"-" + failure.to_bytes(), group)
     _raise_failures(step, [text[1:] if text[:1] == b"-" else b"" for text in sent], failure)
@@ -308,10 +306,10 @@ def gather_results(step: str, action: Callable[[], bytes], group: HostGroup) -> 
 def gather_to_first(
     step: str, action: Callable[[], bytes], group: HostGroup
 ) -> list[bytes | memoryview]:
-    """The same for the first rank alone, through a tree of ranks: log2 N hops on it.
+    """Run a step as :func:`run_on_all_ranks` does, and gather the results to the first rank.
 
     Returns:
-        Every rank's result, by rank, where it has arrived; nothing on other ranks than the first.
+        Results by rank on the first rank, after log2 N hops through a tree; empty on the others.
     """
     result, failure = _attempt(action)
     first = group.rank == 0
@@ -337,12 +335,12 @@ class _Failure(NamedTuple):
 def _attempt(action: Callable[[], bytes]) -> tuple[bytes, _Failure | None]:
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+    except Exception as error:  # noqa: BLE001 - any error has to reach all ranks
         return b"", _Failure(error, traceback.format_exc())
 
 
 def _raise_failures(step: str, texts: Sequence[bytes], own: _Failure | None) -> None:
-    """Raise what has failed on some ranks, by what each of them tells; nothing for those without."""
+    """Raise the error of the failed ranks, those with a text; return if there are none."""
     failures: dict[int, tuple[str, str, str]] = {
         rank: tuple(json.loads(text)) for rank, text in enumerate(texts) if text
     }
@@ -362,21 +360,21 @@ _OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedChec
 
 
 def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
-    """Compare what every rank is about to shard, line by line, before any of it moves.
+    """Compare the layouts that the ranks are about to shard, line by line, before any data moves.
 
     Args:
-        lines: One line for the options and one per parameter, in order.
-        group: The host group of all ranks.
+        lines: Description of the layout: a line for the options, then one per parameter.
+        group: Host group of all ranks.
 
     Raises:
-        LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on
-            either side.
+        LayoutMismatchError: The lines differ between ranks; names the first difference and the
+            ranks on either side.
     """
     text = json.dumps(list(lines)).encode()
     digest = xxhash.xxh3_128_digest(text)
     if agree_on_highest_alike([], digest, group, "agreement on the layout")[1]:
         return
-    # Only now do texts travel, and only two of them.
+    # Texts travel only after a mismatch, and only two of them.
     digests = all_gather_bytes(digest, group)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     reference, other = (json.loads(broadcast_bytes(text, rank, group)) for rank in (0, odd[0]))
@@ -396,12 +394,12 @@ def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
 
 
 def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
-    """The bytes of one rank of the group, on all of them.
+    """Broadcast bytes from one rank of the group, and return them.
 
     Args:
-        payload: Of that rank; others' do not count.
-        source: Its place in the group.
-        group: The ranks.
+        payload: Bytes of the source rank; ignored on the others.
+        source: Group rank of the source.
+        group: Host group of the ranks.
     """
     is_source = group.rank == source
     step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8, device="cpu")
@@ -414,24 +412,24 @@ def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
 def ask_for_highest_alike(
     levels: Sequence[int], digest: bytes, group: HostGroup, operation: str, *, ahead: bool
 ) -> Callable[[], tuple[list[int], bool]]:
-    """Ask for the highest of each level (up to 255) on any rank, and whether digests are the same.
+    """Begin a reduction: the highest of each level on any rank, and whether all digests are equal.
 
-    Digests have one length on all ranks.
+    Levels and digests have one length on all ranks.
 
     Args:
-        levels: Of this rank.
-        digest: Of this rank.
-        group: The ranks.
+        levels: Numbers of this rank, 0 to 255.
+        digest: Digest of this rank.
+        group: Host group of the ranks.
         operation: See :class:`HostReduction`.
         ahead: See :class:`HostReduction`.
 
     Returns:
-        What returns both, once all ranks have asked.
+        Function that returns both, once all ranks have contributed.
     """
     if group.size == 1:
         return lambda: (list(levels), True)
-    # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
-    # are equal.
+    # Digests are equal if and only if the maximum and the minimum over ranks are equal in each
+    # byte; the minimum is the maximum of complements.
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8, device="cpu"
     )
@@ -448,12 +446,12 @@ def ask_for_highest_alike(
 def agree_on_highest_alike(
     levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
 ) -> tuple[list[int], bool]:
-    """Ask as :func:`ask_for_highest_alike` does, and wait for the answer."""
+    """Run :func:`ask_for_highest_alike` and wait for the result."""
     return ask_for_highest_alike(levels, digest, group, operation, ahead=False)()
 
 
 def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
-    """For each flag, whether any rank has it set.
+    """Return for each flag whether any rank has it set.
 
     The number of flags must be the same on all ranks.
     """
@@ -468,9 +466,9 @@ def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
 
 
 class AsyncMaximum:
-    """A small maximum over all ranks, one in flight at a time, on the host so that nobody waits.
+    """Maximum of a small number over all ranks, reduced on the host while training goes on.
 
-    Every rank has to call the methods in the same order.
+    One reduction is in flight at a time. Every rank has to call the methods in the same order.
     """
 
     def __init__(self, group: HostGroup) -> None:
@@ -478,13 +476,13 @@ class AsyncMaximum:
         self._under_way: Callable[[], Any] | None = None  # returns the highest number
 
     def contribute(self, number: int) -> None:
-        """Send this rank's number on its way; what was under way is dropped.
+        """Begin to reduce this rank's number; the result of an earlier reduction is dropped.
 
         Args:
-            number: From 0 to 255.
+            number: Integer from 0 to 255.
         """
         self.result()
-        if self._group.size == 1:  # there is nobody to ask
+        if self._group.size == 1:  # no other rank
             self._under_way = lambda: number
             return
         self._under_way = HostReduction(
@@ -495,9 +493,9 @@ class AsyncMaximum:
         ).wait
 
     def result(self) -> int:
-        """The highest number contributed; 0 if none was since the last result.
+        """Return the highest number contributed; 0 if none was since the last result.
 
-        Waits for what is not there yet.
+        Blocks until the reduction is done.
         """
         under_way, self._under_way = self._under_way, None
         return 0 if under_way is None else int(under_way())

@@ -19,20 +19,20 @@ from shardeddp.comm.collectives import (
 from shardeddp.comm.transfers import NEVER_SENT, TransferThread, wait_for
 from shardeddp.torch_private import past_the_front
 
-# Kernels in front of collectives look for parameters of users; none of these gets any.
+# Kernels in front of collectives look for users' sharded parameters; none arrives here.
 
 # -- Collectives of gloo
 #
-# Slices travel point to point, straight between the places where they are needed: gloo's own
-# all-gather and reduce-scatter pass everything through buffers of their own.
-# ``benchmarks/collectives.py`` compares the compositions.
+# Slices travel point to point, straight to the rank that needs them: gloo's own all-gather and
+# reduce-scatter copy everything through internal buffers. ``benchmarks/collectives.py`` compares
+# the compositions.
 
 MEAN_BLOCK_NUMEL = 1 << 16
 
 _WATCHED_NBYTES = 1 << 18
-"""From what size on a transfer may be under way for a while: see :mod:`shardeddp.comm.transfers`.
+"""Size from which a transfer may be under way for a while: see :mod:`shardeddp.comm.transfers`.
 
-Less than that leaves at once, and arrives at once.
+Smaller transfers leave and arrive at once.
 """
 
 
@@ -40,9 +40,9 @@ class GlooCollectives(Collectives):
     """Collectives among the ranks of a gloo group, on CPU tensors.
 
     Args:
-        group: The process group.
-        ranks: Its global ranks, ascending.
-        traffic: Where bytes are counted.
+        group: Process group.
+        ranks: Global ranks of the group, ascending.
+        traffic: Counter of bytes and calls.
     """
 
     averages = False
@@ -51,7 +51,8 @@ class GlooCollectives(Collectives):
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
         self._thread = TransferThread()
-        # Where torch compares what ranks ask a group for, it counts what one rank looks for.
+        # With debug level DETAIL torch compares the operations of ranks, and counts those of
+        # `raise_if_closed`, which one rank issues alone.
         is_compared = dist.get_debug_level() is dist.DebugLevel.DETAIL
         self._watches = group is not dist.group.WORLD and not is_compared
 
@@ -128,7 +129,7 @@ class GlooCollectives(Collectives):
         return buffer.view(self.size, -1).unbind()
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """Group ranks (to send to, to receive from), a different pair each round: no hot spots."""
+        """Yield group ranks (to send to, to receive from), a new pair each round: no hot spots."""
         for distance in range(1, self.size):
             yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
@@ -141,7 +142,7 @@ class GlooCollectives(Collectives):
     def _transfer(
         self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int
     ) -> list[Work]:
-        """Send to one group rank and receive from another; empty tensors are not transferred."""
+        """Send to one group rank and receive from another; empty tensors are skipped."""
         works: list[Work] = []
         if received.numel():
             works += _works(dist.irecv(received, group=self._group, group_src=source))
@@ -151,7 +152,7 @@ class GlooCollectives(Collectives):
 
 
 class _Watched:
-    """Transfers that end soon after a connection of their group has closed."""
+    """Handle of transfers that fail soon after a connection of their group has closed."""
 
     def __init__(self, works: list[Work], group: dist.ProcessGroup, thread: TransferThread) -> None:
         self._group = group
@@ -162,15 +163,15 @@ class _Watched:
 
 
 def _wait_for_all(works: list[Work]) -> None:
-    while works:  # each is let go of on the thread, before anybody hears that it is done
+    while works:  # each is released on the thread, before a waiter sees the result
         works.pop(0).wait()
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
-    """Fail this rank's transfers in a gloo group, and with them those of ranks that wait for it.
+    """Fail this rank's transfers in a gloo group, and so those of ranks that wait for it.
 
-    A time-out is what makes gloo do that. Ranks that wait for another rank's transfer would else
-    wait until their own timeout.
+    A receive that times out makes gloo do that. Ranks that wait for another rank's transfer would
+    otherwise wait until their own timeout.
     """
     for other in range(group.size()):
         if other != group.rank():
@@ -185,12 +186,10 @@ def disconnect(group: dist.ProcessGroup) -> None:
 def _scaled_sum(
     output: torch.Tensor, own: torch.Tensor, others: torch.Tensor, scale: float
 ) -> None:
-    """Sum 1D ``own`` and the rows of ``others`` into ``output``, times a scale.
+    """Write the sum of 1D ``own`` and the rows of ``others``, times a scale, into ``output``.
 
-    ``output`` may be ``own`` itself.
-
-    In blocks that stay in the processor's cache, so that the sum and the product cost one pass over
-    memory.
+    ``output`` may be ``own``. Blocks stay in the processor's cache, so that the sum and the product
+    cost one pass over memory.
     """
     for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
         block = slice(start, start + MEAN_BLOCK_NUMEL)
@@ -217,15 +216,15 @@ _reduce_scatter: Callable[..., Work | None] = (
 
 
 class NativeCollectives(Collectives):
-    """Collectives among the ranks of a group whose backend orders them on streams.
+    """Collectives of a group with a backend that orders them on streams, as NCCL does.
 
     They are issued on the current stream and complete in its order, so nothing is left to wait for
     on the host.
 
     Args:
-        group: The process group.
-        ranks: Its global ranks, ascending.
-        traffic: Where bytes are counted.
+        group: Process group.
+        ranks: Global ranks of the group, ascending.
+        traffic: Counter of bytes and calls.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
@@ -242,7 +241,7 @@ class NativeCollectives(Collectives):
     @past_the_front
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
-        # Pieces of several sizes are what NCCL's own all-gather broadcasts in one launch.
+        # NCCL's all-gather of unequal pieces is a set of broadcasts in one launch.
         dist.all_gather([*pieces], pieces[self.rank], group=self._group)
         return CollectiveHandle(keep=pieces)
 

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 
 class Traffic:
-    """Bytes and calls that this rank has issued since the last reset.
+    """Bytes and calls of collectives that this rank has issued since the last reset.
 
-    Bytes are those that the rank has to send when the collective is done as well as a ring does it,
-    whatever the backend does: ``(n - 1) / n`` of the whole buffer for an all-gather, a
-    reduce-scatter or a broadcast among ``n`` ranks, twice that for an all-reduce. A group of one
-    rank counts nothing.
+    Bytes are those that this rank sends in a ring algorithm, whichever the backend uses:
+    ``(n - 1) / n`` of the whole buffer for an all-gather, a reduce-scatter or a broadcast among
+    ``n`` ranks, twice that for an all-reduce. A group of one rank counts nothing.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class Traffic:
         self.calls[kind] += 1
 
     def go_on_from(self, former: Traffic) -> None:
-        """Count what another one has counted, too."""
+        """Add the counts of another counter."""
         self.nbytes.update(former.nbytes)
         self.calls.update(former.calls)
 
@@ -61,10 +60,10 @@ REDUCE_OPS = {
 
 
 def split_mean_factor(tensor: torch.Tensor, size: int) -> tuple[float, float]:
-    """Factors of an average over ``size`` ranks: before their sum, and after it.
+    """Return the factors of an average over ``size`` ranks: before the sum, and after it.
 
     In float16 a product with 1/1024 loses what is below 6e-5, and a sum of 1,024 overflows at 64:
-    each side gets about the square root, as FSDP2 has it. Wider ranges need nothing of the kind.
+    each side gets about the square root, as in FSDP2. Other dtypes are only scaled after the sum.
     """
     if tensor.dtype is not torch.float16:
         return 1.0, 1.0 / size
@@ -73,7 +72,7 @@ def split_mean_factor(tensor: torch.Tensor, size: int) -> tuple[float, float]:
 
 
 class Work(Protocol):
-    """What ``torch.distributed`` returns for an asynchronous operation."""
+    """Handle that ``torch.distributed`` returns for an asynchronous operation."""
 
     def wait(self) -> object:
         """Block until done (CPU), or make the current stream wait (CUDA)."""
@@ -81,10 +80,10 @@ class Work(Protocol):
 
 
 class CollectiveHandle:
-    """A collective that has been issued.
+    """Handle of an issued collective.
 
     Args:
-        works: Handles to wait for.
+        works: Handles of the transfers.
         finish: Local arithmetic that completes the collective once everything has arrived.
         keep: Buffers that the transport still reads or writes; held until :meth:`wait`.
     """
@@ -101,9 +100,9 @@ class CollectiveHandle:
         self._following: list[Callable[[], CollectiveHandle]] = []
 
     def then(self, issue: Callable[[], CollectiveHandle]) -> CollectiveHandle:
-        """Let something follow on this one's result.
+        """Chain a collective that needs the result of this one.
 
-        It is issued at once where streams keep the order, else when the result has arrived.
+        It is issued at once where streams keep the order, else once the result has arrived.
         """
         if self._is_complete():
             return issue()
@@ -111,7 +110,7 @@ class CollectiveHandle:
         return self
 
     def advance(self) -> bool:
-        """Complete what is under way and issue what follows; whether that is still to wait for."""
+        """Complete the current collective and issue the next; return False if none is left."""
         self._complete()
         while self._following and self._is_complete():
             following = self._following.pop(0)()
@@ -124,7 +123,7 @@ class CollectiveHandle:
         return not self._is_complete()
 
     def wait(self) -> None:
-        """Complete all of it; calling it again does nothing."""
+        """Complete the whole chain; further calls do nothing."""
         while self.advance():
             pass
 
@@ -146,12 +145,12 @@ class Collectives(ABC):
 
     Args:
         ranks: Global ranks of the group, ascending.
-        rank: Place of this process in ``ranks``.
-        traffic: Where bytes are counted.
+        rank: Group rank of this process, an index into ``ranks``.
+        traffic: Counter of bytes and calls.
     """
 
     averages: bool = True
-    """Whether an average costs no more than a sum.
+    """True if an average costs no more than a sum.
 
     Else it takes one more pass over memory, which a caller that scales its input can save.
     """
@@ -168,57 +167,56 @@ class Collectives(ABC):
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:
         """Fill ``buffer`` (1D, ``size`` equal slices) with every rank's slice.
 
-        This rank's own is already in place.
+        This rank's own slice is filled already.
         """
 
     @abstractmethod
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:
         """Fill ``pieces`` (1D, any lengths, one per rank) with every rank's piece.
 
-        This rank's own is in place.
+        This rank's own piece is filled already.
         """
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:
         """Average slice ``rank`` of every rank's ``buffer`` into ``output``.
 
-        ``buffer`` is 1D with ``size`` equal slices, ``output`` is one slice.
-
-        ``buffer`` must not be touched before the collective is complete. ``output`` may be slice
-        ``rank`` of it.
+        ``buffer`` is 1D with ``size`` equal slices; it may be overwritten, and must not be touched
+        before the collective is complete. ``output`` is one slice, and may be slice ``rank`` of
+        ``buffer``.
         """
 
     @abstractmethod
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:
-        """Reduce ``tensor`` over the group, in place."""
+        """All-reduce ``tensor`` and overwrite it with the result."""
 
     @abstractmethod
     def all_to_all(
         self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
     ) -> CollectiveHandle:
-        """Send ``leaving[r]`` to every other group rank ``r``, and fill ``arriving[r]`` from it.
+        """Send ``leaving[r]`` to every other group rank ``r``, and receive ``arriving[r]`` from it.
 
-        Pieces are 1D and of any lengths; this rank's own are not looked at.
+        Tensors are 1D and of any lengths; this rank's own entries are ignored.
         """
 
     @abstractmethod
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:
-        """Overwrite ``tensor`` with that of group rank ``source``, in place."""
+        """Overwrite ``tensor`` with that of group rank ``source``."""
 
     def count_leaving(self, leaving: Sequence[torch.Tensor]) -> None:
-        """Count what an all-to-all sends."""
+        """Count the bytes that an all-to-all sends."""
         self.traffic.add(
             "all_to_all",
             sum(piece.nbytes for rank, piece in enumerate(leaving) if rank != self.rank),
         )
 
     def count(self, kind: str, nbytes: int, passes: int = 1) -> None:
-        """Count one collective over ``nbytes`` in all; see :class:`Traffic`."""
+        """Count one collective over a buffer of ``nbytes``; see :class:`Traffic`."""
         self.traffic.add(kind, passes * nbytes * (self.size - 1) // self.size)
 
 
 class SoloCollectives(Collectives):
-    """The collectives of a group of one rank: everything is already where it should be."""
+    """Collectives of a group of one rank, which transfer nothing."""
 
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         return CollectiveHandle()
@@ -244,7 +242,7 @@ class SoloCollectives(Collectives):
 
 
 def _refused(operation: str) -> Callable[..., NoReturn]:
-    """A method that refuses to communicate."""
+    """Return a method that raises instead of communicating."""
 
     def refuse(collectives: Collectives, *_: object, **__: object) -> NoReturn:
         raise in_forked_process(operation, collectives.ranks)
@@ -253,9 +251,9 @@ def _refused(operation: str) -> Callable[..., NoReturn]:
 
 
 class InheritedCollectives(Collectives):
-    """What a process that was forked from a rank has in the place of the rank's collectives.
+    """Collectives in a process that was forked from a rank: every call raises RuntimeError.
 
-    Other ranks would take what it sends for the rank's own, and never answer it.
+    Other ranks would take its messages for the rank's own, and never answer them.
     """
 
     all_gather_ = all_gather_uneven_ = _refused("a gather")
@@ -265,7 +263,7 @@ class InheritedCollectives(Collectives):
 
 
 def in_forked_process(operation: str, ranks: Sequence[int]) -> RuntimeError:
-    """The error of a communication in a process that was forked from a rank."""
+    """Return the error of a communication in a process that was forked from a rank."""
     return RuntimeError(
         f"{operation} needs ranks {[*ranks]} together, and this process is none of them: it was "
         f"forked from one, as the workers of a DataLoader are. Take what it needs of a parameter "

@@ -14,24 +14,24 @@ from shardeddp.comm.agreement import all_gather_bytes
 from shardeddp.comm.host_group import HostGroup
 
 _CHUNK = 1 << 18
-"""Words of 8 bytes that are weighed at a time: 2 MiB beside the tensor."""
+"""Chunk of a checksum, in words of 8 bytes: it takes 2 MiB beside the tensor."""
 
 _FACTOR = 6_364_136_223_846_793_005
-"""Between chunks; from Knuth's generator MMIX, any large odd number would do."""
+"""Multiplier between chunks; from Knuth's generator MMIX, any large odd number would do."""
 
 
 class WriteDigest:
-    """Checksums of what has been written to parameters since the ranks last compared them.
+    """Checksums of the writes to parameters since the ranks last compared them.
 
-    A sharded parameter has one value for all ranks, and each keeps its part of what it has written
-    itself. Where ranks write different values, the parameter becomes a mixture of them.
+    A sharded parameter has one value for all ranks, and each rank keeps its shard of the values it
+    has written itself. Where ranks write different values, the parameter becomes a mixture of them.
     """
 
     def __init__(self) -> None:
-        self._operations: dict[str, int] = {}  # by parameter
+        self._operations: dict[str, int] = {}  # by fqn
         # 0D tensors on the device of the written parameter.
         self._values: list[tuple[str, torch.Tensor]] = []
-        # 0D, by parameter that was written to inside of its unit.
+        # 0D, by fqn of parameters written to inside of their unit.
         self._states: dict[str, torch.Tensor] = {}
         # Options of the last step, by optimizer and group.
         self._options: dict[tuple[str, int], dict[str, object]] = {}
@@ -39,32 +39,32 @@ class WriteDigest:
         self._changed: dict[str, str] | None = {}
 
     def note(self, fqn: str, operation: str, values: torch.Tensor | None = None) -> None:
-        """Note a write.
+        """Record a write.
 
         Args:
-            fqn: The parameter's name.
-            operation: What writes to it.
-            values: What is written, whole; None: what the operation makes of the parameter itself.
+            fqn: Name of the parameter.
+            operation: Name of the operation that writes.
+            values: Whole tensor that is written; None: the operation changes the parameter itself.
         """
         self._operations[fqn] = zlib.crc32(operation.encode(), self._operations.get(fqn, 0))
         if values is not None and values.layout is torch.strided:
             self._values.append((fqn, checksum(values)))
 
     def note_state(self, fqn: str, values: torch.Tensor) -> None:
-        """Note what a parameter has become inside of its unit; only the last such note counts.
+        """Record the values of a parameter inside of its unit; only the last record counts.
 
         Args:
-            fqn: The parameter's name.
-            values: Its elements, whole.
+            fqn: Name of the parameter.
+            values: Elements of the whole parameter.
         """
         self._states[fqn] = checksum(values)
 
     def note_options(self, optimizer: str, groups: Sequence[Mapping[str, object]]) -> None:
-        """Note with which options an optimizer has stepped.
+        """Record the options with which an optimizer has stepped.
 
         Args:
-            optimizer: Its name.
-            groups: Its parameter groups. What is neither a number nor a text is left out.
+            optimizer: Name of the optimizer.
+            groups: Parameter groups of the optimizer; only numbers and strings are recorded.
         """
         if self._changed is None:
             return
@@ -76,14 +76,14 @@ class WriteDigest:
                     self._changed[_named(option, optimizer, index)] = repr(value)
 
     def take_changed_options(self) -> dict[str, str]:
-        """The options that have changed since the last call, with their values."""
+        """Return the options that have changed since the last call, with their values."""
         found, self._changed = self._changed or {}, None if self._changed is None else {}
         return found
 
     def end_options(self) -> dict[str, str]:
-        """All options with their values.
+        """Return all options with their values, and compare them no more.
 
-        They are not compared from now on, for it is said that they differ.
+        Called once a difference has been reported.
         """
         self._changed = None
         return {
@@ -94,16 +94,16 @@ class WriteDigest:
 
     @property
     def optimizers(self) -> list[str]:
-        """Names of those that have stepped."""
+        """Names of the optimizers that have stepped."""
         return sorted({optimizer for optimizer, _ in self._options})
 
     @property
     def pending(self) -> list[str]:
-        """The parameters written to since the last comparison, in order of their names."""
+        """Parameters written to since the last comparison, sorted by name."""
         return sorted({*self._operations, *self._states})
 
     def take(self) -> dict[str, int]:
-        """By parameter, a checksum of all writes since the last call."""
+        """Return a checksum of all writes since the last call, by parameter."""
         found, values = self._operations, [*self._values, *self._states.items()]
         self._operations, self._values, self._states = {}, [], {}
         for fqn, total in values:
@@ -174,7 +174,7 @@ def _named(option: str, optimizer: str, group: int) -> str:
 
 @torch.no_grad()
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A checksum of every bit and its position: 0-dim int64, on the tensor's device."""
+    """Return a checksum of every bit and its position: 0D int64, on the tensor's device."""
     octets = values.detach().contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:
         octets = octets.clone()
@@ -188,7 +188,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    # Random: weights that grow with the place are the same in sum for all masks that are
+    # Random: weights that grow with the position have the same sum for all masks that are
     # permutations of each other.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, device="cpu").to(device)

@@ -35,27 +35,27 @@ from shardeddp.torch_private import (
 # -- CallFingerprints: check of calls that need all ranks
 
 WARNING_S = 10.0
-"""After how long a rank tells its user that it waits."""
+"""Time after which a waiting rank prints a warning."""
 
-_ALONE: dict[CodeType, str] = {}  # what runs on one rank only -> how to say so
+_ALONE: dict[CodeType, str] = {}  # code of a function that runs on one rank only -> explanation
 
 
 def note_that_runs_alone(function: Callable[..., Any], explanation: str) -> None:
-    """Note that a function runs on one rank only.
+    """Register a function that runs on one rank only.
 
     Args:
-        function: Either itself, or anything that a decorator has wrapped; all that it wraps share
-            their code.
-        explanation: For people, with ``{name}`` for the name of what was decorated.
+        function: Function, or any result of its decorator; all functions that a decorator returns
+            share their code.
+        explanation: Text for the user, with ``{name}`` for the name of the decorated function.
     """
     _ALONE[function.__code__] = explanation
 
 
 def refuse_traced(operation: str) -> None:
-    """Refuse to gather parameters for operations that torch traces: its graph would refer to their memory.
+    """Refuse to gather parameters for traced operations: the graph would refer to freed memory.
 
     Args:
-        operation: What would be traced, and of whom.
+        operation: Operation that would be traced, and its tensor, for the message.
 
     Raises:
         RuntimeError: Operations are traced, on all ranks that come here; training may go on.
@@ -72,16 +72,16 @@ def refuse_traced(operation: str) -> None:
 class CallFingerprints:
     """Fingerprints of calls, compared in a small host message before operations outside a step.
 
-    Ranks that come together and to different operations raise; those that do not come at all are
-    found by :class:`~shardeddp.comm.desync.DesyncCheck`.
+    Ranks that reach different operations raise; ranks that reach none at all are found by
+    :class:`~shardeddp.comm.desync.DesyncCheck`.
 
     Args:
-        group: The ranks that have to come, on the host; None: no others.
-        ranks: Their global ranks.
-        rank: This rank.
-        error_propagation: Says why a rank that has come waits in vain.
-        name: Of this desync check, where there are several.
-        advice: What to do about ranks that do not come.
+        group: Host group of the ranks that have to come; None: no others.
+        ranks: Global ranks of the group.
+        rank: Global rank of this process.
+        error_propagation: Explains why a rank that has come waits in vain.
+        name: Name of this desync check among several.
+        advice: Remedy for ranks that do not come, for messages.
     """
 
     def __init__(
@@ -99,25 +99,26 @@ class CallFingerprints:
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
         self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
-        self._failure = ""  # what a former call has ended with; the ranks are not together any more
+        self._failure = ""  # error of an earlier call; ranks are out of step from then on
         self._is_inherited = False
         self.thread: int | None = None
-        """The thread that trains, which alone may come here meanwhile; None: any may."""
+        """Training thread, which alone may call meanwhile; None: any thread may."""
 
     def leave_to_parent(self) -> None:
-        """Refuse all calls from now on: this process was forked from the rank."""
+        """Refuse all further calls, in a process that was forked from the rank."""
         self._is_inherited = True
 
     def call(self, operation: str, advice: str = "") -> None:
-        """Return when all ranks have come to the operation.
+        """Return when all ranks have reached the operation.
 
         Args:
-            operation: What needs them, the same on all ranks, and of whom.
-            advice: What to do about ranks that do not come; empty: the usual one.
+            operation: Operation that needs them and its tensor, the same text on all ranks.
+            advice: Remedy for ranks that do not come; empty: ``self.advice``.
 
         Raises:
-            DesyncError: Some ranks have come to another operation.
-            RuntimeError: Some ranks do not come.
+            DesyncError: Some ranks have reached another operation, now or earlier, or this call is
+                made on another thread or in a function that runs on one rank only.
+            RuntimeError: Some ranks do not come, this process was forked, or torch is tracing.
         """
         if self.group is None:
             return
@@ -173,7 +174,7 @@ class CallFingerprints:
 
 
 def _decorated_caller() -> str:
-    """The function around this call that runs on one rank only, as text; empty if there is none."""
+    """Return a text on the calling function that runs on one rank only; empty if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _ALONE:
@@ -186,17 +187,17 @@ def _decorated_caller() -> str:
 
 # -- Desync: ranks that wait for different operations
 #
-# Every rank counts what it begins: agreements and calls on the host by group and kind
+# Every rank counts the operations it begins: agreements and calls on the host by group and kind
 # (:mod:`shardeddp.comm.agreement`), gathers and reductions by stream. All ranks begin them in one
-# order, so of two ranks that are in step none is ahead of the other in one thing and behind it in
+# order, so of two ranks that are in step none is ahead of the other in one count and behind it in
 # another. Where that is so and both stand still, neither can ever go on: it is an error on both,
-# however long the timeout is. A rank that is merely late is behind in everything, and waited for.
+# however long the timeout is. A rank that is merely late is behind in all counts, and waited for.
 #
-# Nothing is sent while ranks go on. One that has stood still in communication for a second asks its
-# neighbours in each of its groups, some six ranks however many there are: between those that have
-# come to one place and those that have come to another there is always a pair of neighbours.
+# Nothing is sent while ranks go on. A rank that has stood still in communication for a second asks
+# its neighbours in each of its groups, some six ranks at any world size: between ranks that have
+# reached one operation and ranks that have reached another there is always a pair of neighbours.
 #
-# What a user asks torch for, without us, is seen in the stack of the thread that waits for it and
+# Operations that a user asks of torch directly are seen in the stack of the waiting thread and
 # counted by torch.
 
 ALARM_S = 1.0
@@ -206,13 +207,13 @@ From then on it counts as standing still.
 """
 
 _BUSY_S = 5.0
-"""The same for a rank that waits in no communication we know of: it may be about to go on."""
+"""The same for a rank that waits in no known communication: it may be about to go on."""
 
 _TRANSFER_S = 8.0
-"""The same for a rank that waits for a transfer of a user's, where no other rank goes on."""
+"""The same for a rank that waits for a user's transfer, where no other rank goes on."""
 
 _NAMED = 8
-"""Ranks in a message."""
+"""Maximum number of ranks in a message."""
 
 _PYTHON, _WAIT = "Python", "the wait() of a handle"
 
@@ -225,17 +226,17 @@ _OF_TORCH = {
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "gather", "reduce",
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 }  # fmt: skip
-"""Collectives that block; a rank that sends or receives waits for one other rank alone."""
+"""Collectives that block; point-to-point calls wait for one other rank alone."""
 
 _WAITS = {"monitored_barrier", "wait_tensor"}
-"""Functions of torch that wait, other than by a handle's ``wait()``."""
+"""Functions of torch that wait, besides a handle's ``wait()``."""
 
 _SENDS = {"send", "isend", "send_object_list"}
 
 BegunOperations = dict[str, dict[str, int]]
-"""Operations that a rank has begun, by group and kind.
+"""Number of operations that a rank has begun, by group and kind.
 
-Groups whose names begin with ``STREAMS`` come in no order with themselves.
+Operations of groups with the prefix ``STREAMS`` have no fixed order among each other.
 """
 
 STREAMS = "streams"
@@ -243,26 +244,27 @@ STREAMS = "streams"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Watched:
-    """What a check watches of one mesh, for as long as the mesh keeps it."""
+    """State of one mesh that a check watches, for as long as the mesh keeps it."""
 
     neighbours: set[int]
-    """Whom to ask."""
+    """Ranks to ask."""
 
     progress: Callable[[], BegunOperations]
-    """What this rank has begun."""
+    """Returns the operations that this rank has begun."""
 
     own: set[str]
-    """The names of groups that ``progress`` counts."""
+    """Names of the groups that ``progress`` counts."""
 
 
 class DesyncCheck:
-    """Watches over one rank, on the thread of its liveness probe.
+    """Check of one rank for waits that never end, on the thread of its liveness probe.
 
-    There is one for all meshes of a process group (:meth:`of_group`): a rank waits in one place,
-    however many Trainers it has, and the first check that sees it in vain closes all connections.
+    There is one for all meshes of a process group (:meth:`of_group`): a rank waits in one
+    operation, however many Trainers it has, and the first check that finds the wait in vain closes
+    all connections.
 
     Args:
-        rank: This rank.
+        rank: Global rank of this process.
         world_size: Number of ranks.
     """
 
@@ -270,23 +272,23 @@ class DesyncCheck:
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
         self.liveness_probe = LivenessProbe(rank)
-        """Asks and answers."""
+        """Asks other ranks, and answers for this one."""
         self.error_propagation = ErrorPropagation(rank, world_size, self.liveness_probe)
-        """Where the error is left for the other ranks."""
-        # Replaced as a whole, since the thread reads it. All ranks make meshes in one order, so the
-        # place of one in it is its name for all of them.
+        """Publishes the error for the other ranks."""
+        # Replaced as a whole, since the probe's thread reads it. All ranks make meshes in one
+        # order, so the index of a mesh is its name on all of them.
         self._watched: tuple[weakref.ref[Watched], ...] = ()
         self._neighbours: set[int] = set()
         self._seen: tuple[int, int, BegunOperations] | None = None
         self._since = time.monotonic()
         self._report: dict[str, Any] = {}
-        self._asked = 0  # the question that answers are expected to; 0: none
+        self._asked = 0  # number of the question to which answers are expected; 0: none
         self._over = False
         self.liveness_probe.attach(self)
 
     @classmethod
     def of_group(cls) -> DesyncCheck:
-        """The check of the default process group, which lives as long as its store."""
+        """Return the check of the default process group, which lives as long as its store."""
         store = default_store()
         found = _CHECKS.get(store)
         if found is None:
@@ -294,21 +296,21 @@ class DesyncCheck:
         return found
 
     def watch(self, mesh: Watched) -> None:
-        """Watch a mesh, too; all ranks call this for it."""
+        """Add a mesh to those watched; all ranks call this for it."""
         self._watched = (*self._watched, weakref.ref(mesh))
 
     def begin_run(self) -> None:
-        """A run begins on the thread that calls this; all ranks call it."""
+        """Begin a run on the calling thread; all ranks call it."""
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
         self._over = False
 
     def report(self) -> dict[str, Any]:
-        """What this rank was doing when it was looked at last."""
+        """Return the state of this rank at the last sample."""
         return self._report
 
     def on_sample(self, frame: FrameType | None) -> None:
-        """See whether the thread that trains, by its innermost frame, has gone on since then."""
+        """Note from its innermost frame whether the training thread has gone on."""
         meshes = {n: mesh for n, each in enumerate(self._watched) if (mesh := each()) is not None}
         own = set[str]().union(*(mesh.own for mesh in meshes.values()))
         self._neighbours = set[int]().union(*(mesh.neighbours for mesh in meshes.values()))
@@ -317,8 +319,8 @@ class DesyncCheck:
             for number, mesh in meshes.items()
             for name, counts in mesh.progress().items()
         }
-        # A rank that tells its user that it waits has not gone on.
-        looks = _frame_of(wait_for.__code__, frame)  # again and again, in the same wait
+        # A rank that prints its warning has not gone on.
+        looks = _frame_of(wait_for.__code__, frame)  # loops within one wait
         at = _call(frame) or looks or frame
         seen = (id(at), 0 if at is None or at is looks else at.f_lasti, progress)
         if seen != self._seen:
@@ -339,11 +341,11 @@ class DesyncCheck:
         }
 
     def on_tick(self) -> None:
-        """End the wait of this rank if it has failed already, or can never be over."""
+        """Break off this rank's wait if it has failed already, or can never end."""
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
-            # A wait for the device (`.item()`) looks like any other code that takes long, and a
-            # handle may be that of a transfer with a rank that does not end.
+            # A wait for the device (`.item()`) looks like any other slow code, and a handle may
+            # belong to a transfer with a rank that does not end.
             is_still = not self._over and self._report["still_s"] >= ALARM_S
             if is_still and (
                 (waits_on_device() and self.error_propagation.has_failed())
@@ -375,10 +377,10 @@ class DesyncCheck:
         self._asked = self.liveness_probe.ask()
 
     def _transfers_in_vain(self, neighbours: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Ranks that wait for transfers of a user's, if no rank can begin their other side any more.
+        """Return ranks in transfers of a user's that no rank can match any more.
 
-        Torch does not tell of a handle whose transfer it is. All ranks are asked where none of the
-        neighbours goes on either, by the first of those that wait for others to come.
+        Torch does not say to which transfer a handle belongs. All ranks are asked, once no
+        neighbour goes on either, by the lowest neighbour that waits for others to come.
         """
         report = self._report
         first = not any(
@@ -396,12 +398,12 @@ class DesyncCheck:
         return {rank: reports[rank] for rank in found[:_NAMED]}
 
     def _is_awaited_by(self, rank: int, other: dict[str, Any]) -> bool:
-        """Whether a rank receives what this one cannot send before that rank has come here."""
+        """Return whether ``rank`` waits for a message that this one sends only after it comes."""
         sends = self._report["target"] == rank
         has_begun_more = _is_ahead_in_torch(other, self._report)
         if other["source"] == self._rank:
             return other["still_s"] >= ALARM_S and (sends or has_begun_more)
-        # Its handle may be that of a transfer with a third rank, which is merely late.
+        # Its handle may belong to a transfer with a third rank, which is merely late.
         certain = sends or self._neighbours == {rank}
         return certain and has_begun_more and other["handle"] and other["still_s"] >= _BUSY_S
 
@@ -418,17 +420,17 @@ class DesyncCheck:
         self._break_off()
 
     def _break_off(self) -> None:
-        """Let all that this rank waits for fail: its connections are closed."""
+        """Fail all operations in which this rank waits, by closing its connections."""
         self._over = True
         break_off()
 
 
 _CHECKS: weakref.WeakKeyDictionary[dist.Store, DesyncCheck] = weakref.WeakKeyDictionary()
-"""By the store of the process group."""
+"""Desync checks by the store of the process group."""
 
 
 def _stands(report: dict[str, Any] | None) -> bool:
-    """Whether a rank waits for others, and has done so for long enough."""
+    """Return whether a rank waits for others, and has done so for long enough."""
     if not report:
         return False
     if report["waits"]:
@@ -437,28 +439,28 @@ def _stands(report: dict[str, Any] | None) -> bool:
 
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether each of two ranks that stand still is ahead of the other."""
+    """Return whether both of two ranks stand still, each of them ahead of the other."""
     if other["still_s"] < (ALARM_S if other["waits"] else _BUSY_S):
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
-    # Gathers and reductions alone prove nothing: they need not be begun in one order.
+    # Gathers and reductions alone prove nothing: their order among each other is not fixed.
     return bool(here and there and not all(each.startswith(STREAMS) for each in here | there))
 
 
 def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """The groups of both in which one rank has begun what the other one has not."""
+    """Return the common groups in which one rank has begun operations that the other has not."""
     return {
         group
         for group, counts in one["begun"].items()
-        # What is sent between two ranks counts as well with torch: it takes a collective that is
-        # waited for.
+        # Torch counts messages between two ranks as well: its groups count only for a rank that
+        # waits in one of their collectives.
         if group in other["begun"] and (not group.startswith(_TORCH) or one["torch"] == group)
         if any(count > other["begun"][group].get(kind, 0) for kind, count in counts.items())
     }
 
 
 def _is_ahead_in_torch(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a rank has begun more than another in a group that is not ours."""
+    """Return whether a rank has begun more than another in a group that is not ours."""
     return any(
         counts["operations"] > other["begun"][group]["operations"]
         for group, counts in one["begun"].items()
@@ -470,7 +472,7 @@ _TORCH = "torch "
 
 
 def counted_by_torch(own: set[str]) -> BegunOperations:
-    """How many operations torch has begun in the groups that are not ours, by group."""
+    """Return the number of operations begun in groups that are not ours, by group."""
     return {
         _TORCH + group.group_name: {"operations": begun}
         for group in process_groups()
@@ -479,14 +481,14 @@ def counted_by_torch(own: set[str]) -> BegunOperations:
 
 
 def _source_of_receive(frame: FrameType | None) -> int | None:
-    """The rank from which a thread receives, where it waits for that and names one."""
+    """Return the rank from which a thread waits to receive; None: it does not, or names none."""
     if frame is None or _file(frame) != COLLECTIVES_FILE or _name(frame) != "recv":
         return None
     return _global_rank(frame, "src")
 
 
 def _global_rank(frame: FrameType, argument: str) -> int | None:
-    """The rank that a function of torch was given, as a global one or as one of its group."""
+    """Return the global rank given to a function of torch, as a global or a group rank."""
     given: int | None = frame.f_locals.get(argument)
     in_group: int | None = frame.f_locals.get(f"group_{argument}")
     if given is not None or in_group is None:
@@ -496,30 +498,30 @@ def _global_rank(frame: FrameType, argument: str) -> int | None:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that have called it, the innermost first."""
+    """Yield a frame and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _needed(frame: FrameType | None) -> list[int]:
-    """The ranks that have to come to the call in which a thread waits."""
+    """Return the ranks that have to reach the call in which a thread waits."""
     call = _call(frame)
     return [] if call is None else call.f_locals["self"]._others
 
 
 def _call(frame: FrameType | None) -> FrameType | None:
-    """The call that all ranks have to come to, if a thread is in one."""
+    """Return the frame of :meth:`CallFingerprints.call` in a thread's stack, if it is in one."""
     return _frame_of(CallFingerprints.call.__code__, frame)
 
 
 def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of a function in which a thread is."""
+    """Return the innermost frame of a function in a stack."""
     return next((each for each in _callers(frame) if each.f_code is code), None)
 
 
 def _target_of_send(frame: FrameType | None) -> int | None:
-    """The rank to which a thread is about to send; None: it is not."""
+    """Return the rank to which a thread is about to send; None: it does not send."""
     for each in _callers(frame):
         if _file(each) == COLLECTIVES_FILE and each.f_code.co_name in _SENDS:
             return _global_rank(each, "dst")
@@ -527,7 +529,7 @@ def _target_of_send(frame: FrameType | None) -> int | None:
 
 
 def _awaits_handle(frame: FrameType | None) -> bool:
-    """Whether a thread waits in native code for a transfer, as by the handle of a collective."""
+    """Return whether a thread waits in native code for a transfer, as by a collective's handle."""
     if frame is None:
         return False
     callers = (each for each in _callers(frame) if _file(each) != OPERATORS_FILE)
@@ -542,7 +544,7 @@ def _awaits_handle(frame: FrameType | None) -> bool:
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
-    """Whether a thread waits in communication, and in which of torch's groups if it is not ours."""
+    """Return whether a thread waits in communication, and the group if it is not ours."""
     while frame is not None and _is_passed_through(frame):
         frame = frame.f_back
     if frame is None:
@@ -554,17 +556,17 @@ def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
 
 
 def _is_passed_through(frame: FrameType) -> bool:
-    """Whether not a frame but its caller tells what a thread waits for."""
+    """Return whether the operation waited for is shown by a frame's caller, not by the frame."""
     file = _file(frame)
     if file == COLLECTIVES_FILE:
         return False
     if file.startswith((_TENSOR, _TORCH_FILES)):
-        return True  # on the way from a collective of a user's to the operation on whole tensors
+        return True  # between a user's collective and the operation on whole tensors
     return file.startswith(_STANDARD) and "-packages" not in file  # an event or a lock
 
 
 def _describe(frame: FrameType | None) -> tuple[str, str]:
-    """What a thread waits for, in the words of who has asked, and the advice that goes with it."""
+    """Return the operation for which a thread waits, in its caller's words, and its advice."""
     place, callee, within, collective = place_of(frame), None, None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is CallFingerprints.call.__code__:

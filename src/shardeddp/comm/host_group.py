@@ -17,20 +17,20 @@ from shardeddp.comm.transfers import TransferThread, wait_for
 T = TypeVar("T")
 
 DIRECT_SIZE = 64
-"""Up to that many ranks are connected all to all; more lie in a grid of rows and columns."""
+"""Largest group that is connected all to all; larger ones form a grid of rows and columns."""
 
 CHANNELS = 4
-"""How many threads may use the same axes."""
+"""Number of threads that may use the same axes."""
 
 _TAGS = 1 << 28
 
 
 def grid_of(size: int) -> tuple[int, int]:
-    """Into how many rows and columns ranks are laid, so that each is connected to few others.
+    """Return the grid in which ranks are laid out, so that each is connected to few others.
 
     Returns:
-        Rows and columns: one row up to :data:`DIRECT_SIZE` ranks, and where the number is prime;
-        else the two factors that are closest to each other, the greater one the length of a row.
+        Rows and columns: one row up to :data:`DIRECT_SIZE` ranks and for a prime number of them;
+        else the two closest factors, the greater one as the length of a row.
     """
     if size <= DIRECT_SIZE:
         return 1, size
@@ -39,14 +39,14 @@ def grid_of(size: int) -> tuple[int, int]:
 
 
 class Channel:
-    """One order of operations on some axes: their tags, and the thread for those asked ahead.
+    """One order of operations on some axes: their tags, and the thread for those begun ahead.
 
-    All ranks come to the operations of a channel in one order. Groups with the same axes, one after
+    All ranks issue the operations of a channel in one order. Groups with the same axes, one after
     the other or at the same time, share their channels, so that a message of one is never taken for
     one of another.
 
     Args:
-        number: From 0 to 3; its tags are no other channel's.
+        number: Index from 0 to 3; channels have different tags.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -54,34 +54,34 @@ class Channel:
         self.begun = 0
         """Number of operations so far."""
         self.thread = TransferThread()
-        """Waits for its operations."""
+        """Thread that waits for the operations."""
 
     def next_tag(self) -> int:
-        """What marks the messages of one operation; to be taken on one thread, in order."""
+        """Return the tag of the next operation's messages; call it on one thread, in order."""
         self.begun += 1
         return self.begun % (_TAGS // CHANNELS) * CHANNELS + self._number
 
 
 class HostGroup:
-    """Ranks that exchange bytes on the host, by messages between two ranks.
+    """Ranks that send each other bytes on the host, in messages between two ranks.
 
-    In an axis each rank hears first from the rank before it, then from two before it, four, and so
-    on, and passes on all that it knows (dissemination): log2 of their number of hops, however many
-    there are. In a grid, rows come first, then columns. gloo's own collectives go around a ring:
-    2 (N - 1) hops, and need a connection between any two ranks.
+    In an axis each rank receives first from the rank before it, then from two before it, four, and
+    so on, and passes on all that it knows (dissemination): log2 N hops for N ranks. In a grid, rows
+    come first, then columns. gloo's own collectives go around a ring: 2 (N - 1) hops, and need a
+    connection between any two ranks.
 
     All ranks call the methods in one order for each channel.
 
     Args:
-        axes: The rows' and the columns' process group of this rank; the latter only in a grid.
-            None: nobody else.
-        ranks: Global ranks, in the order of rows.
-        name: The same on all of them, for errors.
-        timeout: After how long a rank that waits for another gives up, and breaks the axes' connections.
-        channel: Of these axes; groups that are used by several threads have one each.
-        patience: After how long an operation gives up and leaves the connections to other channels;
-            None: with the timeout alone.
-        mirrors: The others do not exist (torch's fake process group), and say what this rank says.
+        axes: Process groups of this rank's row and, in a grid, its column; empty: no other rank.
+        ranks: Global ranks, row by row.
+        name: Name of the group in errors, the same on all ranks.
+        timeout: Maximum wait for another rank; after it the axes' connections break.
+        channel: Channel of these axes; groups that are used by several threads have one each.
+        patience: Maximum time of an operation; after it the operation fails, and other channels
+            keep the connections. None: ``timeout`` alone applies.
+        mirrors: True if the other ranks do not exist (torch's fake process group): each sends the
+            same as this one.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class HostGroup:
         self._row, self._column = (*axes, None, None)[:2]
         self._timeout, self._patience = timeout, patience
         self.clock: StepClock | None = None
-        """Measures what a thread that trains waits for; None: nobody does."""
+        """Clock for the waits of the training thread; None: they are not measured."""
         self.channel = Channel() if channel is None else channel
-        """Tags and the thread of its operations."""
+        """Tags and thread of the group's operations."""
         self.rank = 0 if self._row is None else self._row.rank()
-        """This rank's place."""
+        """Group rank of this process."""
         if self._row is not None and self._column is not None:
             self.rank += self._column.rank() * self._row.size()
         self._axes = [axis for axis in (self._row, self._column) if axis is not None]
@@ -112,7 +112,7 @@ class HostGroup:
     # -- Operations
 
     def keep_highest_(self, message: torch.Tensor, tag: int) -> None:
-        """Replace each byte by the highest that any rank has in its place.
+        """Replace each byte by its maximum over all ranks.
 
         Args:
             message: 1D bytes, of one length on all ranks.
@@ -121,7 +121,7 @@ class HostGroup:
         self._run(lambda: self._keep_highest_(message, tag))
 
     def gather(self, block: torch.Tensor, tag: int) -> torch.Tensor:
-        """The blocks of all ranks, 2D, by rank.
+        """All-gather the blocks of all ranks: 2D, by rank.
 
         Args:
             block: 1D bytes, of one length on all ranks.
@@ -130,29 +130,29 @@ class HostGroup:
         return self._run(lambda: self._gather(block, tag))
 
     def gather_to_first(self, block: torch.Tensor, tag: int) -> torch.Tensor | None:
-        """The same on the first rank alone; others pass on what comes from the ranks behind them.
+        """Gather the blocks of all ranks to the first one, through a tree of ranks.
 
         Returns:
-            None on other ranks.
+            Blocks by rank, 2D; None on other ranks.
         """
         return self._run(lambda: self._gather_to_first(block, tag))
 
     def broadcast_(self, message: torch.Tensor, source: int, tag: int) -> None:
-        """Overwrite all ranks' bytes by those of one of them.
+        """Overwrite all ranks' bytes with those of one rank.
 
         Args:
             message: 1D bytes, of one length on all ranks.
-            source: Its place.
+            source: Group rank of the sender.
             tag: See :meth:`Channel.next_tag`.
         """
         self._run(lambda: self._broadcast_(message, source, tag))
 
     def begin(self, action: Callable[[], T]) -> Future[T]:
-        """Carry out operations behind this thread's back, after those that it has begun before."""
+        """Run operations on the channel's thread, after those begun before."""
         return self.channel.thread.begin(action)
 
     def wait_for(self, result: Future[T]) -> T:
-        """The result of operations that were begun.
+        """Return the result of operations that were begun.
 
         Raises:
             RuntimeError: A connection has closed, or the group's patience is over.
@@ -178,7 +178,7 @@ class HostGroup:
             rank, size, known = axis.rank(), axis.size(), 1
             blocks = torch.zeros(
                 size, block.numel(), dtype=torch.uint8, device="cpu"
-            )  # from this rank's on
+            )  # this rank's block first
             blocks[0] = block.view(-1)
             while known < size:
                 more = min(known, size - known)
@@ -191,8 +191,8 @@ class HostGroup:
     def _gather_to_first(self, block: torch.Tensor, tag: int) -> torch.Tensor | None:
         for axis in self._axes:
             rank, size, distance = axis.rank(), axis.size(), 1
-            # This rank's and those of the ranks behind it: on the first of thousands it is what all
-            # tell, so it is received where it stays.
+            # Blocks of this rank and of those below it in the tree. On the first of thousands these
+            # are all blocks, so each is received in its final position.
             known = min(rank & -rank or size, size - rank)
             blocks = torch.zeros(known, block.numel(), dtype=torch.uint8, device="cpu")
             blocks[0] = block.view(-1)
@@ -213,7 +213,7 @@ class HostGroup:
         columns = self.size if self._row is None else self._row.size()
         for axis, place in zip(self._axes, (source % columns, source // columns), strict=False):
             if axis is self._row and self.rank // columns != source // columns:
-                continue  # what the row of the source knows reaches the others through columns
+                continue  # other rows receive it through columns
             size = axis.size()
             rank = (axis.rank() - place) % size
             distance = 1

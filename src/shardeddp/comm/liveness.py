@@ -19,7 +19,7 @@ from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.garbage import collector_paused
 
 PERIOD_S = 0.5
-"""How often it looks whether somebody asks."""
+"""Interval at which the thread looks for questions."""
 
 _POLL_S = 0.1
 _LAST_QUESTION = 1 << 62
@@ -29,39 +29,39 @@ _ENGINE = ("shardeddp", "torch", *LIGHTNING)
 
 
 class ProgressCheck(Protocol):
-    """Judges on the probe's thread whether the thread that trains goes on."""
+    """Judge of the training thread's progress, called on the probe's thread."""
 
     def report(self) -> dict[str, Any]:
-        """What answers say of it, as JSON can hold it."""
+        """Return its part of an answer, serializable as JSON."""
         ...
 
     def on_sample(self, frame: FrameType | None) -> None:
-        """Called before others are answered, with the innermost frame of the thread that trains."""
+        """Sample the training thread by its innermost frame, before questions are answered."""
         ...
 
     def on_tick(self) -> None:
-        """Called afterwards."""
+        """Act on the sample, after questions are answered."""
         ...
 
 
 class LivenessProbe:
-    """Asks where other ranks are, and answers for this one on a thread that ends with the probe."""
+    """Asks other ranks for their line, and answers for this one on a thread that ends with it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._client = StoreClient("liveness", rank)
         self._check: Callable[[], ProgressCheck | None] = lambda: None
         self._trains = threading.get_ident()
-        self._answered = -1  # so that all soon have an answer that can be read at once
+        self._answered = -1  # below the first number: an answer can be read soon after the start
         self._over: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Begin to answer."""
         if self._thread is None:
             over = self._over
-            # A put, unlike an event's set, takes no lock: garbage may be collected on any thread,
-            # at any time.
+            # A put, unlike an event's set, takes no lock: a finalizer may run on any thread, at any
+            # time.
             alive = weakref.ref(self, lambda _: over.put(None))
             self._thread = threading.Thread(
                 target=_answer_probes, args=(alive, over), name="shardeddp-liveness", daemon=True
@@ -70,42 +70,42 @@ class LivenessProbe:
             _STARTED.add(self)
 
     def stop(self) -> None:
-        """End the thread, before the interpreter ends under its feet."""
+        """End the thread before the interpreter ends."""
         self._over.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
     def end(self) -> None:
-        """Let those that wait for this rank know that its program ends."""
+        """Publish the end of this program for ranks that wait for it."""
         with contextlib.suppress(LostStoreError):
             self._write_answer(
                 {"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}}
             )
 
     def is_over(self) -> bool:
-        """Whether its process group has ended, so that nobody can ask any more."""
+        """Return whether the probe's process group has ended, so that no rank can ask any more."""
         return self._client.is_over()
 
     def begin_run(self) -> None:
-        """From here on the thread that calls this is the one that trains."""
+        """Make the calling thread the one that trains."""
         self._trains = threading.get_ident()
 
     def attach(self, check: ProgressCheck) -> None:
-        """Call a check on the thread, which does not keep it alive, and report it in answers."""
+        """Call a check on the probe's thread and add its report to answers; holds it weakly."""
         self._check = weakref.ref(check)
 
     def ask(self) -> int:
-        """Ask all ranks; the number of the question. Who runs answers within the period."""
+        """Ask all ranks, and return the question's number; running ranks answer in a period."""
         return self._client.count("question")
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Which of these ranks have come to the end of their program."""
+        """Return those of the ranks that have ended their program."""
         return list(self.answers(ranks, _LAST_QUESTION))
 
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
-        """Last answers of ranks to this or a later question.
+        """Return the last answers of ranks to this or a later question.
 
-        They tell ``where`` each rank is, and what it reports.
+        An answer has the rank's line (``where``) and its ``reports``.
         """
         names = {f"answer/{rank}": rank for rank in ranks}
         found = {
@@ -115,7 +115,7 @@ class LivenessProbe:
         return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
 
     def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
-        """Ask, and wait for answers; those of these ranks that have come in time."""
+        """Ask, and return the answers of these ranks that come in time."""
         ranks = list(ranks)
         question = self.ask() if ranks else 0
         deadline = time.monotonic() + within_s
@@ -126,7 +126,7 @@ class LivenessProbe:
         return found
 
     def poll(self) -> None:
-        """Answer, if somebody has asked since the last time."""
+        """Answer if a rank has asked since the last call."""
         check = self._check()
         where = self._sample(check)
         try:
@@ -134,7 +134,7 @@ class LivenessProbe:
         except SilentStoreError:
             raise
         except LostStoreError:
-            pass  # who hosts it is gone: this rank may wait for that one, which is judged below
+            pass  # the store's host is gone: on_tick judges whether this rank waits for it
         if check is not None:
             check.on_tick()
 
@@ -146,11 +146,11 @@ class LivenessProbe:
             self._answered = question
 
     def _sample(self, check: ProgressCheck | None) -> str:
-        # To find frames of another thread and to walk over them (`f_back`) makes objects. Python
-        # before 3.11.9 and 3.12.3 waits for itself for ever, or reads memory that the other thread
-        # has freed, if that starts a collection and a finalizer lets other threads run, as that of
-        # a process group does (https://github.com/python/cpython/issues/106883).
-        # A frame keeps all that its function works with; it must not wait here for the store.
+        # Finding frames of another thread and walking over them (`f_back`) makes objects. If that
+        # starts a collection and a finalizer lets other threads run, as that of a process group
+        # does, Python before 3.11.9 and 3.12.3 deadlocks, or reads memory that the other thread has
+        # freed (https://github.com/python/cpython/issues/106883).
+        # A frame keeps all locals of its function alive; none is held while waiting for the store.
         with collector_paused():
             frame = sys._current_frames().get(self._trains)
             if check is not None:
@@ -162,11 +162,11 @@ class LivenessProbe:
 
 
 def place_of(*frames: FrameType | None) -> str:
-    """The innermost line of the user's own code, or of what is there instead.
+    """Return the innermost line of the user's own code, else the innermost line of all.
 
     Args:
-        frames: Of which the first that the user's code has called, or is, counts. A frame of a
-            thread of this package has none of the user's behind it.
+        frames: Innermost frames of stacks; the first stack with a line of the user's counts. A
+            thread of this package has none in its stack.
     """
     for frame in frames:
         if (line := _users_line(frame)) is not None:
@@ -195,7 +195,7 @@ def _users_line(frame: FrameType | None) -> str | None:
 
 
 def lightning_calls() -> bool:
-    """Whether it is Lightning that has called this package, and not the user."""
+    """Return whether Lightning, and not the user, has called this package."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -213,7 +213,7 @@ def _answer_probes(alive: weakref.ref[LivenessProbe], over: SimpleQueue[None]) -
         try:
             liveness_probe.poll()
         except SilentStoreError:
-            pass  # its host may go on
+            pass  # its host may recover
         except LostStoreError:
             return
         del liveness_probe

@@ -22,20 +22,20 @@ from shardeddp.torch_private import backend_config, process_groups
 # -- Failures: the traceback of the first rank that failed
 
 LOOKUP_S = 1.0
-"""How long a rank whose transfer broke waits for the explanation.
+"""Time for which a rank with a broken transfer waits for the explanation.
 
-It is long enough for every rank that runs to say so.
+It is long enough for every running rank to report.
 """
 
 _MISMATCH = "Detected mismatch between collectives on ranks"
-"""What torch says where it compares collectives (see ``ShardedDP(debug=True)``)."""
+"""Text of torch's error where it compares collectives (see ``ShardedDP(debug=True)``)."""
 
 _FIRST, _INTERRUPTED, _EXPLAINED = "first failure", "interrupted", "explained"
 _SEARCH, _FOUND = "search for lost ranks", "lost ranks"
 _OF_TRANSFERS = ("gloo", "NCCL", "closed by peer", "caused pair closure")
 
 _LISTED = 8
-"""How many ranks are listed where all could be."""
+"""Maximum number of ranks in a message."""
 
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
 _NOBODY = json.dumps(None)
@@ -55,22 +55,22 @@ class ErrorPropagation:
         self._explained = False
 
     def begin_run(self) -> None:
-        """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
+        """Forget the errors of an earlier run; all ranks call it when a run begins."""
         self._client = StoreClient("failures", self._rank)
         self._explained = False
         atexit.unregister(_leave)
 
     def leave_to_parent(self) -> None:
-        """Say nothing any more: this process was forked from the rank, which speaks for itself."""
+        """Publish nothing any more, in a process that was forked from the rank."""
         self._world_size = 1
         atexit.unregister(_leave)
 
     def is_known(self) -> bool:
-        """Whether a rank has left an error in this run, while this one has none of its own."""
+        """Return whether a rank has published an error in this run, while this one has none."""
         return not self._explained and self._client.has([_FIRST])
 
     def has_failed(self) -> bool:
-        """Whether any rank has left an error in this run, or the one that hosts the store is gone."""
+        """Return whether any rank has published an error in this run, or the store is gone."""
         try:
             return self._explained or self._client.has([_FIRST])
         except SilentStoreError:
@@ -79,23 +79,21 @@ class ErrorPropagation:
             return True
 
     def report_desync(self, text: str) -> None:
-        """Tell all ranks, this one too, that they wait for each other in different places."""
+        """Publish that ranks, this one among them, wait for each other in different operations."""
         self._client.claim(_FIRST, json.dumps({"desync": text}))
 
     def explain(self, error: BaseException, operation: str = "") -> None:
-        """Make known what happened.
+        """Publish this rank's own error, or give a broken transfer the error that caused it.
 
-        A rank's own error is left for the others; a broken transfer gets its origin.
-
-        If the process ends without another run, that is seen by the others at once, and rank 0,
-        where it hosts the store, stays until they have read in it.
+        If the process ends without another run, the others see that at once, and rank 0, where it
+        hosts the store, stays until they have read the explanation.
 
         Args:
-            error: What this rank is about to end with. If it only says that a transfer broke, its
-                text and its cause become what has happened first: another rank's error, with its
-                traceback; that ranks wait for each other; or which ranks have not said anything,
-                because they were killed or do not run.
-            operation: Of this rank, where it has a name of its own.
+            error: Error with which this rank is about to end. If it only says that a transfer
+                broke, its text and cause become the first failure: another rank's error, with its
+                traceback; a desync; or the ranks that have not reported, because they were killed
+                or do not run.
+            operation: Name of this rank's operation, if it has one.
         """
         if self._world_size == 1:
             return
@@ -109,7 +107,7 @@ class ErrorPropagation:
                 _explain_by(error, self._origin(error, operation))
             self._client.count(_EXPLAINED)
         except LostStoreError as lost:
-            # Rank 0 hosts the store, or it is on the machine of who does.
+            # Rank 0 hosts the store, or runs on the machine that does.
             if broken and self._rank and not _is_explained(error):
                 _explain_by(error, LostRankError([0], ended=not isinstance(lost, SilentStoreError)))
         self._explained = True
@@ -119,9 +117,9 @@ class ErrorPropagation:
         atexit.register(_leave, self._client, self._world_size - len(lost_ranks) if hosts else 0)
 
     def leave(self) -> None:
-        """Do now what :meth:`explain` has planned for the end.
+        """Do now the work that :meth:`explain` has registered for the exit of the process.
 
-        For a process that ends without coming to it.
+        For a process that ends without its exit handlers.
         """
         atexit.unregister(_leave)
         _leave(self._client, self._world_size if self._rank == 0 and not has_agent_store() else 0)
@@ -134,7 +132,7 @@ class ErrorPropagation:
         )
 
     def _find_places(self, error: BaseException) -> str:
-        """Where each rank has asked for what differs between them."""
+        """Return the line at which each rank has issued the mismatched collective."""
         names = [f"mismatch/{rank}" for rank in range(self._world_size)]
         self._client.write(names[self._rank], _place_of_error(error))
         places = self._client.wait_for(names, LOOKUP_S)
@@ -147,7 +145,7 @@ class ErrorPropagation:
         if self._client.count(_INTERRUPTED) == self._world_size:
             self._client.claim(_FIRST, _NOBODY)
         question = self._liveness_probe.ask()
-        # A rank says who was first, or all ranks that they were not.
+        # A rank publishes the first error, or all ranks publish that it was none of theirs.
         if not self._is_there_soon(_FIRST):
             return self._await_lost(question, f"{operation or 'something'} at {place}")
         note = json.loads(self._client.read(_FIRST) or _NOBODY)
@@ -164,7 +162,7 @@ class ErrorPropagation:
         )
 
     def _compare_places(self) -> DesyncError:
-        """Where some ranks were when transfers of all ranks broke and none had its own error."""
+        """Return an error with some ranks' lines: transfers broke, and no rank has its own error."""
         ranks = sorted({self._rank, *range(min(self._world_size, _LISTED))})
         places = self._client.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
         listed = ", ".join(
@@ -187,10 +185,10 @@ class ErrorPropagation:
         return True
 
     def _await_lost(self, question: int, here: str) -> LostRankError | DesyncError | None:
-        """Result of the search for lost ranks, which one rank makes and all read.
+        """Return the result of the search for lost ranks, which one rank makes and all read.
 
-        The first that asks looks and leaves what it has found: if each did, the store would be
-        asked about as many names as there are pairs of ranks, and would answer too late.
+        The first that asks searches and publishes the result: if each did, the store would be asked
+        about as many names as there are pairs of ranks, and would answer too late.
         """
         mine = self._client.claim(_SEARCH, str(self._rank)) == str(self._rank)
         if mine or not self._is_there_soon(_FOUND):
@@ -211,9 +209,9 @@ class ErrorPropagation:
         )
 
     def _find_lost(self, question: int) -> dict[str, Any] | None:
-        """Ranks that neither were interrupted nor run.
+        """Return the ranks that neither were interrupted nor run, as a JSON object.
 
-        Where there are none, those that run and were not interrupted.
+        Without such ranks, those that run but were not interrupted; None if there are none.
         """
         names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
         silent = [names[name] for name in self._client.missing(list(names))]
@@ -231,14 +229,14 @@ class ErrorPropagation:
 
 
 def is_transfer_error(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank is gone, not a rank's own."""
+    """Return whether an error is a collective's reaction to a lost rank, not a rank's own error."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, LostStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TRANSFERS)
 
 
 def has_broken_transfers(error: BaseException) -> bool:
-    """Whether process groups cannot be relied on after an error: ranks may have left each other."""
+    """Return whether process groups are unreliable after an error: ranks may be out of step."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -256,7 +254,7 @@ def _is_explained(error: BaseException) -> bool:
 
 
 def _explain_by(error: BaseException, cause: Exception | None) -> None:
-    """Let an error say what it comes from, in its own text: loggers and tuners see that alone."""
+    """Set an error's cause and put it into its text, which is all that loggers and tuners show."""
     if cause is None:
         return
     error.__cause__ = cause
@@ -270,10 +268,10 @@ def _place_of_error(error: BaseException) -> str:
 
 
 def break_off() -> None:
-    """Let all that this rank waits for fail: connections are closed, communicators aborted.
+    """Fail all waits of this rank: close connections, abort communicators.
 
-    A device that waits for another rank in a communicator of NCCL goes on, and so does whoever
-    waits for the device: ``.item()``, a copy to the host, the end of a process group.
+    A device that waits for another rank in a communicator of NCCL then goes on, and so does the
+    code that waits for the device: ``.item()``, a copy to the host, the end of a process group.
     """
     for group in process_groups():
         backends = backend_config(group)
@@ -284,7 +282,7 @@ def break_off() -> None:
 
 
 def waits_on_device() -> bool:
-    """Whether there are groups in which the device waits for other ranks, and not the host."""
+    """Return whether in some groups the device, and not the host, waits for other ranks."""
     return any("nccl" in backend_config(group) for group in process_groups())
 
 
@@ -292,7 +290,7 @@ def _leave(client: StoreClient, readers: int) -> None:
     """Close connections, so that others fail now; keep the store until ``readers`` know why."""
     # The end of the process closes connections only after all other exit handlers (a logger's
     # upload may take minutes). Ranks that look for the reason must also break their wait while the
-    # store is there, which ends with its host.
+    # store exists, which ends with its host.
     break_off()
     deadline = time.monotonic() + LOOKUP_S
     with contextlib.suppress(LostStoreError):
@@ -302,20 +300,20 @@ def _leave(client: StoreClient, readers: int) -> None:
 
 # -- End of the process
 #
-# A collective that has been waited for is held for another moment by the thread that has carried it
-# out. If that thread lets go last of a tensor that Python knows, it needs the interpreter; where
-# that has begun to end, the process is aborted, although all of its work is done. On a busy machine
-# the moment can be long.
+# A collective that has been waited for is held for another moment by the thread that has run it. If
+# that thread drops the last reference to a tensor that Python knows, it needs the interpreter; once
+# the interpreter has begun to end, the process is aborted, although all of its work is done. On a
+# busy machine the moment can be long.
 
 LIMIT_S = 0.5
-"""How long to wait at most; threads that compute for themselves do not end by waiting."""
+"""Maximum wait in seconds; threads that compute for other purposes do not end by waiting."""
 
 _LOOK_S = 0.005
 _TASKS = Path("/proc/self/task")
 
 
 def drain_threads_at_exit() -> None:
-    """Let the end of this process wait for its threads; to be called when there are groups."""
+    """Let the exit of this process wait for its threads; to be called when there are groups."""
     atexit.unregister(wait_until_idle)
     atexit.register(wait_until_idle)
 
@@ -323,15 +321,15 @@ def drain_threads_at_exit() -> None:
 def wait_until_idle(limit_s: float = LIMIT_S) -> None:
     """Return when no other thread of this process runs or is about to.
 
-    Where that cannot be told, return after a while.
+    Only Linux says so; elsewhere return after ``limit_s``.
 
     Args:
-        limit_s: Return after that time in any case.
+        limit_s: Maximum wait in seconds.
     """
     deadline, idle = time.monotonic() + limit_s, 0
-    # Two looks: one may fall between two steps of a thread.
+    # Two samples: one may fall between two steps of a thread.
     while idle < 2 and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)  # in which others have the interpreter
+        time.sleep(_LOOK_S)  # gives the interpreter to other threads
         idle = 0 if _others_run() else idle + 1
 
 

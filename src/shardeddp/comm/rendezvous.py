@@ -1,14 +1,13 @@
 """Rendezvous: how the ranks of a job find each other, before there is a process group.
 
-They meet in a store. Rank 0 hosts it, or torchrun's agent does, whose store outlives restarts: it
-still holds what the ranks of an earlier attempt have left, addresses of theirs among it, and
-nothing that torchrun tells a rank says which attempt this is. So nothing is kept under names that
-were used before. Each rank comes with a random name, rank 0 answers each with the random name of
-this attempt, and all that follows is kept under that.
+They meet in a store, hosted by rank 0 or by torchrun's agent. The agent's store outlives restarts:
+it still holds keys of an earlier attempt, addresses among them, and nothing that torchrun gives a
+rank says which attempt this is. So no key is used twice. Each rank comes with a random name, rank 0
+answers each with the random name of this attempt, and all later keys have that as their prefix.
 
 On one machine everything listens on the loopback interface alone. Across machines the store listens
-on the address of rank 0 where that is given as a number, else on all interfaces: what a name stands
-for may differ between machines.
+on the address of rank 0 where that is numeric, else on all interfaces: a host name may resolve
+differently on each machine.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _AGENT_TIMEOUT = timedelta(seconds=60)
 _POLL_S = 0.01
 _LATE_S = 2.0
-"""How long rank 0 waits for more ranks to list, once it knows that they do not fit together."""
+"""Time for which rank 0 waits for more ranks to list, once it knows of a mismatch among them."""
 
 
 class Placement(NamedTuple):
-    """Where the ranks of a run are."""
+    """Order of a run's ranks, and their reach without the network."""
 
     order: tuple[int, ...] | None
-    """Ranks in the order in which those near each other are adjacent; None: as they count."""
+    """Ranks in an order in which those near each other are adjacent; None: ascending."""
     reach: int
-    """Ranks that reach each other without the network."""
+    """Number of ranks that reach each other without the network."""
 
 
 def meet(
@@ -59,18 +58,18 @@ def meet(
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
-        address: Where rank 0 is.
-        port: Where it hosts the store.
-        info: Of this rank.
-        timeout: How long to wait for the others.
+        address: Address of rank 0.
+        port: Port of the store on rank 0.
+        info: Rank info of this process.
+        timeout: Maximum wait for the other ranks.
 
     Returns:
-        A store whose names are new, and where the ranks are.
+        Store under a prefix of this attempt, and the placement of the ranks.
 
     Raises:
         ConfigurationError: The ranks do not fit together, or are about to run something else than
             rank 0; on every rank.
-        TimeoutError: Some have not come.
+        TimeoutError: Some ranks have not come.
     """
     if has_agent_store():
         # The agent opens its store before it starts a rank.
@@ -91,10 +90,10 @@ def meet(
 
 
 def switches_of(environment: Mapping[str, str]) -> str:
-    """Network switches above this node, the outermost first, as SLURM tells its tasks.
+    """Return the network switches above this node, the outermost first, as SLURM gives them.
 
     Args:
-        environment: Of this process.
+        environment: Environment variables of this process.
     """
     parts = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -103,12 +102,12 @@ def switches_of(environment: Mapping[str, str]) -> str:
 
 
 def nvlink_domain(device: torch.device) -> str:
-    """The NVLink domain of a GPU: its cluster and clique.
+    """Return the NVLink domain of a GPU: its cluster and clique.
 
-    Empty: NVLink does not leave its node, or NVML cannot say.
+    Empty if NVLink does not leave its node, or NVML cannot say.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
     """
     if device.type != "cuda" or find_spec("pynvml") is None:
         return ""
@@ -128,14 +127,14 @@ def nvlink_domain(device: torch.device) -> str:
 
 
 _FURTHER_FILES = 512
-"""Open files beside the connections between ranks: of loaders, checkpoints, loggers and devices."""
+"""Open files besides the connections between ranks: of loaders, checkpoints, loggers, devices."""
 
 
 def reserve_open_files(connections: int) -> str:
-    """Let this process open as many files as its connections need; the soft limit is raised.
+    """Let this process open as many files as its connections need, by raising the soft limit.
 
     Returns:
-        Why that is impossible, for :attr:`RankInfo.problem`; empty: it is not.
+        Reason why that is impossible, for :attr:`RankInfo.problem`; empty on success.
     """
     needed = connections + _FURTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -144,7 +143,7 @@ def reserve_open_files(connections: int) -> str:
     if hard == resource.RLIM_INFINITY or hard >= needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return ""
-    if connections < hard // 2:  # what is else needed may well be less
+    if connections < hard // 2:  # other files may well need less
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return ""
     return (
@@ -155,18 +154,18 @@ def reserve_open_files(connections: int) -> str:
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun's agent hosts the store, and not rank 0."""
+    """Return whether torchrun's agent hosts the store, and not rank 0."""
     return os.environ.get(_AGENT_VARIABLE) == str(True)
 
 
 _LOOPBACK_INTERFACE = "lo" if sys.platform.startswith("linux") else "lo0"
-_ours: set[str] = set()  # of the variables
+_ours: set[str] = set()  # variables that this package has set
 
 
 def stay_on_loopback() -> None:
     """Let this process's gloo and NCCL listen on the loopback interface, unless the user chose one.
 
-    They look whenever a group is made or first used, so it is for the whole of a run.
+    They read the variables whenever a group is made or first used, so it lasts for the whole run.
     """
     for variable in INTERFACE_VARIABLES:
         if variable not in os.environ:
@@ -175,7 +174,7 @@ def stay_on_loopback() -> None:
 
 
 def leave_loopback() -> None:
-    """Undo :func:`stay_on_loopback`: processes that are started after a run have other tasks."""
+    """Undo :func:`stay_on_loopback` for processes that are started after a run."""
     for variable in _ours:
         if os.environ.get(variable) == _LOOPBACK_INTERFACE:
             del os.environ[variable]
@@ -212,7 +211,7 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
             is_master=True,
             timeout=timeout,
             wait_for_workers=False,
-            multi_tenant=True,  # a process that has hosted it before takes the same one
+            multi_tenant=True,  # a process that has hosted the store before uses the same one
             master_listen_fd=None if listener is None else listener.detach(),
         )
     except dist.DistNetworkError as error:
@@ -231,9 +230,9 @@ def _is_chosen(address: str) -> bool:
 
 
 def _bind(address: str, port: int) -> socket.socket | None:
-    """A socket on one interface.
+    """Return a socket that listens on one interface.
 
-    None: the address is not of this machine (a forwarded one), or the port is taken.
+    None if the address is not of this machine (a forwarded one), or the port is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -249,10 +248,9 @@ def _bind(address: str, port: int) -> socket.socket | None:
 def _exchange_infos(
     store: dist.Store, info: RankInfo, timeout: timedelta
 ) -> tuple[dist.Store, Placement]:
-    """A store under names of this attempt, and where the ranks are.
+    """Return a store under a prefix of this attempt, and the placement of the ranks.
 
-    Rank 0 alone reads what all ranks say; each of the others reads what follows from it, which does
-    not grow with their number.
+    Rank 0 alone reads the infos of all ranks; the others read its verdict.
     """
     if info.rank == 0:
         name = uuid.uuid4().hex
@@ -284,9 +282,9 @@ def _ask_for_name(store: dist.Store) -> str:
 def _gather(
     store: dist.Store, name: str, own: RankInfo, timeout: timedelta
 ) -> tuple[list[RankInfo], bool]:
-    """Answer all arrivals, of earlier attempts too, until all ranks sit.
+    """Answer all arrivals, of earlier attempts too, until all ranks have sent their info.
 
-    Returns who sits, and whether some do not agree.
+    Returns the infos, and whether some do not agree.
     """
     arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "info")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -305,7 +303,7 @@ def _gather(
 
 
 def _info_of(text: str) -> RankInfo:
-    """What a rank has told of itself; one of another version of this package may tell more or less."""
+    """Return a rank info from its text; another version of this package may send other fields."""
     told = json.loads(text)
     return RankInfo(**{it.name: told.get(it.name) for it in fields(RankInfo)})
 
@@ -313,19 +311,19 @@ def _info_of(text: str) -> RankInfo:
 class _Inbox:
     """Texts from many ranks, numbered under one name.
 
-    A rank that is killed between number and text holds up nobody else.
+    A rank that is killed between number and text holds up no other rank.
     """
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, name
         self._given = 0
-        self._open: list[int] = []  # numbers that were given and have no text yet
+        self._open: list[int] = []  # numbers that were taken and have no text yet
 
     def put(self, text: str) -> None:
         self._store.set(f"{self._name}/{self._store.add(self._name, 1)}", text)
 
     def collect(self) -> list[str]:
-        """What has come since the last time."""
+        """Return the texts that have arrived since the last call."""
         given = self._store.add(self._name, 0)
         self._open += range(self._given + 1, given + 1)
         self._given = given
@@ -335,7 +333,7 @@ class _Inbox:
 
 
 def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks are, or what is wrong with them."""
+    """Return the verdict: the order and reach of the ranks, or their mismatch."""
     if len(infos) < own.world_size and not odd:
         missing = sorted(set(range(own.world_size)) - {info.rank for info in infos})
         return {
@@ -353,7 +351,7 @@ def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) 
 
 
 def _leave(names: dist.Store, rank: int) -> None:
-    """Rank 0 may take the store with it: it waits until the others have read why."""
+    """Wait on rank 0 until the others have read the verdict: the store may end with rank 0."""
     if rank != 0:
         names.add("left", 1)
         return

@@ -23,67 +23,67 @@ PARTS = (
     "checkpoint",
     "rest",
 )
-"""Of a step, which sum to it; of gathers and reductions what compute has waited for."""
+"""Parts that sum to a step; gathers and reductions count while compute waits for them."""
 
 EVALUATION = "evaluation"
-"""Part that is in no step."""
+"""Part outside of all steps."""
 
 
 class Span(NamedTuple):
-    """Time in which one part of a step was at work, without what was inside of it."""
+    """Time in which one part of a step was at work, without the parts inside of it."""
 
     part: str
     unit: str
-    """Label, of gathers and reductions; else empty."""
+    """Label of the unit, for gathers and reductions; else empty."""
     begin: float
     """Seconds since the step began."""
     seconds: float
 
 
 class HostTimer:
-    """Marks are readings of the host's clock.
+    """Timer with readings of the host's clock as marks.
 
     Args:
-        read: Seconds.
+        read: Clock in seconds.
     """
 
     def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
         self.mark: Callable[[], Any] = read
 
     def is_past(self, mark: Any) -> bool:
-        """Whether a mark can be read."""
+        """Return True: every mark can be read."""
         return True
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds from one mark to another."""
         return end - begin
 
 
 class CudaTimer:
-    """Marks are events on compute's stream: a part takes the time for which it holds the stream up."""
+    """Timer with events on compute's stream as marks: a part has the time it holds that up."""
 
     def mark(self) -> Any:
-        """An event, behind what compute has enqueued so far."""
+        """Record an event after all work that compute has enqueued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the stream has come to it."""
+        """Return whether the stream has reached the event."""
         return mark.query()
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds from one mark to another."""
         return begin.elapsed_time(end) / 1e3
 
 
 class StepClock:
-    """Divides the time of steps among parts; at each moment the innermost part that has begun has it.
+    """Divides the time of steps among parts; each moment belongs to the innermost part begun.
 
-    So the parts sum to the step, whatever happens. Nothing waits: marks are read when they are past.
+    So the parts always sum to the step. Nothing blocks: marks are read once they are past.
 
     Args:
-        timer: Makes marks.
+        timer: Timer that makes the marks.
     """
 
     def __init__(self, timer: HostTimer | CudaTimer) -> None:
@@ -94,7 +94,7 @@ class StepClock:
         self._ended: deque[tuple[list[tuple[str, str, Any]], Any]] = deque()
 
     def during(self, part: str, unit: str = "") -> StepClock:
-        """Begin a part, which ends with the ``with`` statement that this is for."""
+        """Begin a part, which ends with the ``with`` statement around this call."""
         if self._counts():
             inside = self._open[-1][0] == EVALUATION
             self._open.append((EVALUATION, "") if inside else (part, unit))
@@ -102,22 +102,22 @@ class StepClock:
         return self
 
     def __enter__(self) -> None:
-        """It has begun already."""
+        """Do nothing: :meth:`during` has begun the part."""
 
     def __exit__(self, *_: object) -> None:
-        """End the part that has begun last."""
+        """End the part begun last."""
         if self._counts():
             self._open.pop()
             self._marks.append((*self._open[-1], self._timer.mark()))
 
     def end_step(self) -> None:
-        """A step ends and the next one begins."""
+        """End the step and begin the next one."""
         end = self._timer.mark()
         self._ended.append((self._marks, end))
         self._marks = [(*self._open[-1], end)]
 
     def take(self) -> list[list[Span]]:
-        """Steps that have ended and can be read, each once."""
+        """Return the steps that have ended and can be read, each once."""
         steps: list[list[Span]] = []
         while self._ended and self._timer.is_past(self._ended[0][1]):
             marks, end = self._ended.popleft()
@@ -130,12 +130,12 @@ class StepClock:
         return steps
 
     def _counts(self) -> bool:
-        # A backward on CUDA comes here on autograd's thread, while the thread that trains waits.
+        # A backward on CUDA calls this on autograd's thread, while the training thread waits.
         return threading.get_ident() == self._thread or current_backward() != -1
 
 
 def during(clock: StepClock | None, part: str, unit: str = "") -> AbstractContextManager[None]:
-    """Surround a part of a step, where somebody measures."""
+    """Measure a part of a step with a clock, if there is one."""
     return _NOTHING if clock is None else clock.during(part, unit)
 
 

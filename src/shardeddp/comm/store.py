@@ -20,28 +20,28 @@ from shardeddp.torch_private import default_store
 # -- Notes: messages between ranks in the store
 
 T = TypeVar("T")
-Question = tuple[Callable[[], Any], "Future[Any]"]  # and where its answer goes
+Question = tuple[Callable[[], Any], "Future[Any]"]  # a call, and the future of its answer
 
 ANSWER_S = 1.0
-"""How long the store may take to answer a question, which it does in a thousandth of that."""
+"""Maximum time for an answer of the store, which usually takes a thousandth of that."""
 
 _END_S = 0.2
 _FIRST_POLL_S = 0.001
 _POLL_S = 0.05
-"""How long a rank pauses at most before it asks again. Pauses begin short, and double: what is there
-soon is found soon, and many ranks that wait long do not keep the store busy."""
+"""Maximum pause between polls. Pauses begin short, and double: an early result is found early, and
+many ranks that wait long do not keep the store busy."""
 
 
 class DefaultStore(Protocol):
-    """What every store of a process group has besides what its type says."""
+    """Attributes of every store of a process group that its type does not declare."""
 
     timeout: timedelta
     clone: Callable[[], dist.Store]
-    """Another connection."""
+    """Returns another connection to the same store."""
 
 
 class LostStoreError(RuntimeError):
-    """The store has gone with the process that hosts it."""
+    """The store is gone with the process that hosts it."""
 
 
 class SilentStoreError(LostStoreError):
@@ -51,15 +51,15 @@ class SilentStoreError(LostStoreError):
 class StoreClient:
     """Client of the process group's store, with a key prefix that no other client has.
 
-    Every call ends soon, whatever has become of the store, unless it is to be patient.
+    Every call of a client that is not patient ends within :data:`ANSWER_S`, even without a store.
 
-    All ranks make clients of a topic equally often: the third of each rank share a prefix. Making
-    one waits as long as the store itself does, since nothing goes on without.
+    All ranks make clients of a topic equally often: the third ones of all ranks share a prefix.
+    Making a client may take the store's own timeout, since nothing works without a client.
 
     Args:
-        topic: What they are about.
-        rank: This rank.
-        patient: Whether calls wait as long as the store itself does, where nothing goes on without.
+        topic: Topic of the notes, a part of the prefix.
+        rank: Global rank of this process.
+        patient: True if calls may take the store's own timeout.
     """
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:
@@ -67,58 +67,58 @@ class StoreClient:
         self._desk = _DESKS.get(default) or _StoreWorker(default)
         _DESKS[default] = self._desk
         store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
-        # Counted there: the store outlives who makes them.
+        # Counted in the store, which outlives the objects that make clients.
         made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), waits_full_timeout=True)
         self._patient = patient
         self.number = made
-        """How many of the topic this rank has made in this store, this one with them."""
+        """Number of clients of the topic that this rank has made in this store, with this one."""
 
         self._store: dist.Store = dist.PrefixStore(str(made), store)
 
     def is_over(self) -> bool:
-        """Whether the process group has ended whose store it is; there may be another."""
+        """Return whether the process group of the store has ended; there may be another one."""
         return not dist.is_initialized() or _DESKS.get(default_store()) is not self._desk
 
     def write(self, name: str, text: str) -> None:
-        """Leave a text, over what was there."""
+        """Write a text, over an earlier one."""
         self._ask(lambda: self._store.set(name, text))
 
     def claim(self, name: str, text: str) -> str:
-        """Set a text where there is none yet; gives the one that is there now.
+        """Write a text if there is none yet, and return the one that is there now.
 
         The text must not be empty.
         """
         return self._ask(lambda: self._store.compare_set(name, "", text)).decode()
 
     def read(self, name: str) -> str | None:
-        """The text; None: there is none."""
+        """Return a text; None if there is none."""
         return self.read_all([name]).get(name)
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
-        """The texts that exist, by name: two calls if all do, a few more for each that does not."""
+        """Return the texts that exist, by name: two calls, and a few more for each one missing."""
         missing = set(self.missing(names))
         found = [name for name in names if name not in missing]
         texts = self._ask(lambda: self._store.multi_get(found)) if found else []
         return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether there is a text under every one of these names."""
+        """Return whether there is a text under every one of these names."""
         return self._ask(lambda: self._store.check(list(names)))
 
     def wait_for(self, names: Sequence[str], within_s: float) -> dict[str, str]:
-        """The texts under these names, as soon as all are there; after a time, those that are."""
+        """Wait for the texts under all names up to a time, and return those that exist."""
         self.wait_until(names, time.monotonic() + within_s)
         return self.read_all(names)
 
     def wait_until(self, names: Sequence[str], deadline: float) -> None:
-        """Return when there are texts under these names, or the monotonic clock says so."""
+        """Return once there are texts under all names, or at ``deadline`` (monotonic)."""
         pause = _FIRST_POLL_S
         while not self.has(names) and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """The names without a text; where they are few, it asks for many at once."""
+        """Return the names without a text, by bisection: few calls where few are missing."""
         if not names or self.has(names):
             return []
         if len(names) == 1:
@@ -127,7 +127,7 @@ class StoreClient:
         return self.missing(names[:half]) + self.missing(names[half:])
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to a number, which begins with 0; what it is now."""
+        """Add to a number, which begins with 0, and return the sum."""
         return self._ask(lambda: self._store.add(name, more))
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -135,7 +135,7 @@ class StoreClient:
 
 
 class _StoreWorker:
-    """The process's own connection to the store, and the thread that calls it.
+    """This process's own connection to the store, and the thread that calls it.
 
     A call cannot be interrupted, and never ends if the store's host is frozen.
     """
@@ -144,10 +144,10 @@ class _StoreWorker:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
-        # An operation past its timeout, which may still be running.
+        # A call past its timeout, which may still be running.
         self._overdue: Future[Any] | None = None
-        # A single rank is the host of its store. The other ranks of a fake process group are not
-        # there, and its store may keep nothing.
+        # A single rank is the host of its store. The other ranks of a fake process group do not
+        # exist, and its store may keep nothing.
         self._thread: threading.Thread | None = None
         is_fake = dist.is_initialized() and dist.get_backend() == "fake"
         if not is_fake and (not dist.is_initialized() or dist.get_world_size() > 1):
@@ -161,11 +161,10 @@ class _StoreWorker:
         )
 
     def ask(self, question: Callable[[], T], *, waits_full_timeout: bool = False) -> T:
-        """What the store answers, soon; or as late as the store itself allows.
+        """Return the store's answer, within :data:`ANSWER_S` or the store's own timeout.
 
         Raises:
-            LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not
-                kept waiting as well.
+            LostStoreError: The store is gone, or silent. A call does not wait for an overdue one.
         """
         if self._thread is None:
             return question()
@@ -188,7 +187,7 @@ class _StoreWorker:
             raise LostStoreError(f"the store of the process group is gone ({error})") from error
 
     def end(self) -> None:
-        """End the thread before the interpreter ends, unless it waits for what may never come."""
+        """End the thread before the interpreter ends, unless its call may never return."""
         self._questions.put(None)
         if self._thread is not None:
             self._thread.join(_END_S)
@@ -202,11 +201,11 @@ def _serve(questions: SimpleQueue[Question | None]) -> None:
                 answer.set_result(question())
             except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
                 answer.set_exception(error)
-        del asked, question, answer  # and with them whose notes these are
+        del asked, question, answer  # and with them the client in the call's closure
 
 
 _DESKS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
-"""By the store of the process group: one connection and one thread for all notes of a process."""
+"""Workers by the store of the process group: one connection and one thread for a process."""
 
 
 @atexit.register
@@ -218,13 +217,13 @@ def _end_all() -> None:
 # -- StoreBarrier: a barrier with a timeout, without a collective
 
 PATIENCE_S = 5.0
-"""How long a rank waits for the others."""
+"""Maximum wait for the other ranks."""
 
 _ALL, _SOME = "all", "some"
 
 
 class StoreBarrier:
-    """Names in the store of the process group; whatever is decided first holds for all ranks."""
+    """Timed barrier on the store: True on all ranks if all arrived in time, else False."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -232,14 +231,14 @@ class StoreBarrier:
         self._client = StoreClient("barrier", rank)
 
     def wait_for_all(self, place: str, patience_s: float = PATIENCE_S) -> bool:
-        """Whether every rank calls this in time, from one place; all that do get the same answer.
+        """Return whether every rank calls this in time with one ``place``; all in time agree.
 
         A rank that comes later, or finds the store gone, gets False; one that finds it silent asks
-        on, since others may have had their answer.
+        again, since others may have had their answer.
 
         Args:
-            place: Where this rank is; ranks in different places are not together.
-            patience_s: How long to wait for the others.
+            place: Name of this call; ranks that give different names are not together.
+            patience_s: Maximum wait for the other ranks.
         """
         self._calls += 1
         deadline = time.monotonic() + patience_s
@@ -254,7 +253,7 @@ class StoreBarrier:
                 return False
 
     def _decide(self, place: str, deadline: float) -> str:
-        """What is decided; it may be asked again, which changes nothing."""
+        """Return the decision; asking again changes nothing."""
         decision, here = f"{self._calls}/decision", f"{self._calls}/here/{{}}".format
         if self._client.claim(f"{self._calls}/place", place) != place:
             return self._client.claim(decision, _SOME)

@@ -1,9 +1,9 @@
 """Transfers: waits for other ranks on the host that end soon after a connection has closed.
 
-gloo tells of a closed connection those transfers that have not begun. One that is under way, or
-queued behind one, is told nothing and waits for its whole timeout
+On a closed connection gloo fails those transfers that have not begun. One that is under way, or
+queued after one, is not notified and waits for its whole timeout
 (``gloo/transport/tcp/pair.cc``, ``signalException``), and no wait of gloo's can be broken off. So
-such waits are made on a thread, while who needs the result looks whether connections are there.
+such waits are made on a thread, while the caller checks that the connections exist.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from shardeddp.torch_private import sequence_number
 T = TypeVar("T")
 
 NEVER_SENT = 0x7FFFFFFF
-"""A tag that no transfer has."""
+"""Tag that no transfer has."""
 
 LOOK_S = 1.0
-"""How often who waits looks whether connections are there."""
+"""Interval at which a waiting caller checks the connections."""
 
 _END_S = 0.2
 _Question = tuple[Callable[[], Any], Future[Any]]
 
 
 class TransferThread:
-    """Carries out what waits for other ranks, one after the other, on a thread of its own."""
+    """Runs actions that wait for other ranks, one after the other, on a thread of its own."""
 
     def __init__(self) -> None:
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, action: Callable[[], T]) -> Future[T]:
-        """Carry out an action behind this thread's back; at once if it is that one's own.
+        """Run an action on the thread; at once if the caller is that thread.
 
         Args:
-            action: Whatever it raises is raised where the result is asked for.
+            action: Function to run; its exception is raised where the result is read.
         """
         result: Future[T] = Future()
         if self._thread is None:
@@ -62,7 +62,7 @@ class TransferThread:
         return result
 
     def end(self) -> None:
-        """End the thread before the interpreter ends, unless it waits for what may never come."""
+        """End the thread before the interpreter ends, unless its wait may never end."""
         if self._thread is not None:
             self._questions.put(None)
             self._thread.join(_END_S)
@@ -71,12 +71,12 @@ class TransferThread:
 def wait_for(
     result: Future[T], axes: Sequence[dist.ProcessGroup], patience: timedelta | None = None
 ) -> T:
-    """What an action on a :class:`TransferThread` gives.
+    """Return the result of an action on a :class:`TransferThread`.
 
     Args:
-        result: Of the action.
-        axes: In which it waits for other ranks.
-        patience: After how long to give up; None: when its transfers do.
+        result: Future of the action.
+        axes: Process groups in which the action waits for other ranks.
+        patience: Maximum wait; None: until its transfers time out.
 
     Raises:
         RuntimeError: A connection has closed, or ``patience`` is over.
@@ -103,19 +103,19 @@ def raise_if_closed(axis: dist.ProcessGroup) -> None:
 
 
 def count_begun(group: dist.ProcessGroup) -> int | None:
-    """How many operations this rank has begun in a group, not counting :func:`raise_if_closed`'s.
+    """Return the number of operations begun in a group, without those of :func:`raise_if_closed`.
 
-    None: its backend does not count them.
+    None if its backend does not count them.
     """
     begun = sequence_number(group)
     return None if begun is None else begun - _LOOKS.get(group, 0)
 
 
 _LOOKS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-"""By axis, how many transfers were begun by looking."""
+"""Number of receives begun by :func:`raise_if_closed`, by axis."""
 
 
-@torch.inference_mode()  # what is asked there may lie in tensors that nothing else may write to
+@torch.inference_mode()  # actions may write to inference tensors
 def _carry_out(questions: SimpleQueue[_Question | None]) -> None:
     while (asked := questions.get()) is not None:
         _answer(*asked)

@@ -1,4 +1,4 @@
 """Optimizers on shards, and clipping.
 
-Element-wise ones step on local elements, others on whole parameters on one rank each.
+Element-wise optimizers step on local elements, others on whole parameters on one rank each.
 """

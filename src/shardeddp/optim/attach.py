@@ -2,11 +2,10 @@
 
 - ``element``: :class:`LocalStep`, on this rank's elements (`elementwise.py`).
 - ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`whole_parameter.py`).
-- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations
-  give global answers: right, and slow.
+- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves: their operations
+  give global results, correct and slow.
 
-The first two put plain tensors in the optimizer's hands while it steps, and take them back
-(`swap.py`).
+The first two replace the optimizer's parameters by plain tensors while it steps (`swap.py`).
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 
 class GlobalStep:
-    """Lets an optimizer step on the sharded tensors themselves, and tells when it has.
+    """Lets an optimizer step on the sharded tensors themselves, with a callback after each step.
 
     Args:
-        optimizer: Any optimizer over (some) sharded parameters.
-        on_step: Called after each step with the parameters that have changed.
+        optimizer: Optimizer over (some) sharded parameters.
+        on_step: Callback after each step, with the parameters that have changed.
     """
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
@@ -74,13 +73,13 @@ _followed: list[Any] = []  # handles of the hooks of every optimizer
 
 
 def follow_optimizers(on_step: OnStep) -> None:
-    """Follow the optimizers that nobody attaches, from now on; calling it again does nothing.
+    """Follow all optimizers that are not attached, from now on; calling it again does nothing.
 
-    One that is made inside of a step is given what modules hold there. It steps on the sharded
-    parameters instead.
+    An optimizer that is made within a step gets unsharded parameters. It is given the sharded ones
+    instead.
 
     Args:
-        on_step: Called after each of their steps with the parameters that have changed.
+        on_step: Callback after each of their steps, with the parameters that have changed.
     """
     if not _followed:
         _followed.append(register_optimizer_step_pre_hook(take_sharded))
@@ -90,7 +89,7 @@ def follow_optimizers(on_step: OnStep) -> None:
 
 @outside_of_compiled_steps
 def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if len(args) < 2 and kwargs.get("closure") is None:  # else the backward may be still to come
+    if len(args) < 2 and kwargs.get("closure") is None:  # else the closure may run the backward
         settle_gradients(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
@@ -109,9 +108,9 @@ def attach_optimizer(
     """Prepare an optimizer over sharded parameters.
 
     Args:
-        optimizer: Any; what it steps on depends on its scope.
-        on_step: Called after each of its steps with the parameters that have changed.
-        offload: Whether its states live in host memory, and it steps there.
+        optimizer: Optimizer of any scope; the scope decides which tensors it steps on.
+        on_step: Callback after each of its steps, with the parameters that have changed.
+        offload: True if it steps in host memory and keeps its states there.
         stated: Scopes that the user gives for classes, by class name or import path.
 
     Raises:
@@ -128,14 +127,14 @@ def attach_optimizer(
     if sharded:
         refuse(optimizer)
     if "_optimizer_step_post_hooks" not in vars(optimizer):
-        # A wrapper that has not called Optimizer.__init__. Writes of it to sharded tensors note
-        # itself.
+        # A wrapper that has not called Optimizer.__init__. Its writes to sharded tensors are
+        # recorded by those.
         if sharded:
             _warn_unknown(optimizer, sharded[0])
         return
     if (step := _step_of(optimizer)) is not None:
         step.on_step = on_step
-        return  # the user hands out the same optimizer for every fit
+        return  # the user returns the same optimizer for every fit
     scope = scope_of(type(optimizer), stated)
     if scope == "element":
         LocalStep(optimizer, on_step, offload)
@@ -148,8 +147,8 @@ def attach_optimizer(
             f"this one does, say so: ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': "
             f"'element'}})"
         )
-    # Shards that live on the host do not travel through the device's collectives, and owners have
-    # what one tensor rank has of a split layer.
+    # Shards in host memory do not travel through the device's collectives, and owners would have
+    # only one tensor rank's part of a split layer.
     if scope == "parameter" and sharded and not sharded[0].spec.offloaded:
         mesh = sharded[0].spec.mesh
         if mesh.tensor.size == 1:
@@ -161,11 +160,11 @@ def attach_optimizer(
 
 
 def suspend(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
-    """Parameters are about to be sharded anew: optimizers that were attached keep their states.
+    """Let attached optimizers keep their states while their parameters get another sharding.
 
     Args:
-        parameters: Those.
-        on_step: Called after steps of optimizers that nobody attaches again.
+        parameters: Parameters that are about to get another sharding.
+        on_step: Callback after steps of optimizers that are not attached again.
     """
     among = {id(parameter) for parameter in parameters}
     for optimizer in list(_attached):

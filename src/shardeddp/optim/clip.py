@@ -10,14 +10,14 @@ from shardeddp.torch_private import foreach_mul_
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients as one vector; equal on all ranks.
+    """Return the norm of all gradients as one vector; equal on all ranks.
 
     Args:
         gradients: Sharded gradients, and plain ones that are the same on every rank.
         norm_type: Order of the norm, ``inf`` included.
 
     Returns:
-        A 0-dim tensor; 0 where there are no gradients.
+        The norm as a 0D tensor; 0 if there are no gradients.
     """
     gradients = list(gradients)
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardTensor)]
@@ -47,7 +47,7 @@ def clip_grad_norm_(
     As ``torch.nn.utils.clip_grad_norm_`` does.
 
     Returns:
-        The norm before clipping, 0-dim, equal on all ranks.
+        The norm before clipping, 0D, equal on all ranks.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; nothing has been

@@ -32,33 +32,33 @@ from shardeddp.tensor.unsharded import outside_of
 
 
 class DeviceShards:
-    """The main shards themselves."""
+    """Step memory that consists of the main shards themselves."""
 
     def device_of(self, shard: torch.Tensor) -> torch.device:
-        """The device of a local parameter, where it is stepped on and has its states."""
+        """Return the device of a local parameter, on which it is stepped and has its states."""
         return shard.device
 
     def tensor_for(self, run: Run) -> torch.Tensor:
-        """The tensor stepped on in the place of a run: its shard."""
+        """Return the tensor stepped on for a run: its shard."""
         return run.shard
 
     def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Give the tensors of these runs these gradients."""
+        """Set the gradients of these runs' tensors."""
         for run, gradient in runs:
             run.tensor.grad = gradient
 
     def begin_step(self) -> None:
-        """Bring nothing: a step works on the shards."""
+        """Do nothing: a step works on the shards."""
 
     def end_step(self) -> None:
-        """Bring nothing: the new values are in the shards."""
+        """Do nothing: the new values are in the shards."""
 
 
 class HostCopies:
     """Copies in host memory: gradients are copied there before a step, parameters back after it.
 
     DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same
-    way. Copies are pinned where there is a device that copies from them, and all of a step's travel
+    way. Copies are pinned if a device copies from them, and all copies of a step are enqueued
     before one wait for them.
     """
 
@@ -68,17 +68,17 @@ class HostCopies:
         self._versions: dict[torch.Tensor, list[int]] = {}
 
     def device_of(self, shard: torch.Tensor) -> torch.device:
-        """The host, where a local parameter is stepped on and has its states."""
+        """Return the host, on which a local parameter is stepped and has its states."""
         return torch.device("cpu")
 
     def tensor_for(self, run: Run) -> torch.Tensor:
-        """The tensor stepped on in the place of a run; the same until the run changes."""
+        """Return the tensor stepped on for a run; the same until the run changes."""
         if run.tensor is run.shard:
             return empty_on_host(run.shard, run.shard.device)
         return run.tensor
 
     def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Give the tensors of these runs, and of no others, memory for these gradients."""
+        """Allocate gradients for the tensors of these runs, and of no others."""
         self._runs = list(runs)
         copies = {run.tensor for run, _ in runs}
         self._versions = {
@@ -90,7 +90,7 @@ class HostCopies:
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Bring the values and gradients of a step to the host."""
+        """Copy the values and gradients of a step to the host."""
         for run, gradient in self._runs:
             copy = run.tensor
             if copy.grad is not None:
@@ -104,7 +104,7 @@ class HostCopies:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Bring the new values to the shards."""
+        """Copy the new values to the shards."""
         for run, _ in self._runs:
             run.shard.copy_(run.tensor, non_blocking=True)
             # `parameters_changed` counts one more version.
@@ -112,7 +112,7 @@ class HostCopies:
 
 
 StepMemory = DeviceShards | HostCopies
-"""What an optimizer steps in."""
+"""Memory in which an optimizer steps."""
 
 
 def _versions(run: Run) -> list[int]:
@@ -121,14 +121,14 @@ def _versions(run: Run) -> list[int]:
 
 # -- LocalStep: an element-wise optimizer on this rank's elements
 #
-# It does the same to every element whatever surrounds it, so all ranks' steps together are the step
+# Its update of an element depends on that element alone, so all ranks' steps together are the step
 # on the parameters. It steps on the *local parameter* of a sharded one, a 1D view of the main
 # shard, or on a *run* of neighbours (`runs.py`), there or in a copy in host memory. A step on a
-# thousand small tensors costs what its calls cost, and a run is one call.
+# thousand small tensors costs as much as its calls, and a run is one call.
 
 _MOST_PATIENCE = 256
 
-# Optimizers with a fused kernel for the CPU, several times as fast as the others there.
+# Optimizers with a fused kernel for the CPU, several times as fast as their other kernels there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 
@@ -136,10 +136,10 @@ class LocalStep(SwappedStep):
     """Lets an element-wise optimizer step on local parameters and runs of them.
 
     Args:
-        optimizer: An element-wise optimizer over (some) sharded parameters.
-        on_step: Called after each step.
-        offload: Step in host memory, on copies of parameters and gradients, and keep the states
-            there.
+        optimizer: Element-wise optimizer over (some) sharded parameters.
+        on_step: Callback after each step.
+        offload: True to step in host memory, on copies of parameters and gradients, and keep the
+            states there.
     """
 
     _states: LocalStates
@@ -151,11 +151,11 @@ class LocalStep(SwappedStep):
         self._seen: list[Sequence[object]] = []  # sources of the tensors below
         self._tensors: list[list[torch.Tensor]] = []  # tensors of the step, by group
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
-        self._joins = True  # whether neighbours were joined when that was found
-        self._patience = 1  # steps from one attempt to join what was left apart to the next
-        self._waited = 0  # steps since the last
+        self._joins = True  # whether neighbours were joined in the last arrangement
+        self._patience = 1  # steps between two attempts to join runs that were left apart
+        self._waited = 0  # steps since the last attempt
         # Steps of torch's own are known: a state is a tensor with one element per element, or one
-        # number per parameter. Others may keep anything, and leave out what requires no gradient.
+        # number per parameter. Others may keep anything, and skip tensors without requires_grad.
         self._is_known = scope_of(type(optimizer)) == "element"
         super().__init__(optimizer, on_step)
 
@@ -192,19 +192,19 @@ class LocalStep(SwappedStep):
 
     # -- Tensors of a step
     #
-    # In the steady state every parameter, gradient and run is the object that it was in the step
+    # In the steady state every parameter, gradient and run is the same object as in the step
     # before, and following a thousand parameters costs a few thousand comparisons.
 
     def _made_from(
         self, groups: list[list[torch.Tensor]], parts: list[Gradients]
     ) -> list[Sequence[object]]:
-        """All that decides which tensors the step is made on, but for states."""
+        """Return everything that determines the tensors of a step, except states."""
         shards = [
             [it.raw_local if isinstance(it, ShardTensor) else it for it in each] for each in groups
         ]
         options = [group.get("differentiable") for group in self._optimizer.param_groups]
-        # Parts of gradients, and not those themselves: see `GroupGradients`. Those of plain parameters
-        # are new in each backward, and would be held until the next step.
+        # Parts of gradients, and not the gradients themselves: see `GroupGradients`. Those of plain
+        # parameters are new in each backward, and would be held until the next step.
         known = [
             [
                 part if isinstance(it, ShardTensor) else part is not None
@@ -215,10 +215,10 @@ class LocalStep(SwappedStep):
         return [*shards, *known, [self._states, *options]]
 
     def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
-        """Whether tensors are to be found anew, and whether neighbours are joined then.
+        """Return whether to arrange the tensors again; sets whether neighbours are joined then.
 
-        A run that is looked at as soon as it has been joined (by a callback that logs states, in
-        every step) waits for twice as many steps each time, as does what was refused.
+        A run whose states are read as soon as it has been joined (by a callback that logs states in
+        every step) waits for twice as many steps each time, as does a refused join.
         """
         self._waited += 1
         if not (len(seen) == len(self._seen) and all(map(_same_objects, seen, self._seen))):
@@ -232,7 +232,7 @@ class LocalStep(SwappedStep):
         return self._joins
 
     def _arrange(self, groups: list[list[torch.Tensor]], parts: list[Gradients]) -> None:
-        """Find the runs that the step is made on, and give them their gradients."""
+        """Find the runs for the step, and give them their gradients."""
         parts = [
             [_localized(*pair) for pair in zip(*each, strict=True)]
             for each in zip(groups, parts, strict=True)
@@ -274,7 +274,7 @@ class LocalStep(SwappedStep):
         self._memory.follow(stepped)
 
     def _prefer_fused(self) -> None:
-        """Use torch's fused host kernel for an optimizer taken off the device, unless told."""
+        """Use torch's fused host kernel for an offloaded optimizer, unless the user chose one."""
         for group in self._optimizer.param_groups:
             untold = (
                 group.get("foreach") is None
@@ -295,7 +295,7 @@ def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _localized(parameter: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a gradient that a user has assigned whole."""
+    """Return this rank's part of a gradient that a user has assigned whole."""
     if not isinstance(parameter, ShardTensor) or part is None or part.shape != parameter.shape:
         return part
     return part if part.shape == parameter.raw_local.shape else parameter.spec.localize(part)
@@ -309,11 +309,11 @@ def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
 
 
 class LocalStates(OutsideStates):
-    """The states of an optimizer by sharded parameter, held by run.
+    """States of an optimizer by sharded parameter, held by run.
 
-    Whoever asks for the state of a parameter finds one of its own: its run is divided into
-    parameters then, and joined again before the next step, unless what was asked for differs from
-    the neighbours' by then, or is still held.
+    Access to the state of a parameter finds one of its own: its run is divided into parameters
+    then, and joined again before the next step, unless the state differs from the neighbours' by
+    then, or is still held.
     """
 
     def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
@@ -322,10 +322,10 @@ class LocalStates(OutsideStates):
         self._memory = memory
         self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
         self.changed = False
-        """Whether runs have been divided since they were arranged."""
+        """True if runs have been divided since they were arranged."""
 
         self.refused = False
-        """Whether neighbours were left apart when runs were arranged, because of their states."""
+        """True if neighbours were left apart in the last arrangement because of their states."""
 
     def __getitem__(self, parameter: Any) -> State:
         if not isinstance(parameter, torch.Tensor):
@@ -360,14 +360,14 @@ class LocalStates(OutsideStates):
         return parameter in self.inside
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let a copy or a pickle of the optimizer have states by parameter, as any optimizer."""
+        """Give a copy or a pickle of the optimizer states by parameter, as any optimizer has."""
         states = ((parameter, dict(state)) for parameter, state in self.items())
         return defaultdict, (dict,), None, None, states
 
     # -- Runs
 
     def run_of(self, parameter: ShardTensor) -> Run:
-        """The run that a parameter is in now."""
+        """Return the run that a parameter is in now."""
         shard = parameter.raw_local
         if shard not in self._runs:
             self._runs[shard] = Run([shard])
@@ -384,7 +384,7 @@ class LocalStates(OutsideStates):
     def arrange(
         self, groups: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Divide runs that are in no chain, and join neighbours in chains whose states are alike."""
+        """Divide runs that are in no chain, and join neighbours in chains with equal signatures."""
         self.refused = False
         together = [
             [it for index in indices if isinstance(it := parameters[index], ShardTensor)]
@@ -404,7 +404,7 @@ class LocalStates(OutsideStates):
         self.changed = False
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a parameter, which from here on is stepped on by itself."""
+        """Return the local tensor of a parameter, which is stepped on by itself from here on."""
         if not isinstance(parameter, ShardTensor):
             return parameter
         run = self.run_of(parameter)
@@ -447,14 +447,14 @@ class LocalStates(OutsideStates):
 
 
 class _StateView(dict[str, Any]):
-    """One parameter's states as sharded tensors, as they are whenever they are asked for.
+    """One parameter's states as sharded tensors, always up to date.
 
-    Assignments and removals reach the optimizer. It is a dict because users ask for one
+    Assignments and removals reach the optimizer. It is a dict because users expect one
     (``isinstance``, a copy, a pickle).
 
     Args:
-        state: Of the local parameter, or the mapping of a user's own.
-        parameter: The sharded one; None: the mapping belongs to no parameter.
+        state: State of the local parameter, or the mapping of a key that is the user's own.
+        parameter: Sharded parameter; None: the mapping belongs to no parameter.
     """
 
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
@@ -508,7 +508,7 @@ class _StateView(dict[str, Any]):
         # `torch.load(weights_only=True)` accepts this as a dict.
         return OrderedDict, (), None, None, iter(self.items())
 
-    # A dict's own versions of these go past those above.
+    # A dict's own versions of these bypass those above.
     get = MutableMapping.get  # type: ignore[assignment]
     keys = MutableMapping.keys  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
@@ -523,7 +523,7 @@ class _StateView(dict[str, Any]):
 
 
 def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
-    """A state of a local parameter as a state of the sharded parameter."""
+    """Return a state of a local parameter as a state of the sharded parameter."""
     if (
         not isinstance(parameter, ShardTensor)
         or not isinstance(value, torch.Tensor)
@@ -537,13 +537,13 @@ def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
 def _as_local(
     name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None
 ) -> Any:
-    """A state of a sharded parameter, sharded itself or full, as a state of its local parameter.
+    """Return a state of a sharded parameter, sharded or full, as a state of its local parameter.
 
     Args:
-        name: Of the state.
-        value: Of the state.
-        parameter: The sharded parameter.
-        device: Where the optimizer steps on it; None: where the state is.
+        name: Name of the state.
+        value: Value of the state.
+        parameter: Sharded parameter.
+        device: Device on which the optimizer steps on it; None: that of the state.
     """
     if (
         not isinstance(parameter, ShardTensor)

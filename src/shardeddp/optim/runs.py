@@ -16,7 +16,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import storage_use_count
 
 WINDOW = 1 << 18
-"""Elements of a main shard whose parameters are stepped together, by where each begins.
+"""Elements of a window of a main shard: parameters that begin in one window are stepped together.
 
 A step's temporary tensors are as long as its runs, and stay in a core's cache if those are short:
 AdamW with `foreach=False` on a CPU steps 4 Mi elements in 8 ms in runs of this length, and in 19 ms
@@ -25,14 +25,14 @@ in one run.
 
 
 class Run:
-    """Neighbouring local parameters, and the 1D tensor that is stepped on in their place.
+    """Neighbouring local parameters, and the 1D tensor that is stepped on instead of them.
 
     Three parameters of 6, 5 and 4 elements, each on a multiple of 4::
 
         main shard   . . a a a a a a - - b b b b b - - - c c c c . .
         run              a a a a a a - - b b b b b - - - c c c c        starts = [0, 8, 16]
 
-    Padding between them is stepped on as well: its gradient is zero, and nobody reads it.
+    Padding between them is stepped on as well: its gradient is zero, and it is never read.
 
     Args:
         shards: Local parameters, 1D, in the order of memory; :func:`chains` finds them.
@@ -43,30 +43,30 @@ class Run:
         first = int(shards[0].storage_offset())
         self.starts = [int(each.storage_offset()) - first for each in shards]
         self.shard = _span(shards)
-        """1D; all of them in the main shard. Of this run alone, as its gradient is: optimizers may share parameters."""
+        """1D view of the main shard with its own ``.grad``: optimizers may share parameters."""
 
         self.tensor = self.shard
-        """1D; the tensor stepped on: the run itself, or a copy in host memory."""
+        """Tensor stepped on, 1D: the run itself, or a copy in host memory."""
 
     @property
     def numel(self) -> int:
-        """Elements, with the padding between parameters."""
+        """Number of elements, with the padding between parameters."""
         return self.shard.numel()
 
     def stop(self, place: int) -> int:
-        """Where a parameter ends in the run."""
+        """Return the offset in the run at which a parameter ends."""
         return self.starts[place] + self.shards[place].numel()
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Neighbours in one storage as one 1D tensor; its versions are counted apart from theirs."""
+    """Return neighbours in one storage as one 1D tensor, with a version counter of its own."""
     first, last = tensors[0], tensors[-1]
     numel = last.storage_offset() + last.numel() - first.storage_offset()
     return first.data.as_strided((numel,), (1,), first.storage_offset())
 
 
 def gradient_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The gradient of a run, 1D, from its parameters' local gradients: all of them, or none."""
+    """Return a run's gradient, 1D, from its local gradients, of which all or none are given."""
     known = [part for part in parts if part is not None]
     return _span(known) if len(known) > 1 else next(iter(known), None)
 
@@ -77,7 +77,7 @@ def gradient_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 def chains(
     parameters: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
 ) -> list[list[int]]:
-    """Divide those parameters of a group that have a gradient into neighbours.
+    """Divide the parameters of a group that have a gradient into chains of neighbours.
 
     Returns:
         Indices of parameters, in the order of memory; the chains in the order of the group. The
@@ -112,7 +112,7 @@ def _are_neighbours(
     index: int,
     place: int,
 ) -> bool:
-    """Whether nothing but padding lies between two parameters, and between their gradients."""
+    """Return whether only padding lies between two parameters, and between their gradients."""
     if parameters[before].place + 1 != place:
         return False
     one, other = parameters[before].raw_local, parameters[index].raw_local
@@ -133,9 +133,9 @@ def _are_neighbours(
 
 
 def _is_exact(shard: torch.Tensor) -> bool:
-    """Whether an element's new value depends neither on its place nor on how many there are.
+    """Return whether new values are independent of an element's position and of the numel.
 
-    On CPUs, operations on half precision round once in whole vectors and twice in what is left at
+    On CPUs, operations on half precision round once in whole vectors and twice in the remainder at
     the end of a tensor.
     """
     return shard.device.type != "cpu" or shard.dtype in (torch.float32, torch.float64)
@@ -159,7 +159,7 @@ def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- Splitting and joining of runs
 
 Slices = WeakTensorKeyDictionary
-"""By state of a part of a run: the tensor that it is a slice of, and where it begins there.
+"""Maps the state of a part of a run to the tensor that it is a slice of, and its offset there.
 
 They lie there as the parameters do in their main shard, so neighbours are joined without a copy.
 """
@@ -171,14 +171,13 @@ def split(
     """Divide a run before some of its parameters.
 
     Args:
-        run: Of several parameters.
-        state: Its state, which the first part takes over; None: it has none.
+        run: Run of several parameters.
+        state: State of the run, which the first part takes over; None: it has none.
         cuts: Indices of the first parameter of each part but the first.
-        slices: Where new ones are noted.
+        slices: Slices of this optimizer's states; new ones are added.
 
     Returns:
-        The parts with their states: slices of tensors with one element per element, copies of
-        others.
+        Parts with their states: slices of element-wise tensors, copies of other tensors.
     """
     parts: list[tuple[Run, State | None]] = []
     for first, stop in pairwise([0, *cuts, len(run.shards)]):
@@ -203,10 +202,10 @@ def split(
 
 
 def references(states: Mapping[Any, State], key: Any) -> list[int]:
-    """References to a state and to its values.
+    """Return the reference counts of a state and of its values.
 
-    The state is looked up here: how many references an argument has depends on whether Python calls
-    functions by itself, which it does not while any thread runs code of ``torch.compile``.
+    The state is looked up here: the count of an argument depends on whether Python calls functions
+    by itself, which it does not while any thread runs code of ``torch.compile``.
     """
     state = states[key]
     return [sys.getrefcount(state), *map(sys.getrefcount, state.values())]
@@ -214,21 +213,21 @@ def references(states: Mapping[Any, State], key: Any) -> list[int]:
 
 _PROBE: dict[int, State] = {0: {"alone": torch.zeros((), device="cpu")}}
 _ALONE = references(_PROBE, 0)
-"""Of a state, and of a value, that nobody but the optimizer refers to."""
+"""Reference counts of a state, and of a value, held by the optimizer alone."""
 
 
 def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices) -> Any:
-    """Common part of the states of neighbours that can be joined; None: they cannot.
+    """Return the common part of the states of neighbours that can be joined; None: they cannot.
 
-    A number per parameter, as a tensor or not, has to be equal in all of them. What somebody else
-    refers to stays as it is: a step count that was taken from ``optimizer.state`` goes on counting
-    for its own parameter, and writes to it reach that one.
+    A number per parameter, as a tensor or not, has to be equal in all of them. A value with other
+    references is left as it is: a step count that was taken from ``optimizer.state`` goes on
+    counting for its own parameter, and writes to it reach that one.
 
     Args:
-        run: Of one or several parameters.
-        state: Its state; None: it has none.
-        held: :func:`references` to that state.
-        slices: Of states of this optimizer.
+        run: Run of one or several parameters.
+        state: State of the run; None: it has none.
+        held: Counts from :func:`references` for that state.
+        slices: Slices of this optimizer's states.
     """
     if state is None:
         return ()
@@ -253,17 +252,17 @@ def _signature_of_value(run: Run, name: str, value: Any, held: bool, slices: Sli
         if value in slices:
             whole, start = slices[value]
             return *kind, id(whole), start - int(run.shard.storage_offset())
-        # To be moved to a longer tensor: nobody else may refer to the memory that it leaves.
+        # To be moved to a longer tensor: nothing else may refer to the memory that it leaves.
         return None if held or _is_shared(value) else (*kind, "apart")
     return None if value.dim() or held or _is_shared(value) else (*kind, value.item())
 
 
 def join(pairs: Sequence[tuple[Run, State | None]], slices: Slices) -> tuple[Run, State | None]:
-    """Make one run of neighbours whose states have the same signature.
+    """Join neighbours with states of the same signature to one run.
 
     Args:
-        pairs: The neighbours, in the order of memory, and their states.
-        slices: Of states of this optimizer, where new ones are noted.
+        pairs: Neighbours in the order of memory, with their states.
+        slices: Slices of this optimizer's states; new ones are added.
     """
     run = Run([shard for part, _ in pairs for shard in part.shards])
     origin = int(run.shard.storage_offset())
@@ -277,7 +276,7 @@ def join(pairs: Sequence[tuple[Run, State | None]], slices: Slices) -> tuple[Run
                 whole = value.new_zeros(run.numel)
                 for part, own in pairs:
                     start = int(part.shard.storage_offset()) - origin
-                    if own is not None:  # which takes the memory over, and gives its own back
+                    if own is not None:  # it moves to the new memory, and frees its own
                         own[name] = whole[start : start + part.numel].copy_(own[name])
                         slices[own[name]] = whole, start
             whole, start = slices[state[name]]
@@ -289,7 +288,7 @@ def join(pairs: Sequence[tuple[Run, State | None]], slices: Slices) -> tuple[Run
 
 
 def _is_by_element(name: str, value: Any, run: Run) -> bool:
-    """Whether a state has one element per element of the run, and not one per parameter."""
+    """Return whether a state has one element per element of the run, not one per parameter."""
     return (
         isinstance(value, torch.Tensor)
         and name not in SCALAR_STATES
@@ -299,12 +298,12 @@ def _is_by_element(name: str, value: Any, run: Run) -> bool:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anything but its one holder can reach the memory of a tensor."""
+    """Return whether the memory of a tensor can be reached by anything but its one holder."""
     return _uses(tensor) not in _UNSHARED
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
-    """References of C++ to a tensor and its storage; of all to the tensor that it is a view of."""
+    """Return C++ use counts of a tensor and its storage; of a view also those of its base."""
     base: Any = tensor._base
     uses = (
         tensor._use_count(),  # type: ignore[attr-defined]
@@ -315,4 +314,4 @@ def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 _VIEW = torch.zeros(1, device="cpu").view(())
 _UNSHARED = {_uses(_PROBE[0]["alone"]), _uses(_VIEW)}
-"""Of a tensor by itself, and of a view of a tensor that nobody holds."""
+"""Use counts of a tensor that is no view, and of a view with a base without other references."""

@@ -17,19 +17,18 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
 }
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of these optimizers that are one number per parameter of any shape."""
+"""States of these optimizers with one number per parameter of any shape."""
 
-# By name: torch 2.11 is to be usable without those that are newer.
+# By name: torch 2.11 is supported, which does not have all of them.
 _OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}
 
 KNOWN: dict[type, Scope] = {
     **dict.fromkeys(ELEMENTWISE, "element"),
     **{vars(optim)[name]: scope for name, scope in _OTHERS.items() if name in vars(optim)},
 }
-"""Of torch's own optimizers."""
+"""Scopes of torch's own optimizers."""
 
-# Names that a subclass may add and stay the same optimizer: they say how one is made, not what a
-# step does.
+# Names that a subclass may define without a change to its step.
 _HARMLESS = {
     *("__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__slots__"),
     *("__weakref__", "__dict__", "__firstlineno__", "__static_attributes__"),
@@ -38,10 +37,10 @@ _HARMLESS = {
 
 
 def scope_of(kind: type, stated: Mapping[str, Scope] | None = None) -> Scope | None:
-    """The scope of an optimizer's class; None where unknown: then ``model`` is to be assumed.
+    """Return the scope of an optimizer's class; None: unknown, to be treated as ``model``.
 
-    Known are torch's own classes, subclasses of them that change nothing but how they are made, and
-    what the user says.
+    Known classes are torch's own, subclasses of them that only change their construction, and those
+    that the user states.
     """
     for ancestor in kind.__mro__:
         for name in (f"{ancestor.__module__}.{ancestor.__qualname__}", ancestor.__qualname__):
@@ -60,7 +59,7 @@ def _steps_as_its_parent(kind: type) -> bool:
 
 
 def _is_hook_of_torch(kind: type) -> bool:
-    """Whether ``step`` is only torch's wrapper, which torch puts into every class that is made."""
+    """Return whether ``step`` is only the wrapper that torch puts into every instantiated class."""
     step = vars(kind)["step"]
     inherited = inspect.getattr_static(kind.__base__, "step", None)
     return (
@@ -71,10 +70,11 @@ def _is_hook_of_torch(kind: type) -> bool:
 
 
 def refuse_beside_axes(optimizer: optim.Optimizer, options: Options) -> None:
-    """Refuse an optimizer whose new values depend on elements that other ranks of an axis have.
+    """Refuse an optimizer with new values that depend on elements of other ranks of an axis.
 
     Raises:
-        ConfigurationError: It is one, or one that is not known, and layers or experts are split.
+        ConfigurationError: It is such an optimizer or an unknown one, and layers or experts are
+            split.
     """
     scope = scope_of(type(optimizer), options.optimizer_scope)
     for option, size, allowed, those in (
@@ -99,7 +99,7 @@ def refuse_beside_axes(optimizer: optim.Optimizer, options: Options) -> None:
             )
 
 
-# Packages whose optimizers divide parameters or average gradients over ranks by themselves.
+# Packages with optimizers that divide parameters or average gradients over ranks by themselves.
 _DISTRIBUTED = (
     *("torch.distributed.", "deepspeed.", "fairscale.", "colossalai."),
     *("megatron.", "apex.contrib.optimizers."),

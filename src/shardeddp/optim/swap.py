@@ -22,19 +22,19 @@ from shardeddp.torch_private import never_traced
 State = dict[str, Any]
 Gradients = list[torch.Tensor | None]
 OnStep = Callable[[list[ShardTensor]], None]
-"""Called after each step with the sharded parameters that had a gradient."""
+"""Callback after each step, with the sharded parameters that had a gradient."""
 
 outside_of_compiled_steps = never_traced(
     "ShardedDP prepares or completes a step of this optimizer here, outside of the graph. Compile "
     "optimizer.step without fullgraph=True"
 )
-"""Hooks of steps, which ``torch.compile(optimizer.step)`` would trace."""
+"""Decorator for hooks of steps, which ``torch.compile(optimizer.step)`` would trace."""
 
 
 class OutsideStates(MutableMapping[torch.Tensor, State]):
     """Optimizer states as seen outside of a step: by sharded parameter, as sharded tensors.
 
-    A key that is no tensor is an optimizer's own: its state is kept as it is.
+    A key that is no tensor belongs to the optimizer: its state is kept as it is.
     """
 
     inside: MutableMapping[Any, State]
@@ -57,29 +57,29 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
         ]
 
     def sync_forms(self) -> None:
-        """A step has ended on all ranks: exchange the forms of changed states."""
+        """Exchange the forms of changed states, after a step on all ranks."""
 
 
 class SwappedStep(ABC):
     """Swaps an optimizer's parameters, gradients and states while it steps.
 
-    Nobody sees the swapped ones outside of the step.
+    The swapped ones are not visible outside of the step.
 
     Args:
-        optimizer: An optimizer over (some) sharded parameters.
-        on_step: Called after each step with the parameters that have changed.
+        optimizer: Optimizer over (some) sharded parameters.
+        on_step: Callback after each step, with the parameters that have changed.
     """
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self._optimizer = optimizer
         self.on_step = on_step
-        """Called after each step with the parameters that have changed."""
+        """Callback after each step, with the parameters that have changed."""
         # The groups' own lists, while lists of plain tensors replace them.
         self._sharded: list[list[torch.Tensor]] | None = None
         self._stepped: list[ShardTensor] = []  # parameters that the current step changes
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
-        # Before those of users, who are to see the sharded parameters.
+        # Before hooks of users, which are to see the sharded parameters.
         others = dict(optimizer._optimizer_step_post_hooks)
         optimizer._optimizer_step_post_hooks.clear()
         optimizer.register_step_post_hook(self._after_step)
@@ -89,7 +89,7 @@ class SwappedStep(ABC):
         self._surround_step(optimizer)
 
     def suspend(self) -> None:
-        """The parameters are about to be sharded anew: keep states as they are seen outside.
+        """Keep states as they are seen outside, before the parameters get another sharding.
 
         The next step takes them over.
         """
@@ -101,13 +101,13 @@ class SwappedStep(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Let go of everything that was made of the parameters as they are sharded now."""
+        """Release everything that was made from the parameters in their present sharding."""
 
     @abstractmethod
     def _pre_step(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
-        """The filled plain tensors for the parameters of every group, with these gradients."""
+        """Return the filled plain tensors for the parameters of every group, with gradients."""
 
     @abstractmethod
     def _post_step(self) -> None:
@@ -115,14 +115,14 @@ class SwappedStep(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Return tensors that the step was lent, also after a failed step.
+        """Release tensors that were made for the step, also after a failed step.
 
         The step may have failed at any point, perhaps on this rank alone.
         """
 
     @abstractmethod
     def _outside(self, optimizer: optim.Optimizer) -> OutsideStates:
-        """An empty mapping of states."""
+        """Return an empty mapping of states."""
 
     @outside_of_compiled_steps
     def _before_step(
@@ -159,7 +159,7 @@ class SwappedStep(ABC):
     def _surround_step(self, optimizer: optim.Optimizer) -> None:
         """Swap after the hooks that users have set by now; undo the swap if the step fails.
 
-        No hook is told of a failure.
+        Torch calls no hook after a failure.
         """
         step: Any = optimizer.step
 
@@ -176,14 +176,14 @@ class SwappedStep(ABC):
         optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
 
     def _rollback(self) -> None:
-        """Leave a failed step: values already written to shards stay, as without sharding.
+        """Leave a failed step: values already written to shards remain, as without sharding.
 
         Writes to copies are lost.
         """
         if self._sharded is not None:
             self._leave()
-            # On all ranks alike, whichever of them have written to theirs: what was gathered is
-            # gathered anew.
+            # The same on all ranks, whichever of them have written to their shards: gathered
+            # parameters are gathered again.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
             torch.autograd.graph.increment_version(
                 [it.raw_local for it in held if isinstance(it, ShardTensor)]
@@ -191,9 +191,9 @@ class SwappedStep(ABC):
         self._release()
 
     def _enter(self) -> None:
-        self._rollback()  # an earlier step may have failed that was not called as a method of the optimizer
+        self._rollback()  # an earlier step may have failed without `optimizer.step`'s wrapper
         if self._optimizer.state is not self._states:
-            self._adopt_state(self._optimizer)  # somebody has assigned another mapping
+            self._adopt_state(self._optimizer)  # another mapping has been assigned
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
         settle_gradients(chain.from_iterable(groups))
@@ -226,14 +226,14 @@ class SwappedStep(ABC):
 
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """All ranks are about to step: let gradients be what they agree on."""
+    """Settle gradients before a step, on all ranks: check the answers expected of other ranks."""
     for mesh in meshes_of(parameters):
         mesh.run.settle(stepping=True)
 
 
 @outside_of_compiled_steps
 def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Give an optimizer the sharded parameters for those it was given inside of a step.
+    """Replace an optimizer's unsharded parameters by the sharded ones.
 
     Also a hook before steps.
     """
@@ -242,14 +242,14 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
             former = group["params"]
             group["params"] = [outside_of(each) for each in former]
             if isinstance(optimizer.state, OutsideStates):
-                continue  # which finds either by the other
+                continue  # it finds the state by either of them
             for before, after in zip(former, group["params"], strict=True):
                 if before is not after and before in optimizer.state:
                     optimizer.state[after] = optimizer.state.pop(before)
 
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
-    """Sharded parameters with a gradient, which the step has changed; alike on all ranks."""
+    """Return the sharded parameters with a gradient, changed by the step; the same on all ranks."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _refuse_unreduced(held)
     stepped = _with_gradient(held, stored_gradients(held))
@@ -276,7 +276,7 @@ def _with_gradient(
 
 
 def _keep_gradients(optimizer: optim.Optimizer, stepped: list[ShardTensor]) -> None:
-    """Let gradients be kept that an optimizer has in its states, for all that is known."""
+    """Keep the gradients of an optimizer that is not torch's: its states may refer to them."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         for parameter in stepped:
             parameter.keep_gradient()
@@ -287,9 +287,9 @@ _HOOKED_STEP = optim.Optimizer.profile_hook_step(optim.Optimizer.step).__code__
 
 
 def _is_inner_step(optimizer: optim.Optimizer) -> bool:
-    """Whether the hooked step was called by another step of the same optimizer, a subclass's.
+    """Return whether the hooked step was called by a subclass's step of the same optimizer.
 
-    The stack knows; a flag would not be taken back by a step that fails.
+    The stack shows it; a flag would not be reset by a step that fails.
     """
     frame, steps = sys._getframe(), 0
     while frame is not None and steps < 2:

@@ -26,20 +26,20 @@ from shardeddp.torch_private import pytree
 
 
 class Ownership:
-    """Deals parameters out to ranks; alike on every rank, as it reads only shapes and their order.
+    """Assigns parameters to ranks; the same on every rank, since only shapes and order count.
 
-    The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at
-    most 4/3 of the best possible). A parameter stays with its owner.
+    The most costly comes first, each goes to the rank with the least cost so far (R. L. Graham
+    1969: at most 4/3 of the best possible). A parameter is never moved to another owner.
     """
 
     def __init__(self, num_ranks: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"expected at least one rank, found {num_ranks}")
         self.costs = [0] * num_ranks
-        """Number of elements that each rank owns."""
+        """Sum of :func:`step_cost` over each rank's parameters."""
 
     def assign_owners(self, shapes: Sequence[Sequence[int]]) -> list[int]:
-        """Deal some more.
+        """Assign further parameters.
 
         Returns:
             The rank of each, in the order of ``shapes``.
@@ -52,9 +52,9 @@ class Ownership:
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Cost of a step on a matrix, up to a factor: products with itself along its shorter side.
+    """Return the cost of a step on a matrix, up to a factor: of products along its shorter side.
 
-    A tensor with more dims counts as the matrix that its rows make.
+    A tensor with more dims counts as the matrix of its rows.
 
     >>> step_cost((4, 8)), step_cost((8, 4)), step_cost((10,)), step_cost((2, 2, 2))
     (128, 128, 10, 16)
@@ -70,28 +70,28 @@ def step_cost(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnerTransfer:
-    """One sharded tensor that travels between its shards and a whole tensor at its owner."""
+    """One sharded tensor to be transferred between its shards and a whole tensor at its owner."""
 
     sharded: ShardTensor
     owner: int
-    """Among ``mesh.owners``."""
+    """Rank within ``mesh.owners``."""
 
     whole: torch.Tensor | None
-    """Of the parameter's shape and dtype; at the owner only."""
+    """Tensor of the parameter's shape and dtype; at the owner only."""
 
 
 class _Exchange:
-    """Pieces that a rank sends to and gets from every other, as bytes, so that dtypes can mix.
+    """All-to-all between shards and owners, in bytes, so that dtypes can mix.
 
     Args:
-        tensors: The same on every rank of ``mesh.owners``, in the same order.
-        mesh: Theirs.
+        tensors: Transfers, the same on every rank of ``mesh.owners``, in the same order.
+        mesh: Mesh of the tensors.
     """
 
     def __init__(self, tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
         self._group, self._stream = mesh.owners, mesh.gather_stream
         me, size = self._group.rank, self._group.size
-        # By peer: parts of its tensors that are here, and parts of this rank's that are there.
+        # By peer: this rank's parts of the peer's tensors, and the peer's parts of this rank's.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
         self._there: list[list[torch.Tensor]] = [[] for _ in range(size)]
         # Pairs (part of a shard, part of a whole parameter), both on this rank.
@@ -112,7 +112,7 @@ class _Exchange:
 
     @torch.no_grad()
     def gather_to_owners(self) -> None:
-        """Fill the whole tensors from the shards: one all-to-all; each rank sends its shards."""
+        """Fill the whole tensors from the shards, with one all-to-all."""
         self._run(self._here, self._there)
         for local, part in self._own:
             part.copy_(local)
@@ -158,30 +158,30 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class OwnedParameter:
-    """A parameter as its owner steps on it; other ranks know the owner alone."""
+    """A parameter on its owner, where it is stepped on; other ranks only know the owner."""
 
     parameter: ShardTensor
     owner: int
-    """Among ``mesh.owners``."""
+    """Rank within ``mesh.owners``."""
 
     owner_has_all: bool
-    """Whether the owner's shard is all of it, so that nothing travels."""
+    """True if the owner's shard is the whole parameter, so that no transfer is needed."""
 
     tensor: torch.Tensor | None
-    """Of the parameter's shape, at the owner.
+    """Tensor of the parameter's shape, at the owner; None elsewhere.
 
-    It has memory of its own only during a step, or is a view of the shard.
+    It is a view of the shard, or has memory of its own during a step only.
     """
 
     @property
     def values(self) -> OwnerTransfer:
-        """The parameter on its way to the owner, for an immediate use."""
+        """Transfer of the parameter's values, for immediate use; allocates the whole tensor."""
         if self.tensor is not None and not self.owner_has_all:
             allocate(self.tensor)
         return OwnerTransfer(sharded=self.parameter, owner=self.owner, whole=self.tensor)
 
     def take_gradient(self, gradient: torch.Tensor) -> list[OwnerTransfer]:
-        """Give the whole parameter its gradient; return the transfers that this needs."""
+        """Set the whole parameter's gradient; return the transfers that this needs."""
         travels = isinstance(gradient, ShardTensor) and not self.owner_has_all
         if self.tensor is not None:
             here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
@@ -201,7 +201,7 @@ class OwnedParameter:
         ]
 
     def release(self) -> None:
-        """Give back the memory of a step."""
+        """Free the memory of a step."""
         if self.tensor is not None:
             self.tensor.grad = None
             if not self.owner_has_all:
@@ -209,7 +209,7 @@ class OwnedParameter:
 
 
 class WholeParameters:
-    """The sharded parameters of an optimizer, dealt out to owners."""
+    """Sharded parameters of an optimizer, with their owners."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -217,11 +217,11 @@ class WholeParameters:
         self._known: dict[torch.Tensor, OwnedParameter] = {}
 
     def of(self, parameter: object) -> OwnedParameter | None:
-        """Whole of a sharded parameter with an owner; None for a parameter that every rank has."""
+        """Return the owned form of a sharded parameter; None for one that every rank has whole."""
         return self._known.get(parameter) if isinstance(parameter, torch.Tensor) else None
 
     def follow(self, parameters: list[torch.Tensor]) -> None:
-        """Deal out those that are new; called with the same parameters on every rank."""
+        """Assign new parameters to owners; called with the same parameters on every rank."""
         new = [it for it in parameters if isinstance(it, ShardTensor) and it not in self._known]
         for parameter, owner in zip(
             new, self._ownership.assign_owners([tuple(it.shape) for it in new]), strict=True
@@ -238,8 +238,7 @@ class WholeParameters:
                 if owner_has_all
                 else torch.empty(spec.shape, dtype=local.dtype, device=local.device)
             )
-            # As the user's: an optimizer may leave out a parameter that says that it is not
-            # trained.
+            # As a trainable one: an optimizer may skip a parameter without requires_grad.
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
             if not owner_has_all:
                 release(tensor)
@@ -250,17 +249,17 @@ class WholeParameters:
 
 # -- State form: structure of a state without its elements and numbers, as JSON
 #
-# Numbers are left out because an optimizer that counts in Python has new ones in every step. Where
-# a number of another rank is not known, a :class:`RemoteScalar` stands in its place.
+# Numbers are left out because an optimizer that counts in Python has new ones in every step. A
+# number of another rank that is not known is represented by a :class:`RemoteScalar`.
 
 Number = bool | int | float
 
 
 def state_structure(value: Any, optimizer: str) -> Any:
-    """The form of a state, or of a part of one.
+    """Return the form of a state, or of a part of one.
 
     Raises:
-        TypeError: It holds something that other ranks cannot be told of.
+        TypeError: It holds an object that cannot be described to other ranks.
     """
     if isinstance(value, torch.Tensor):
         return [
@@ -284,7 +283,7 @@ def state_structure(value: Any, optimizer: str) -> Any:
 
 
 def has_number(form: Any) -> bool:
-    """Whether there is a number in states of a form."""
+    """Return whether there is a number in states of a form."""
     kind, content = form
     if kind == "dict":
         return any(has_number(item) for _, item in content)
@@ -292,7 +291,7 @@ def has_number(form: Any) -> bool:
 
 
 def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
-    """The numbers of a state, by path: the keys and places on the way to one, each behind a dot."""
+    """Yield the numbers of a state by path: keys and indices, with a dot before each."""
     if isinstance(value, Number):
         yield path, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -303,7 +302,7 @@ def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
 class RemoteScalar:
     """A number among the states of a parameter that another rank owns; unknown to this rank.
 
-    Every use raises an error: no answer would be right.
+    Every use raises RuntimeError: no value would be right.
     """
 
     def __init__(self, fqn: str, path: str) -> None:
@@ -329,28 +328,28 @@ class RemoteScalar:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
 
 
-# -- OwnedStates: states of owners as sharded tensors that lie on one rank
+# -- OwnedStates: states of owners as sharded tensors with all elements on one rank
 #
 # Ranks that do not own a parameter know the form of its states: names, shapes, dtypes, and which of
 # them are numbers. Owners send forms after a step that has changed them. Elements of tensors never
-# travel for that; numbers travel when all ranks ask for the whole states.
+# travel for that; numbers travel when all ranks read the whole states.
 
 
 class OwnedStates(OutsideStates):
-    """The states of an optimizer by sharded parameter; held by whole parameter, where that is.
+    """States of an optimizer by sharded parameter; the owner holds them by whole parameter.
 
     A state that was read is kept in ``_shown``. The next step writes it back to the owner, so that
-    whatever is assigned, removed or changed in between reaches the optimizer. States of a
-    checkpoint go the same way.
+    values assigned, removed or changed in between reach the optimizer. So do states of a
+    checkpoint.
     """
 
     def __init__(self, optimizer: optim.Optimizer, wholes: WholeParameters, mesh: Mesh) -> None:
         super().__init__(optimizer)
         self._wholes, self._mesh = wholes, mesh
         self._shown: dict[torch.Tensor, State] = {}
-        self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
-        self._have_numbers = False  # states of those forms
-        # Numbers by path, from their gathering to the next step.
+        self._forms: dict[torch.Tensor, Any] = {}  # as sent by owners; the same on all ranks
+        self._have_numbers = False  # whether states of those forms have numbers
+        # Numbers by path, valid from their gather to the next step.
         self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None
         self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
 
@@ -387,7 +386,7 @@ class OwnedStates(OutsideStates):
         return parameter in self.inside
 
     def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Parameters that this rank steps on: number, sharded parameter, whole one."""
+        """Yield the parameters that this rank steps on: index, sharded parameter, whole one."""
         for number, parameter in enumerate(self._parameters()):
             whole = self._wholes.of(parameter)
             if whole is not None and whole.tensor is not None:
@@ -398,7 +397,7 @@ class OwnedStates(OutsideStates):
     def sync_to_owners(self) -> None:
         """Send states that were assigned since the last step to their owners.
 
-        They stay shown until :meth:`sync_forms`.
+        They remain in ``_shown`` until :meth:`sync_forms`.
         """
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
@@ -411,7 +410,7 @@ class OwnedStates(OutsideStates):
                 self.inside[whole.tensor] = settled
 
     def sync_forms(self) -> None:
-        """Tell all ranks the forms of the owners' states.
+        """Send the forms of the owners' states to all ranks.
 
         If none is new, it is an agreement of one byte on the host.
         """
@@ -444,7 +443,7 @@ class OwnedStates(OutsideStates):
         self._have_numbers = any(map(has_number, self._forms.values()))
 
     def _form_of(self, whole: torch.Tensor) -> Any:
-        """Form of this rank's state of a parameter; None without any."""
+        """Return the form of this rank's state of a parameter; None without any."""
         state = self.inside.get(whole)
         return None if state is None else state_structure(state, type(self._optimizer).__name__)
 
@@ -455,7 +454,7 @@ class OwnedStates(OutsideStates):
     # -- Numbers of other ranks
 
     def gather_numbers(self) -> None:
-        """Tell all ranks all numbers among the states.
+        """Send all numbers among the states to all ranks.
 
         A collective, unless all ranks know them or there are none.
         """
@@ -493,7 +492,7 @@ class OwnedStates(OutsideStates):
         return self._build(form, held, whole, "")
 
     def _build(self, form: Any, held: Any, whole: OwnedParameter, path: str) -> Any:
-        """A state as it is shown, from its form and, on the owner, from its own state."""
+        """Return a state as it is shown, from its form and, on the owner, from its own state."""
         kind, content = form
         if kind == "tensor":
             return self._sharded(content, held, whole, path)
@@ -547,7 +546,7 @@ class OwnedStates(OutsideStates):
 
 
 def _whole_of(parameter: OwnedParameter, value: torch.Tensor) -> torch.Tensor | None:
-    """A state as its owner keeps it; None elsewhere, where that is known without communication."""
+    """Return a state as its owner keeps it; None elsewhere if that needs no communication."""
     if not isinstance(value, ShardTensor):
         return value
     owners = parameter.parameter.spec.mesh.owners
@@ -565,8 +564,8 @@ def _number_at(numbers: Mapping[str, Number], elsewhere: RemoteScalar) -> Number
 # -- OwnedStep: each whole parameter is stepped on its owner
 #
 # Before a step, every rank sends its shards of values and gradients to their owners, and the new
-# values travel back after it: each rank sends and receives its own shards three times, which is
-# what one all-gather of the model moves for three ranks, and less for more. States stay with the
+# values return after it: each rank sends and receives its own shards three times. That is the
+# traffic of one all-gather of the model for three ranks, and less for more. States remain with the
 # owners.
 
 
@@ -574,10 +573,10 @@ class OwnedStep(SwappedStep):
     """Lets an optimizer step on the whole parameters that this rank owns.
 
     Args:
-        optimizer: One whose new value of a parameter depends on that parameter alone, with its
-            gradient and states.
-        on_step: Called after each step.
-        mesh: Of the sharded parameters.
+        optimizer: Optimizer with new values that depend only on the same parameter, its gradient
+            and its states.
+        on_step: Callback after each step.
+        mesh: Mesh of the sharded parameters.
     """
 
     _states: OwnedStates
@@ -587,7 +586,7 @@ class OwnedStep(SwappedStep):
         self._wholes = WholeParameters(mesh)
         # Parameters with a gradient; their memory is released after the step.
         self._moved: list[OwnedParameter] = []
-        self._begun: BegunOperations = {}  # by others than the mesh, before the optimizer's own step
+        self._begun: BegunOperations = {}  # outside of the mesh, before the optimizer's own step
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.gather_numbers())
 

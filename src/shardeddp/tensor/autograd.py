@@ -44,20 +44,20 @@ from shardeddp.torch_private import (
 
 # -- ``torch.autograd.grad`` with respect to sharded parameters
 #
-# Gradients are this rank's own, whole, as under DistributedDataParallel.
+# Gradients are this rank's own and whole, as under DistributedDataParallel.
 
 
 def autograd_grad(
     outputs: Any, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of ``torch.autograd.grad``, with sharded parameters among its arguments.
+    """Return the gradients of ``torch.autograd.grad``, with sharded parameters among its arguments.
 
     A sharded parameter stands for two leaves of the graph: itself, where it was used outside its
     unit, and the unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's
     outputs, not averaged, a plain tensor of the parameter's shape that may be differentiated again.
     """
     dtypes = [x.dtype for x in inputs]
-    inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded
+    inputs = [outside_of(x) for x in inputs]  # within a step, parameters are unsharded ones
     leaves = [
         (place, x.unsharded)
         for place, x in enumerate(inputs)
@@ -91,7 +91,7 @@ def autograd_grad(
 
 
 def with_unsharded(inputs: Any) -> list[Any]:
-    """Leaves of a graph, and the unsharded parameters of those that are sharded; each once."""
+    """Return leaves of a graph and the unsharded parameters of sharded ones; each once."""
     leaves: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     unsharded = [
         leaf.unsharded
@@ -104,21 +104,21 @@ def with_unsharded(inputs: Any) -> list[Any]:
 
 # -- Arguments of ``torch.autograd.Function``
 #
-# ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of
-# a function would compute with a shard, its backward return a gradient that nobody averages, and a
-# kernel read memory that is not there. All calls of ``apply``, also by references that were taken
+# ``apply`` is the one way into a graph that ``__torch_function__`` does not see. The forward of a
+# function would compute with a shard, its backward return a gradient that is never averaged, and a
+# kernel read memory that does not exist. All calls of ``apply``, also by references that were taken
 # at import, pass their arguments through one private function of torch; that one is extended here.
 #
-# A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with
-# respect to the arguments that its forward has seen, while what it runs may use the parameters
-# themselves. In one process the two are one leaf. So whoever asks for the gradient of such an
-# argument asks for that of the parameter: torch's way into its engine, private as well, is extended
-# for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses. So
-# does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
+# A backward that builds a graph (adjoint methods, reversible layers) requests gradients with
+# respect to the arguments of its forward, while the code it runs may use the parameters themselves.
+# In one process the two are one leaf. So a request for the gradient of such an argument becomes one
+# for that of the parameter: torch's way into its engine, private as well, is extended for that, and
+# for `backward(inputs=...)`: a sharded parameter there means all of its uses. So it does for its
+# node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
 
 _NAMED = 5  # parameters in a message
 
-_AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # as autograd has it, by shape
+_AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # autograd's text, by shape
 
 
 def extend_functions() -> None:
@@ -189,32 +189,32 @@ def extend_functions() -> None:
         return executes(node if successor is None else node_of(successor))
 
     def safe_grad(t: torch.Tensor) -> torch.Tensor | None:
-        # The node of the sharded parameter, of an earlier step, is no part of a unit's graph.
+        # The node of the sharded parameter, from an earlier step, is no part of a unit's graph.
         return stored_gradient(t) if isinstance(t, UnshardedBase) else gradient(t)
 
     described_gradient.replace(safe_grad)
     function_arguments.replace(unwrap_dead_wrappers)
     BackwardCFunction.saved_tensors = _saved_with_gradients(BackwardCFunction.saved_tensors)  # type: ignore[assignment]
-    # Callers may ask with nodes from before the parameters were sharded.
+    # Callers may pass nodes from before the parameters were sharded.
     will_execute.replace(executes_node)
     node_of_tensor.replace(node_of)
     engine_run.replace(engine_run_backward)
 
 
 def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
-    """The sharded parameter whose gradient is meant by ``asked``; None if it is itself asked for.
+    """Return the sharded parameter that a gradient request means; None if it is requested itself.
 
     Args:
-        asked: A full tensor that a function was given, or a parameter as it is met in a step:
-            earlier uses of it may have been such of the sharded one.
-        together: The identities of all that are asked for; :func:`autograd_grad` asks for both.
+        asked: Full tensor that a function was given, or a parameter as it is within a step: its
+            earlier uses may have been uses of the sharded one.
+        together: Identities of all tensors of the request; :func:`autograd_grad` handles both.
     """
     origin = outside_of(asked) if isinstance(asked, UnshardedBase) else origin_of(asked)
     return None if id(origin) in together else origin
 
 
 def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | GradientEdge]) -> None:
-    """Raise with the names of parameters whose values from the forward autograd misses."""
+    """Raise with the names of parameters that were written to since the forward."""
     if "modified by an inplace operation" not in str(error):
         return
     if "output 0 of _View" in str(error):
@@ -239,7 +239,7 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
             if isinstance(leaf, UnshardedBase) and leaf._version == int(version)
         }
     whole = {name for name, its in numels.items() if its == numel}
-    # Or it was a part of one.
+    # Or a view of it was saved.
     _raise_written(whole or {name for name, its in numels.items() if its > numel}, error)
 
 
@@ -255,7 +255,7 @@ def _raise_written(names: Iterable[str], error: RuntimeError) -> None:
 
 
 def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
-    """The nodes of a graph."""
+    """Yield the nodes of a graph."""
     waiting = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
     ]
@@ -269,7 +269,7 @@ def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
 
 
 def _saved_with_gradients(inherited: Any) -> property:
-    """Saved tensors of a function's backward, in which parameters have the gradients of theirs.
+    """Return a property for a function's saved tensors that share the ``.grad`` of parameters.
 
     Under hooks autograd unpacks a parameter as a new tensor, on which a gradient would be lost.
     """
@@ -301,11 +301,11 @@ def _full(argument: Any) -> Any:
         argument.warn_outside()
         return with_gradient_of(argument, argument.full_for_autograd(operation))
     gathered = Gathered(argument, operation=operation)
-    return GatheredView(gathered.full, gathered)  # writes of its forward reach the shard
+    return GatheredView(gathered.full, gathered)  # writes of the forward reach the shard
 
 
 class _View(torch.autograd.Function):
-    """Hand a view of a full tensor out as a ``GatheredView``, with the view's gradients."""
+    """Return a view of a full tensor as a ``GatheredView``, with the view's gradients."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
@@ -335,7 +335,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     def to_full(sharded: ShardTensor) -> torch.Tensor:
         if id(sharded) not in found:
             operation = f"{func.__name__} of"
-            # Transforms of torch.func see the gathered tensors, and not the gathering.
+            # Transforms of torch.func see the gathered tensors, and not the gather.
             with temporarily_clear_interpreter_stack():
                 full = (
                     sharded.full_for_autograd(operation)
@@ -369,7 +369,7 @@ def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Run a function of torch's Python API that meets sharded parameters."""
     if func is torch.autograd.grad:
         return autograd_grad(*args, **kwargs)
-    if func is torch.autograd.backward:  # whose leaves `engine_run_backward` knows
+    if func is torch.autograd.backward:  # `engine_run_backward` handles its leaves
         return func(*args, **kwargs)
     if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
         return _run_on_full(func, args, kwargs)

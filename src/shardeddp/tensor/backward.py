@@ -14,13 +14,13 @@ from shardeddp.torch_private import get_gradient, set_gradient, without_torch_fu
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The ``.grad`` of a parameter, past the property that waits for its reduction."""
+    """Return the ``.grad`` of a parameter, past the property that waits for its reduction."""
     with without_torch_function():
         return get_gradient(parameter)
 
 
 def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The ``.grad`` of several parameters, past that property."""
+    """Return the ``.grad`` of several parameters, past that property."""
     with without_torch_function():
         return [get_gradient(parameter) for parameter in parameters]
 
@@ -35,33 +35,33 @@ def store_gradients(
 
 
 def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set the ``.grad`` of a parameter; gradients that wait for their reduction stay."""
+    """Set the ``.grad`` of a parameter; gradients that wait for their reduction remain."""
     with without_torch_function():
         set_gradient(parameter, gradient)
 
 
 # -- The running backward: whether it returns gradients, and retains its graph
 
-# One entry per running call; threads of devices look at them as well.
+# One entry per running call; threads of devices read them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`
-# By running backward, the outermost first: its number, and whether its graph is retained.
+# Per running backward, the outermost first: its number, and whether its graph is retained.
 _RUNNING: list[tuple[int, bool]] = []
 _numbers = count()
 
 
 def graph_is_retained() -> bool:
-    """Whether the backward that is running leaves its graph for another one."""
+    """Return whether the running backward leaves its graph for another one."""
     return any(retained for _, retained in _RUNNING)
 
 
 def running_backward() -> int | None:
-    """Number of the backward that is running, the outermost of nested ones; None: none is."""
+    """Return the number of the running backward, the outermost of nested ones; None: none runs."""
     return _RUNNING[0][0] if _RUNNING else None
 
 
 @contextmanager
 def retaining(graph: bool) -> Generator[None]:
-    """A backward runs."""
+    """Surround a backward."""
     _RUNNING.append((next(_numbers), graph))
     try:
         yield
@@ -70,7 +70,7 @@ def retaining(graph: bool) -> Generator[None]:
 
 
 def are_requested() -> bool:
-    """Whether the backward that is running returns gradients, and so averages none."""
+    """Return whether the running backward returns gradients, and so averages none."""
     return bool(_ASKED)
 
 

@@ -1,14 +1,14 @@
 """Collectives of torch.distributed that users issue on parameters, in any form.
 
-Most of them reach sharded tensors by way of ``__torch_dispatch__``, as all operations do. Two kinds
+Most of them reach sharded tensors through ``__torch_dispatch__``, as all operations do. Two kinds
 do not:
 
 - Tensors in lists of lists, as the arguments of ``scatter``, ``gather`` and ``reduce_scatter``.
   Torch looks for subclasses in tensors and in lists of them alone.
-- Unsharded parameters, which are plain tensors. Torch counts no write of a collective, so what it
-  writes inside of a step would be lost with the gathered memory.
+- Unsharded parameters, which are plain tensors. Torch counts no write of a collective, so a write
+  within a step would be lost with the gathered memory.
 
-So the operations get a kernel in front of those of the devices.
+So the operations get a kernel that runs before those of the devices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def extend_collectives() -> dict[str, torch.library.Library]:
     """Let the operations of torch.distributed see all tensors of parameters from now on.
 
     Returns:
-        What keeps the kernels, for as long as the process lives.
+        Libraries that own the kernels; cached for as long as the process lives.
     """
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in COLLECTIVES}
     for name in all_operation_names():
@@ -57,7 +57,7 @@ def extend_collectives() -> dict[str, torch.library.Library]:
 
 
 def _run(func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation all of whose arguments look plain to torch."""
+    """Run an operation in which torch sees plain arguments only."""
     if any(isinstance(each, (NoRawMemory, ReleasedParameter)) for each in tensors_in(args)):
         args, kwargs = without_released(args, kwargs)
         sharded = next(each for each in tensors_in(args) if isinstance(each, NoRawMemory))
@@ -79,13 +79,13 @@ def _run(func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def refuse_unmet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an operation on sharded tensors for which the other ranks do not come.
+    """Refuse a collective on sharded tensors for which the other ranks do not come.
 
-    To be asked before anything is gathered, which would wait for them.
+    Call it before anything is gathered, which would wait for them.
 
     Raises:
-        NotImplementedError: One rank alone names the tensor, or nobody could tell when the result
-            has arrived.
+        NotImplementedError: Only one rank passes the tensor, or collectives are being coalesced, so
+            that no handle says when the result has arrived.
     """
     if not communicates(func):
         return
@@ -132,7 +132,7 @@ def _specs(arguments: Any) -> list[ShardSpec]:
 def finish(func: Any, result: Any, targets: Sequence[torch.Tensor]) -> None:
     """Wait for the writes of a collective, even if its caller wants to wait later.
 
-    The caller's ``wait()`` finds it done.
+    The caller's ``wait()`` then returns at once.
     """
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):

@@ -1,12 +1,12 @@
 """Dispatch of ATen operations on sharded tensors: locally, as a global reduction, or gathered.
 
-Nothing returns a local answer to a global question, and nothing that is written is lost. In order:
+No operation returns a local answer to a global question, and no write is lost. In order:
 
-1. questions about the tensor and copies of it are answered from the shard,
+1. metadata operations and copies are answered from the shard,
 2. element-wise operations on sharded tensors alone, or into one, work on this rank's interval,
 3. reductions over all elements combine the ranks' results,
-4. everything else gathers; what it writes into a gathered operand, then or later through a view of
-   it, is brought back to the shard.
+4. everything else gathers; a write into a gathered operand, then or later through a view of it, is
+   brought back to the shard.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _SAME_ELEMENTS = {
     *(aten.empty_like.default, aten.zero_.default, aten.fill_.Scalar),
 }
 
-# Take dtype and device from their operand, and nothing else.
+# Use dtype and device of their operand alone.
 _CREATIONS = {
     *(aten.new_empty.default, aten.new_empty_strided.default, aten.new_full.default),
     *(aten.new_ones.default, aten.new_zeros.default),
 }
 
-# Reductions over all elements: (this rank's part, how ranks combine it).
+# Reductions over all elements: (this rank's partial result, how ranks combine it).
 _REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor, torch.dtype], torch.Tensor], ReduceKind]] = {
     aten.sum.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
     aten.mean.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
@@ -74,8 +74,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].alias()
     if func in _CREATIONS:
         if func is aten.new_empty_strided.default and tuple(args[1]) == tuple(args[0].shape):
-            # What autograd copies a gradient to that somebody else refers to, a thread that looks at
-            # frames for one: a plain tensor would be filled by a gather, on this rank alone.
+            # Autograd copies a gradient into it if something else refers to that, such as a thread
+            # that samples frames: a plain one would be filled by a gather, on this rank alone.
             local = args[0].to_local()
             made = local.new_empty(local.shape, dtype=kwargs.get("dtype"))
             return ShardTensor(made, args[0].spec)
@@ -104,9 +104,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
-    """The global vector norm of every tensor, with one reduction for all of a mesh.
+    """Return the global vector norm of every tensor, with one reduction per mesh.
 
-    Norms are 0-dim, in each tensor's dtype.
+    Norms are 0D, in each tensor's (real) dtype.
     """
     if order <= 0:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
@@ -155,7 +155,7 @@ def _unscale(
 
 
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
-    """Combine this rank's partial results with those of the other owners; bitwise equal on all."""
+    """Reduce this rank's partial results with those of the other owners; bitwise equal on all."""
     partial = partial.to(spec.mesh.device)
     group, stream = spec.mesh.holders, spec.mesh.reduce_stream
     if kind == "sum":
@@ -179,9 +179,9 @@ def _is_pointwise(func: Any) -> bool:
 
 
 def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
-    """The spec that an element-wise operation can work in.
+    """Return the spec in which an element-wise operation can work on shards.
 
-    None when its result is not a shard like its operands.
+    None if its result is not sharded like its operands.
     """
     targets = written(func, args, kwargs)
     outputs = {
@@ -192,9 +192,9 @@ def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 def _spec_of(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> ShardSpec | None:
-    # The target of a write decides; the other operands are cut to its
-    # interval. Else a plain tensor may be this rank's own (an activation, a gradient), and the
-    # result with it: that is whole.
+    # The target of a write decides; the other operands are cut to its interval. Without one, a
+    # plain tensor may be this rank's own (an activation, a gradient), and then the result is this
+    # rank's own too: whole.
     if not targets and any(
         tensor.dim() and not isinstance(tensor, ShardTensor) for tensor in inputs
     ):
@@ -241,7 +241,7 @@ def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
 
 
 def _home(arguments: Any) -> torch.device:
-    """Where the elements of the first sharded argument live: on the host, if they are offloaded."""
+    """Return the device of the first sharded argument's elements: the host if offloaded."""
     return (
         next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor))
         .to_local()
@@ -250,12 +250,12 @@ def _home(arguments: Any) -> torch.device:
 
 
 def _operand(tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
-    """This rank's part of an operand of an element-wise operation, where the operation runs."""
+    """Return this rank's part of an operand of an element-wise operation, on ``home``."""
     if isinstance(tensor, ShardTensor):
         if tensor.spec is spec:
             return tensor.to_local().to(home)
         tensor = gather(tensor)
-    # A 0-dim operand gives way to others in the choice of dtype, unless all of them are 0-dim.
+    # A 0D operand gives way to others in the choice of dtype, unless all of them are 0D.
     part = tensor if tensor.dim() == 0 and spec.shape else spec.localize(tensor.expand(spec.shape))
     return part.to(home)
 
@@ -296,7 +296,7 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         if isinstance(target, ShardTensor):
             _note_write(func, target, operands)
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
-    # Below autograd nothing counts versions, of plain targets in the same list neither.
+    # Below autograd nothing counts versions, also not those of plain targets in the same list.
     end_writes(*targets)
     if targets:
         return None
@@ -328,7 +328,7 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.T
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
     local, spec = sharded.to_local(), sharded.spec
     spec.mesh.fingerprints.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
-    dtype = func(local.new_zeros(1), **kwargs).dtype  # raises what the whole tensor would
+    dtype = func(local.new_zeros(1), **kwargs).dtype  # raises the errors of the whole tensor
     partial, kind = _REDUCTIONS[func]
     part = partial(local if spec.counts else local[:0], dtype)
     reduced = reduce_partials(part, spec, kind)
@@ -358,7 +358,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """The order of a vector norm over all elements; None for anything else."""
+    """Return the order of a vector norm over all elements; None for any other operation."""
     if func is aten.linalg_vector_norm.default:
         order, rest = (args[1] if len(args) > 1 else kwargs.get("ord", 2)), args[2:]
         plain = all(item in (None, False) for item in rest) and not any(
@@ -411,12 +411,12 @@ def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results of a dtype are kept, as torch's own kernels do."""
+    """Return the accumulation dtype of partial results, as in torch's own kernels."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of every local tensor; 0 where this rank holds no element."""
+    """Return the norm of every local tensor; 0 if this rank holds no element."""
     found = [local.new_zeros((), dtype=_wide(local.dtype.to_real())) for local in locals_]
     for dtype in {local.dtype for local in locals_}:
         held = [i for i, local in enumerate(locals_) if local.dtype is dtype and local.numel()]
@@ -434,7 +434,7 @@ def _or_limit(local: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    """The neutral elements of a maximum and a minimum."""
+    """Return the neutral elements of a maximum and a minimum."""
     if dtype.is_floating_point:
         return -float("inf"), float("inf")
     return (

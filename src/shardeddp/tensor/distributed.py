@@ -1,10 +1,10 @@
 """Distributed parameters: how tensor-parallel ranks split a parameter, and what they compute with.
 
 A parameter that ranks split becomes a local tensor before the model is sharded, so that a flat
-buffer holds what this rank has of it. Outside of its unit it is a ``ShardTensor`` of the whole
-shape, whose owners share some boxes. Inside, its module computes with the local tensor itself, or
-with something that is made of it whenever it is bound to memory: a DTensor, where
-``parallelize_module`` has made it one.
+buffer holds only this rank's part. Outside of its unit it is a ``ShardTensor`` of the whole shape
+with owners that share some boxes. Inside, its module computes with the local tensor itself, or with
+a wrapper made from it whenever it is bound to memory: a DTensor, where ``parallelize_module`` has
+made the parameter one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardeddp.tensor.gradient_hooks import put_hooks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DistributedLayout:
-    """Everything about a DTensor but its local tensor."""
+    """Mesh, placements, shape and stride of a DTensor: all but its local tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -35,7 +35,7 @@ class DistributedLayout:
     stride: tuple[int, ...]
 
     def over(self, local: torch.Tensor) -> DTensor:
-        """The DTensor of a local tensor; gradients that reach it go on to that."""
+        """Return the DTensor of a local tensor; its gradients go on to the local tensor."""
         return DTensor.from_local(
             local,
             self.mesh,
@@ -48,25 +48,25 @@ class DistributedLayout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Distribution:
-    """How ranks split one parameter."""
+    """Split of one parameter over the ranks."""
 
     shape: torch.Size
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     boxes: tuple[tuple[Box, ...], ...]
-    """What each tensor rank has of it, in the order of its elements; empty: all of it."""
+    """Boxes of each tensor rank, in the order of its elements; empty: every rank has all of it."""
 
     wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Makes what modules compute with of the local tensor; None: they compute with that."""
+    """Makes the tensor that modules compute with from the local one; None: the local one itself."""
 
     part: torch.Size | None = None
-    """Shape of what each has; None: that of the whole parameter."""
+    """Shape of each rank's part; None: that of the whole parameter."""
 
     of_experts: bool = False
-    """Whether it is split over ranks with experts of their own, which train on other batches."""
+    """True if it is split over ranks with different experts, which train on other batches."""
 
     def wrap(self, leaf: nn.Parameter) -> torch.Tensor:
-        """What a module computes with: differentiable, whatever surrounds the gather."""
+        """Return the tensor for a module: differentiable, in any grad mode around the gather."""
         if self.wrapper is None:
             return leaf
         inference = torch.is_inference_mode_enabled()
@@ -75,7 +75,7 @@ class Distribution:
 
 
 def layout_of(tensor: DTensor) -> DistributedLayout:
-    """Everything about a DTensor but its local tensor."""
+    """Return the layout of a DTensor."""
     return DistributedLayout(
         mesh=tensor.device_mesh,
         placements=tuple(tensor.placements),
@@ -85,16 +85,16 @@ def layout_of(tensor: DTensor) -> DistributedLayout:
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """What this rank has of a DTensor, without history."""
+    """Return this rank's local tensor of a DTensor, without history."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distribution]:
-    """Let modules hold local tensors in place of distributed parameters.
+    """Replace distributed parameters of modules by their local tensors.
 
     Returns:
-        By new parameter, how the former one was split.
+        Split of each former parameter, by new parameter.
 
     Raises:
         ConfigurationError: A parameter is split in a way that is not supported; nothing has
@@ -118,7 +118,7 @@ def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distr
 
 
 def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -> nn.Parameter:
-    """What a rank has of a whole parameter, with its attributes; in memory of its own if it is cut."""
+    """Return a rank's part of a whole parameter, with its attributes; a copy if it is cut."""
     values = parameter.detach()
     if distribution.boxes:
         values = flatten_boxes(values, distribution.boxes[rank]).view(
@@ -126,7 +126,7 @@ def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -
         )
     local = nn.Parameter(values, parameter.requires_grad)
     vars(local).update(vars(parameter))
-    # What is sharded later takes them over.
+    # Sharding takes them over later.
     put_hooks(local, (parameter._backward_hooks, parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
     if parameter.is_meta:
         vars(local)[_WHOLE] = parameter
@@ -137,17 +137,17 @@ _WHOLE = "_shardeddp_whole"  # in the dictionary of a part on the meta device
 
 
 def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter on the meta device that a tensor is a part of; any other tensor itself."""
+    """Return the meta parameter that a tensor is a part of; any other tensor itself."""
     return vars(tensor).get(_WHOLE, tensor)
 
 
 def forget_whole(part: torch.Tensor) -> None:
-    """Let go of the parameter that a tensor is a part of."""
+    """Release the parameter that a tensor is a part of."""
     vars(part).pop(_WHOLE, None)
 
 
 def flatten_boxes(tensor: torch.Tensor, shared: Sequence[Box]) -> torch.Tensor:
-    """The elements of boxes of a tensor, one box behind the other; 1D."""
+    """Return the elements of boxes of a tensor, concatenated; 1D."""
     parts = [tensor[box.slices].reshape(-1) for box in shared]
     return torch.cat(parts) if parts else tensor.new_empty(0)
 
@@ -155,10 +155,10 @@ def flatten_boxes(tensor: torch.Tensor, shared: Sequence[Box]) -> torch.Tensor:
 def replace_parameters(
     root: nn.Module, made: Mapping[int, tuple[nn.Parameter, Distribution]]
 ) -> dict[nn.Parameter, Distribution]:
-    """Let modules hold parts of parameters, by the identity of the former ones.
+    """Replace parameters of modules by their parts, keyed by the identity of the former ones.
 
     Returns:
-        By new parameter, how the former one was split.
+        Split of each former parameter, by new parameter.
     """
     for module in root.modules():
         for attribute, tensor in module._parameters.items():
@@ -168,7 +168,7 @@ def replace_parameters(
 
 
 _OF_DTENSOR = {"_local_tensor", "_spec", "_is_param"}
-"""Attributes that are no user's."""
+"""Attributes of torch, not of the user."""
 
 
 def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
@@ -201,19 +201,18 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
 def boxes_along(
     dim: int, shape: Sequence[int], size: int, fused: int = 1, *, stacked: bool = False
 ) -> tuple[tuple[Box, ...], ...]:
-    """What each of ``size`` ranks has of a tensor that is split along a dim.
+    """Return the boxes of each of ``size`` ranks in a tensor that is split along a dim.
 
     Args:
-        dim: That dim.
-        shape: Of the tensor.
+        dim: Dim along which it is split.
+        shape: Shape of the tensor.
         size: Number of ranks, which divides the dim's size over ``fused``.
-        fused: Number of equal tensors that lie one behind the other along the dim, each of which
-            is split.
-        stacked: Whether a rank's parts of them are apart: all of the first one's, then all of the
-            second one's.
+        fused: Number of equal tensors that are concatenated along the dim, each of which is split.
+        stacked: True if a rank's parts of them are separate: all of the first one's, then all of
+            the second one's.
 
     Returns:
-        By rank, its boxes in the order of the elements of its part.
+        Boxes by rank, in the order of the elements of its part.
     """
     part = shape[dim] // fused // size
     by_row = fused > 1 and not stacked

@@ -17,10 +17,10 @@ _Counts = tuple[int, ...]
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows for each rank to rows from each; in backward, the other way.
+    """All-to-all of rows between ranks; its backward sends the gradients back.
 
-    ``anchors`` make the result require a gradient on all ranks, whatever rows each of them has: one
-    that left out the exchange in its backward would let the others wait.
+    ``anchors`` make the result require a gradient on all ranks, also on those without rows: a
+    rank without the exchange in its backward would let the others wait.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         back = _Exchange.apply(gradient, ctx.arriving, ctx.leaving, ctx.group)
-        # Of an anchor with elements, what it anchors has its gradient anyway.
+        # An anchor with elements gets its gradient through other uses anyway.
         anchors = [
             None if shape.numel() else torch.zeros(shape, dtype=dtype, device=device)
             for shape, dtype, device in ctx.shapes
@@ -61,22 +61,22 @@ def _exchange(
 
 @dataclass(kw_only=True)
 class DividedExperts:
-    """What a module of experts that ranks have divided among them knows of the others."""
+    """State of a module of experts that are divided over ranks."""
 
     count: int
     axis: TensorAxis
     is_sent: bool
-    """Whether tokens have been sent to them, or a list, where a call of others' experts fails."""
+    """True if tokens have been sent to them, or for a list, where calls of others' experts fail."""
 
 
 def is_unsent(module: nn.Module) -> bool:
-    """Whether ranks have divided a module's experts, and no token has been sent to them yet."""
+    """Return whether a module's experts are divided over ranks, and never got a token so far."""
     divided = vars(module).get(MARK)
     return isinstance(divided, DividedExperts) and not divided.is_sent
 
 
 def refuse_call(name: str, module: nn.Module, args: object) -> None:
-    """Raise in a forward of an expert of a list that another rank has; a hook before it.
+    """Raise before the forward of an expert in a list that belongs to another rank; a hook.
 
     Raises:
         RuntimeError: Always.
@@ -90,7 +90,7 @@ def refuse_call(name: str, module: nn.Module, args: object) -> None:
 class TokenDispatch:
     """One layer's tokens on their way to the experts that a router has chosen for them, and back.
 
-    Every rank makes one at the same place of its forward, dispatches and combines once::
+    Every rank makes one at the same position of its forward, dispatches and combines once::
 
         routed = TokenDispatch(index, self.experts)
         tokens = routed.dispatch(x)
@@ -99,20 +99,23 @@ class TokenDispatch:
         x = (routed.combine(y) * weights.unsqueeze(-1)).sum(1)
 
     Args:
-        index: (tokens, k), whole numbers; the experts of each token.
-        experts: Their module: an ``nn.ModuleList``, or one with a row for each in its parameters. It
-            knows which ranks have divided it; undivided, this rank has all experts. Or their number.
-        mesh: With a number: ``strategy.device_mesh["expert_parallel"]``; None: this rank has all.
+        index: Experts of each token, integers of shape (tokens, k).
+        experts: Module of the experts: an ``nn.ModuleList``, or one with a row for each in its
+            parameters. It knows which ranks have divided it; undivided, this rank has all experts.
+            Or the number of experts.
+        mesh: Expert ranks for a number, ``strategy.device_mesh["expert_parallel"]``; without them
+            this rank has all experts.
 
     Raises:
-        ValueError: An index is none of an expert, or ranks cannot have equal numbers of experts.
+        ValueError: ``index`` is not 2D, of integers and in range, or the ranks do not divide the
+            number of experts.
     """
 
     experts: range
-    """Numbers of the experts that this rank has."""
+    """Indices of this rank's experts."""
 
     counts: list[int]
-    """Rows that have arrived for each of them, in this order."""
+    """Number of rows received for each expert in :attr:`experts`."""
 
     def __init__(
         self,
@@ -145,25 +148,25 @@ class TokenDispatch:
         self._leaving = tuple(counts.view(size, own).sum(1).tolist())
         self._arriving = tuple(every.view(size, own).sum(1).tolist())
         self.counts = every.view(size, own).sum(0).tolist()
-        # Rows arrive rank by rank, and experts want theirs together.
+        # Rows arrive ordered by rank, and are reordered by expert.
         numbers = torch.arange(own, device=index.device).repeat(size)
         self._by_expert = numbers.repeat_interleave(every).argsort(stable=True)
         self._anchor: torch.Tensor | None = None
 
     @property
     def index(self) -> torch.Tensor:
-        """(rows,); of each row that has arrived, its expert's place in :attr:`experts`."""
+        """Index in :attr:`experts` of each received row's expert, (rows,)."""
         counts = torch.tensor(self.counts, device=self._order.device)
         return torch.arange(len(self.experts), device=counts.device).repeat_interleave(counts)
 
     def dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Send tokens to the ranks of their experts; a collective of them.
+        """Send tokens to the ranks of their experts; a collective of the expert ranks.
 
         Args:
-            tokens: (tokens, features).
+            tokens: Activations of this rank, (tokens, features).
 
         Returns:
-            (rows, features); what has arrived here, expert by expert, none for some maybe.
+            Rows received here, (rows, features), ordered by expert; an expert may have none.
         """
         rows = tokens[self._order // self._shape[1]]
         if self._axis is not None:
@@ -172,13 +175,13 @@ class TokenDispatch:
         return rows[self._by_expert]
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send what experts have made of tokens back; a collective of the same ranks.
+        """Send the experts' outputs back to the tokens' ranks; a collective of the expert ranks.
 
         Args:
-            rows: (rows, features); in the order of what :meth:`dispatch` has returned.
+            rows: Outputs in the order of :meth:`dispatch`'s result, (rows, features).
 
         Returns:
-            (tokens, k, features); what each token's experts have made of it.
+            Outputs of each token's experts, (tokens, k, features).
         """
         if self._anchor is None:
             raise RuntimeError("combine() before dispatch(): nothing is to be sent back")
@@ -198,9 +201,9 @@ class TokenDispatch:
 
 
 def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many rows each expert gets."""
+    """Return the number of rows for each expert."""
     if not numbers.is_floating_point():
-        with suppress(RuntimeError):  # of negative numbers, which cost no transfer to find so
+        with suppress(RuntimeError):  # for negative numbers, found here without a transfer
             counts = torch.bincount(numbers, minlength=num_experts)
             if counts.numel() == num_experts:
                 return counts
@@ -232,19 +235,19 @@ def _trained(rows: torch.Tensor) -> torch.Tensor:
 
 
 def expert_axis(mesh: DeviceMesh) -> TensorAxis:
-    """The ranks of a device mesh with one axis."""
+    """Return the ranks of a device mesh with one axis."""
     return TensorAxis(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
 class Routing:
-    """Hooks of a module of stacked experts of transformers, whose forward knows of one rank alone.
+    """Hooks of a transformers module of stacked experts, with a forward written for one rank alone.
 
     Its forward takes ``hidden_states`` (tokens, features), ``top_k_index`` and ``top_k_weights``
-    (tokens, k), and returns the weighted sum of what experts have made of each token.
+    (tokens, k), and returns the weighted sum of the experts' outputs for each token.
 
     Args:
-        num_experts: Of all ranks.
-        axis: The ranks.
+        num_experts: Number of experts on all ranks.
+        axis: Expert ranks.
     """
 
     ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")

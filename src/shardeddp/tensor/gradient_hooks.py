@@ -1,6 +1,6 @@
 """Gradient hooks of a sharded parameter.
 
-They are for each rank's gradient on its way, and for when `.grad` is complete.
+They run on each rank's gradient on its way, or once `.grad` is complete.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CompletionHook = Callable[[torch.Tensor], None]
 Hooks = tuple["OrderedDict[int, GradientHook] | None", "OrderedDict[int, CompletionHook] | None"]
 """Hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``.
 
-They stay in the dictionaries that handles refer to.
+They remain in the dictionaries that their handles refer to.
 """
 
 
 def take_hooks(parameter: torch.Tensor) -> Hooks:
-    """Take the hooks off a parameter.
+    """Remove the hooks of a parameter and return them.
 
-    They belong to the Python object, and would not fire for another body.
+    They belong to the Python object, and would not fire for another implementation.
     """
     found: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if found[0] is not None:
@@ -42,24 +42,24 @@ def take_hooks(parameter: torch.Tensor) -> Hooks:
 
 
 def put_hooks(parameter: torch.Tensor, hooks: Hooks) -> None:
-    """Put hooks that were taken off a parameter on its new body; their handles stay valid."""
+    """Put hooks from :func:`take_hooks` on a parameter; their handles remain valid."""
     for name, found in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
         if found is not None:
             setattr(parameter, name, found)
 
 
 class GradientHooks:
-    """The hooks on one sharded parameter, which stands for two leaves of autograd's graphs.
+    """Hooks on one sharded parameter, which stands for two leaves of autograd's graphs.
 
-    A hook of ``register_hook`` sees what a backward brings from all uses, in the parameter's unit
-    and outside of it: this rank's gradient, whole and before it is averaged, as under DDP. One of
+    A hook of ``register_hook`` sees the gradient of all uses, in the parameter's unit and outside
+    of it: this rank's gradient, whole and before it is averaged, as under DDP. A hook of
     ``register_post_accumulate_grad_hook`` is called with the sharded parameter when the backward
     has ended and ``.grad`` is complete, once.
 
     Args:
-        sharded: The parameter.
-        unsharded: Its unsharded one, if it belongs to a unit.
-        former: Hooks of the parameter before it was sharded; their handles stay valid.
+        sharded: Sharded parameter.
+        unsharded: Unsharded parameter; None: it belongs to no unit.
+        former: Hooks of the parameter before it was sharded; their handles remain valid.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class GradientHooks:
             OrderedDict[int, CompletionHook]() if when_complete is None else when_complete
         )
         self._sharded = weakref.ref(sharded)
-        # Autograd's number of the backward that will call the completion hooks.
+        # Autograd's number of the backward after which the completion hooks are due.
         self._due = -1
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
         self.node_is_known = False
-        """Whether hooks may have been set on the parameter's node in graphs."""
+        """True if hooks may have been set on the parameter's node in graphs."""
         self.listens = False
-        """Whether gradients of the unsharded parameter pass the hooks."""
+        """True if gradients of the unsharded parameter pass through the hooks."""
         if self._on_gradient:
             self.listen()
 
     def of_users(self) -> Hooks:
-        """Hooks that users have set, for a successor that their handles then refer to."""
+        """Return the dictionaries of users' hooks, for a successor to share with their handles."""
         return self._on_gradient, self._when_complete
 
     def add(self, hook: GradientHook) -> RemovableHandle:
@@ -93,14 +93,14 @@ class GradientHooks:
         return handle
 
     def listen(self) -> None:
-        """Hear of gradients on their way to the unsharded parameter, from now on."""
+        """Pass gradients of the unsharded parameter through the hooks from now on."""
         sharded, unsharded = self._sharded(), self._unsharded and self._unsharded()
         if self.listens or sharded is None or unsharded is None:
             return
         self.listens = True
         with taking_hooks(unsharded):
-            # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks
-            # know the model.
+            # Weak: autograd holds hooks invisibly to the garbage collector, and users' hooks may
+            # refer to the model.
             if unsharded.dtype != sharded.dtype:
                 # Hooks see gradients in the parameter's own dtype.
                 accumulate_in(unsharded, sharded.dtype)
@@ -118,17 +118,17 @@ class GradientHooks:
         if self._due == backward or not self._when_complete:
             return
         self._due = backward
-        # One callback behind the other: at the end of the end, when the engine has installed what
-        # it has reduced.
+        # A callback within a callback: it runs last, when the engine has installed the reduced
+        # gradients.
         engine.queue_callback(lambda: engine.queue_callback(self._complete))
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Call the hooks with a gradient on its way."""
+        """Call the hooks with a gradient on its way and return the result."""
         plain = type(gradient) is torch.Tensor
         for hook in list(self._on_gradient.values()):
             result: Any = hook(gradient)
             if result is not None:
-                # Whole if the unit's gradient is: a hook may mix it with sharded tensors.
+                # Whole if the unit's gradient is: a hook may return sharded tensors.
                 gradient = (
                     result.full_tensor() if plain and type(result) is not torch.Tensor else result
                 )
@@ -143,7 +143,7 @@ class GradientHooks:
 
 
 def weakly(owner: T, method: Callable[[T, torch.Tensor], Any]) -> Callable[..., Any]:
-    """A hook that calls a method of an object, as long as there is the object."""
+    """Return a hook that calls a method of an object while the object lives."""
     reference = weakref.ref(owner)
 
     def run(tensor: torch.Tensor) -> Any:

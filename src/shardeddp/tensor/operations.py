@@ -8,7 +8,7 @@ import torch
 
 from shardeddp.torch_private import HigherOrderOperator, TensorBase, pytree
 
-# `Module.to` asks for _has_compatible_shallow_copy_type, `autograd.grad` for grad.
+# `Module.to` calls _has_compatible_shallow_copy_type, `autograd.grad` reads grad.
 _NAMES = (
     "__get__ __set__ __delete__ __hash__ __len__ __repr__ __format__ __deepcopy__ "
     "__reduce_ex__ size dim ndimension numel nelement element_size stride storage_offset "
@@ -19,7 +19,7 @@ _NAMES = (
     "new_empty_strided new_tensor"
 )
 
-# Answered with truths or places, which have no gradient.
+# Results are booleans or indices, which have no gradient.
 _TRUTHS = (
     "equal allclose isclose eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan "
     "isinf isfinite any all count_nonzero argmax argmin"
@@ -33,14 +33,14 @@ _COMPUTED_ATTRIBUTES = {
 }
 
 
-# Python functions of torch that autograd does not follow: nn.init works under no_grad, collectives
+# Python functions of torch that autograd does not record: nn.init runs under no_grad, collectives
 # have no backward.
 _UNRECORDED = ("torch.nn.init", "torch.distributed.distributed_c10d")
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 
-# Operations of torch.distributed that write to nothing. All others write to their first argument;
-# no schema says so.
+# Operations of torch.distributed without a write. All others write to their first argument; no
+# schema says so.
 _COLLECTIVES_THAT_WRITE_NOTHING = {"send", "barrier", "monitored_barrier_", "check_for_nan"}
 
 # Receives, which return before the data of the other rank has arrived.
@@ -48,21 +48,21 @@ RECEIVES = {"recv_", "recv_any_source_", "irecv", "batch_p2p_ops"}
 
 
 def asks_only_about(func: Any) -> bool:
-    """Whether the function has nothing to record for a backward, in any grad mode."""
+    """Return whether a function has nothing to record for a backward, in any grad mode."""
     if func.__name__ in _ASKED:
         return func not in _COMPUTED_ATTRIBUTES
     return getattr(func, "__module__", None) in _UNRECORDED
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among its arguments that an operation is known to write to."""
+    """Return the tensors among its arguments that an operation is known to write to."""
     places = _written_places(func)
     found = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
     return [*tensors_in(found)]
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation, and in lists of them."""
+    """Yield the tensors among the arguments of an operation, and in lists of them."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
@@ -71,21 +71,21 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def writes(func: Any) -> bool:
-    """Whether an operation is known to write to some of its arguments."""
+    """Return whether an operation is known to write to some of its arguments."""
     return bool(_written_places(func))
 
 
 def communicates(func: Any) -> bool:
-    """Whether an operation is one of torch.distributed."""
+    """Return whether an operation is one of torch.distributed."""
     return func.namespace in COLLECTIVES
 
 
 @cache
 def tells_what_it_writes(func: Any) -> bool:
-    """Whether :func:`written` names all that an operation writes to.
+    """Return whether :func:`written` finds all writes of an operation.
 
-    Operations of other libraries may leave out ``mutates_args``, and batch norms do not tell of
-    running statistics.
+    Operations of other libraries may leave out ``mutates_args``, and batch norms do not declare
+    their writes to running statistics.
     """
     if func.namespace not in ("aten", "prims", "prim", *COLLECTIVES):
         return False
@@ -96,12 +96,12 @@ def tells_what_it_writes(func: Any) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether an operation draws random numbers."""
+    """Return whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may alter its first argument's shape, strides or memory does so."""
+    """Return whether a call changes the first argument's shape or strides; ``set_`` always does."""
     if func.overloadpacket.__name__ == "set_":
         return True
     before = args[0].shape, args[0].stride()
@@ -133,7 +133,7 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    """Return whether elements of a tensor share memory, as those of an expanded one do."""
     return tensor.layout is torch.strided and not all(
         stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     )

@@ -1,8 +1,8 @@
 """Parallel styles: how a layer is split over tensor-parallel ranks, and what its forward exchanges.
 
 A style cuts a layer's parameters and surrounds its forward with functions that are each other's
-transposes, as Megatron-LM has them (https://arxiv.org/abs/1909.08053, 2205.05198). Layers compute
-with plain local tensors: autocast, compilers and third-party kernels see what they always saw.
+transposes, as in Megatron-LM (https://arxiv.org/abs/1909.08053, 2205.05198). Layers compute with
+plain local tensors: nothing changes for autocast, compilers and third-party kernels.
 Outside of split layers, ranks have equal activations, or parts of one sequence.
 """
 
@@ -26,16 +26,16 @@ from shardeddp.tensor.distributed import Distribution, boxes_along
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The ranks that split layers, as this one sees them."""
+    """Tensor-parallel ranks, from this rank's point of view."""
 
     group: str
-    """Name of their collectives."""
+    """Name of the group of their collectives."""
 
     rank: int
     size: int
 
     rehearsal: Callable[[], AbstractContextManager[None]] | None = None
-    """Where nothing runs backward (plans): surrounds what backward would exchange, run by the forward."""
+    """Surrounds the backward's exchanges, run in the forward, if nothing runs backward (plans)."""
 
     def rehearse(
         self, made: torch.Tensor, exchange: type[torch.autograd.Function], *arguments: object
@@ -69,18 +69,18 @@ def _own_part_of_sum(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.
 
 
 _EXCHANGES: Mapping[str, tuple[Callable[[torch.Tensor, int, TensorAxis], torch.Tensor], str]] = {
-    # The tensor itself, which every rank has; in backward the sum of its gradients, and vice versa.
+    # The identity on a tensor that every rank has; its backward sums the gradients, and vice versa.
     "sum_gradient": (_same, "sum"),
     "sum": (_sum_of_all, "sum_gradient"),
-    # Parts along a dim to the whole, of which all ranks compute the same: in backward this rank's
-    # part of the one gradient, and vice versa.
+    # All-gather along a dim to a whole with which all ranks compute the same; its backward takes
+    # this rank's part of the one gradient, and vice versa.
     "gather": (_parts_of_all, "own_part"),
     "own_part": (_own_part, "gather"),
-    # The same where each rank computes something else: in backward its part of the gradients' sum.
+    # The same where ranks compute different things; its backward reduce-scatters the gradients.
     "gather_sum_gradient": (_parts_of_all, "sum_own_part"),
     "sum_own_part": (_own_part_of_sum, "gather_sum_gradient"),
 }
-"""By name, what an exchange makes of a tensor, and the name of the one that it makes of the gradient."""
+"""Exchanges by name: the function for the tensor, and the name of the exchange for its gradient."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -98,14 +98,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """What one of the exchanges makes of a tensor; ``dim`` is that of parts."""
+    """Apply an exchange to a tensor; ``dim`` is the dim of the ranks' parts."""
     made: torch.Tensor = _Exchange.apply(tensor, name, dim, axis)  # type: ignore[assignment]
     axis.rehearse(made, _Exchange, _EXCHANGES[name][1], dim, axis)
     return made
 
 
 class _FirstAlone(torch.autograd.Function):
-    """The tensor on the first rank and zeros on the others; in backward, the gradient itself."""
+    """Identity on the first rank and zeros on the others; the backward passes the gradient on."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -134,33 +134,33 @@ def _check_divides(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> None:
 # -- Styles
 
 SEQUENCE_DIM = 1
-"""Of activations (batch, sequence, features)."""
+"""Dim of the sequence in activations (batch, sequence, features)."""
 
 Split = Literal["columns", "rows", "vocabulary", "features"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelStyle:
-    """What one style does to a layer."""
+    """Effects of one style on a layer."""
 
     splits: Split | None = None
-    """How the layer's own parameters are cut; None: they are whole."""
+    """Dim along which the layer's own parameters are cut; None: they are whole."""
 
     fused: int = 1
-    """Number of equal layers that lie one behind the other in one weight."""
+    """Number of equal layers concatenated in one weight."""
 
     before: str = ""
-    """What happens to the tensors that come into the forward; see ``_BEFORE``."""
+    """Exchange of the forward's input tensors; see ``_BEFORE``."""
 
     after: str = ""
-    """What happens to the tensor that leaves it; see ``_AFTER``."""
+    """Exchange of the forward's output tensor; see ``_AFTER``."""
 
     sums_gradients: bool = False
-    """Whether ranks have parts of the gradients of whole parameters: they see other heads or tokens."""
+    """True if ranks have partial gradients of whole parameters: they see other heads or tokens."""
 
 
 DIVIDE, KEEP = "divide", "keep"
-"""Styles of numbers that modules have, such as ``num_heads``: each rank has its part, or all."""
+"""Styles of integer attributes such as ``num_heads``: each rank has its part, or all."""
 
 STYLES: Mapping[str, ParallelStyle] = {
     DIVIDE: ParallelStyle(),
@@ -191,15 +191,15 @@ STYLES: Mapping[str, ParallelStyle] = {
     "split_sequence_input": ParallelStyle(before="split_sequence"),
     "gather_sequence_output": ParallelStyle(after="gather_sequence"),
 }
-"""By name; those of transformers do what they do there."""
+"""Styles by name; the names of transformers have the same effect as there."""
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-MARK = "_shardeddp_parallel_style"  # in the dictionary of a module that has been split
+MARK = "_shardeddp_parallel_style"  # key in the dictionary of a module that has been split
 
 
 def refuse_split(root: nn.Module) -> None:
-    """Raise for a model with a module that has been split before."""
+    """Raise ConfigurationError for a model with a module that has been split before."""
     split = next((name for name, it in root.named_modules() if MARK in vars(it)), None)
     if split is not None:
         raise ConfigurationError(
@@ -214,11 +214,11 @@ class LayerSizes:
     inputs: int
     outputs: int
     is_transposed: bool = False
-    """Whether rows of the weight are inputs, and its columns outputs, as in ``Conv1D`` of transformers."""
+    """True if the weight is (inputs, outputs), as in ``Conv1D`` of transformers."""
 
 
 def linear_sizes(module: nn.Module) -> LayerSizes | None:
-    """Sizes of a linear layer, by the attributes that say which dim of its weight is which."""
+    """Return the sizes of a linear layer from its attributes; None: it is no such layer."""
     weight = module._parameters.get("weight")
     if weight is None:
         return None
@@ -233,10 +233,10 @@ def linear_sizes(module: nn.Module) -> LayerSizes | None:
 def distribution_of(
     name: str, module: nn.Module, parameter: nn.Parameter, style: ParallelStyle, axis: TensorAxis
 ) -> Distribution | None:
-    """How a style splits a parameter of a module; None: it does nothing to it.
+    """Return the split of a module's parameter in a style; None: the style does not affect it.
 
     Raises:
-        ConfigurationError: The ranks do not divide it.
+        ConfigurationError: The number of ranks does not divide it.
     """
     shape, ndim = parameter.shape, parameter.dim()
     wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -259,7 +259,7 @@ def distribution_of(
     stacked = False
     if sizes is not None and sizes.is_transposed and ndim == 2:
         dim = 1 - dim
-        stacked = dim == 1 and style.fused > 1  # or each row of each layer would be a box
+        stacked = dim == 1 and style.fused > 1  # else each row of each layer would be a box
     parts = axis.size * style.fused
     if shape[dim] % parts:
         fused = f", which hold {style.fused} layers one behind the other" if style.fused > 1 else ""
@@ -287,67 +287,67 @@ def _side_by_side(dim: int, stacked: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Siblings:
-    """Layers of one module that are given one input: its gradients are summed once for all."""
+    """Layers of one module with one input: its gradient is summed once for all of them."""
 
     given: torch.Tensor | None = None
     taken: torch.Tensor | None = None
     has_history: bool = False
-    """Whether it was taken where gradients are recorded: a layer under no_grad may come first."""
+    """True if ``taken`` was made with gradients enabled: a layer under no_grad may come first."""
 
     def take(self, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        """The tensor, whose gradient is summed over the ranks; the same one for all layers."""
+        """Return the tensor with a gradient summed over the ranks; the same one for all layers."""
         recorded = torch.is_grad_enabled()
         if self.given is not tensor or self.taken is None or self.has_history is not recorded:
             self.given, self.has_history = tensor, recorded
             self.taken = _exchange("sum_gradient", axis, tensor)
             if self.taken.requires_grad and not torch.compiler.is_compiling():
-                # A recomputation takes it once more, where no hook of the module around sees its end.
+                # A recomputation makes it once more, and no hook of the module around sees its end.
                 self.taken.register_hook(self._end_backward)
         return self.taken
 
     def clear(self) -> None:
-        """Let the activation go."""
+        """Release the activation."""
         self.given = self.taken = None
 
     def _end_backward(self, gradient: torch.Tensor) -> None:
         self.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Siblings:
-        """Siblings of the copied layers, without an activation: one with history is no copy's."""
+        """Return siblings for the copied layers, without an activation, which may have history."""
         return memo.setdefault(id(self), Siblings())
 
 
 @dataclass(eq=False)
 class SplitLayer:
-    """What the hooks of one layer know."""
+    """State of the hooks of one layer."""
 
     axis: TensorAxis
     siblings: Siblings | None
-    """None: no module around the layer says when its forward is over, and nothing is kept."""
+    """Layers with the same input; None: no module around marks the end of their forward."""
 
     name: str = ""
-    """Of the layer, for messages."""
+    """Name of the layer, for messages."""
 
     num_rows: int = 0
-    """Rows of an embedding that a rank has."""
+    """Number of rows of an embedding on a rank."""
 
     num_features: int = 0
-    """Features that a layer split by rows is given on a rank; 0: it is split in another way."""
+    """Input features on a rank, of a layer split by rows; 0: it is split in another way."""
 
     num_outputs: int = 0
-    """Features that a rank's part of a layer has, where those of all ranks are gathered; 0: they are not."""
+    """Output features on a rank, if those of all ranks are gathered; 0: they are not."""
 
     num_columns: int = 0
-    """Columns of a transposed weight that a rank has; 0: the weight is not transposed, or split by rows."""
+    """Columns on a rank, of a transposed weight; 0: it is not transposed, or split by rows."""
 
     was_called: bool = False
-    """Whether its forward has run; what its style exchanges is missing where only its weight is used."""
+    """True once its forward has run; without it the exchanges of its style are missing."""
 
     rope_dim: int = 0
     """Trailing features that go to attention without a split layer between (MLA)."""
 
     outside: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Of embeddings whose forward is under way: which indices are other ranks'."""
+    """Masks of other ranks' indices, one per embedding forward under way."""
 
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
@@ -429,7 +429,7 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
     layer.was_called = True
     is_index = kind == "own_rows"
-    # The forward of a frozen layer, in its dictionary, takes this rank's part of a weight itself.
+    # The forward of a frozen layer, in its dictionary, selects this rank's part of a weight itself.
     weight = None if "forward" in vars(module) else module._parameters.get("weight")
     if weight is not None and is_index and weight.shape[0] != layer.num_rows:
         _refuse_whole(layer)
@@ -442,7 +442,7 @@ def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: 
         for number, it in enumerate(values)
         if isinstance(it, torch.Tensor) and it.is_floating_point() != is_index
     ]
-    # Experts are given weights of the router as well; other layers have one input.
+    # Experts get weights of the router as well; other layers have one input.
     every = kind == "sum_gradient" and "weight" not in module._parameters
     for number in wanted if every else wanted[:1]:
         values[number] = _BEFORE[kind](layer, values[number])
@@ -466,13 +466,13 @@ def _clear(siblings: Siblings, module: nn.Module, args: Any, output: Any) -> Non
 def install(
     module: nn.Module, style: ParallelStyle, layer: SplitLayer, *, sums_input: bool = True
 ) -> None:
-    """Surround the forward of a layer with what its style exchanges.
+    """Surround the forward of a layer with the exchanges of its style.
 
     Args:
-        module: The layer.
-        style: Its style.
-        layer: What its hooks need to know.
-        sums_input: Whether gradients of its input are summed here, and not around it.
+        module: Layer.
+        style: Style of the layer.
+        layer: State of its hooks.
+        sums_input: True if gradients of its input are summed here, not by a module around it.
     """
     before = style.before if sums_input or style.before != "sum_gradient" else ""
     vars(module)[MARK] = layer if before or style.after else True
@@ -484,7 +484,7 @@ def install(
 
 
 def used_without_call(module: nn.Module) -> bool:
-    """Whether parameters of a split layer have gradients although its forward has never run."""
+    """Return whether parameters of a split layer have gradients although its forward never ran."""
     layer = vars(module).get(MARK)
     return (
         isinstance(layer, SplitLayer)
@@ -494,5 +494,5 @@ def used_without_call(module: nn.Module) -> bool:
 
 
 def forget_inputs_after(module: nn.Module, siblings: Siblings) -> None:
-    """Let activations go when the forward of a module around split layers is over."""
+    """Release activations at the end of the forward of a module around split layers."""
     module.register_forward_hook(partial(_clear, siblings), always_call=True)

@@ -3,8 +3,8 @@
 [Note: the tensors of a parameter]
 One parameter of the user's model is, in the engine, up to five tensors:
 
-- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. It is what
-  ``parameters()``, optimizers and state dicts see. It holds a view of the main shard.
+- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. ``parameters()``,
+  optimizers and state dicts see it. It holds a view of the main shard.
 - the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer.
   The module computes with it, and autograd leaves the unsharded gradient on it. It is usable only
   while its unit is unsharded.
@@ -67,7 +67,7 @@ from shardeddp.torch_private import (
 )
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""A function or an operation of torch, its arguments and its keyword arguments to its result."""
+"""Runs a function or an operation of torch with arguments and keyword arguments."""
 
 
 class Handlers:
@@ -77,9 +77,9 @@ class Handlers:
     """
 
     function: Run
-    """Functions of torch's Python API, as ``torch.autograd.grad``, before autograd sees them."""
+    """Runs functions of torch's Python API, such as ``torch.autograd.grad``, above autograd."""
     operation: Run
-    """ATen operations, below autograd."""
+    """Runs ATen operations, below autograd."""
 
 
 handlers = Handlers()
@@ -94,45 +94,45 @@ outside_of_graphs = never_traced(
 class ShardSpec:
     """Common part of all tensors that are sharded like one parameter; compared by identity.
 
-    Gradients and optimizer states share their parameter's spec, by which operations know that
-    intervals coincide.
+    Gradients and optimizer states share their parameter's spec: so operations know that intervals
+    coincide.
     """
 
     fqn: str
     shape: torch.Size
     intervals: Sequence[Interval]
-    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it.
+    """Interval of each owner in the flattened parameter, in ``mesh.owners`` order; they cover it.
 
-    Of a parameter that is cut into boxes, they are of the elements of the boxes that the owners
-    share, one box behind the other.
+    Of a parameter that is cut into boxes, they are intervals of the concatenated elements of the
+    boxes that the owners share.
     """
 
     mesh: Mesh
     offloaded: bool = False
-    """Whether elements live in host memory and compute elsewhere."""
+    """True if the shard lives in host memory while compute is on a device."""
 
     boxes: tuple[tuple[Box, ...], ...] = ()
-    """What each group of owners shares of a parameter that is cut; empty: it is not cut."""
+    """Boxes that each group of owners shares of a parameter that is cut; empty: it is not cut."""
 
     place: int = 0
-    """Number of the group that this rank is in."""
+    """Index of this rank's group in ``boxes``."""
 
     warned: list[str] = field(default_factory=list)
-    """Warnings given for this parameter, so that none is given twice."""
+    """Kinds of warnings given for this parameter, so that none is given twice."""
 
     @cached_property
     def interval(self) -> Interval:
-        """The elements that this rank owns."""
+        """Interval that this rank owns."""
         return self.intervals[self.mesh.owners.rank]
 
     @property
     def shared(self) -> tuple[Box, ...]:
-        """The boxes that the owners share, in the order of their elements."""
+        """Boxes that the owners of this rank's group share, in the order of their elements."""
         return self.boxes[self.place] if self.boxes else (whole_of(self.shape),)
 
     @cached_property
     def pieces(self) -> tuple[tuple[Box | None, Interval], ...]:
-        """The elements that this rank owns: intervals of flattened boxes; None: of the whole."""
+        """Elements that this rank owns: intervals of flattened boxes; None: of the whole."""
         if not self.boxes:
             return ((None, self.interval),)
         pieces: list[tuple[Box | None, Interval]] = []
@@ -145,34 +145,34 @@ class ShardSpec:
         return tuple(pieces) or ((next(iter(self.shared), None), Interval(0, 0)),)
 
     def read(self, elements: Callable[[Interval, Box | None], torch.Tensor]) -> torch.Tensor:
-        """This rank's elements, 1D, from whoever has intervals of boxes of a whole tensor."""
+        """Return this rank's elements, 1D, from a function that reads intervals of boxes."""
         found = [elements(interval, box) for box, interval in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the owners share of a plain tensor of the parameter's shape; 1D if it is cut."""
+        """Return the elements of a plain, full tensor that the owners share; 1D if it is cut."""
         return flatten_boxes(tensor, self.shared) if self.boxes else tensor
 
     @property
     def num_parts(self) -> int:
-        """Ranks that together hold all elements once."""
+        """Number of ranks that together hold all elements once."""
         return self.mesh.owners.size * max(1, len(self.boxes))
 
     @cached_property
     def counts(self) -> bool:
-        """Whether this rank's elements are counted where those of all holders are put together.
+        """True if this rank's elements count in a reduction over all holders.
 
-        Ranks that split layers hold what these do not split once more.
+        Tensor-parallel ranks hold replicas of parameters that are not split: only the first counts.
         """
         return bool(self.boxes) or self.mesh.tensor.rank == 0
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     def lies_like(self, other: ShardSpec) -> bool:
-        """Whether each rank has the same elements of both."""
+        """Return whether each rank has the same elements of both."""
         return self is other or (
             self.shape == other.shape
             and (self.boxes, self.place) == (other.boxes, other.place)
@@ -181,13 +181,13 @@ class ShardSpec:
         )
 
     def device_of(self, local: torch.Tensor) -> torch.device:
-        """The device that a tensor over these elements shows: where it computes."""
+        """Return the device that a tensor over this shard reports: the one that computes."""
         return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
 
     def localize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's interval of a tensor of the parameter's shape, full or sharded.
+        """Return this rank's interval of a tensor of the parameter's shape, full or sharded.
 
-        A view if it can be one.
+        A view if possible.
         """
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
@@ -199,7 +199,7 @@ class ShardSpec:
 
 
 class _UnitGradients(Protocol):
-    """The gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
+    """Gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
 
     kept_by_others: bool
     assigned: set[int]
@@ -214,7 +214,7 @@ class _UnitGradients(Protocol):
 
 
 class _KeepsWrites(Protocol):
-    """Memory that unsharded parameters are views of: `FlatGroup`."""
+    """Owner of the memory of unsharded parameters, which are views of it: `FlatGroup`."""
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
@@ -263,22 +263,22 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     """A tensor with its global shape; this rank holds one interval of its flattened elements.
 
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the
-    gathered full tensor, and the gradient is averaged over all ranks in backward: right wherever a
-    parameter is used, at the cost of a gather per use, which one warning per parameter points out.
+    gathered full tensor, and the gradient is averaged over all ranks in backward: correct wherever
+    a parameter is used, at the cost of a gather per use, which one warning per parameter mentions.
     Without gradients, element-wise operations work on the local interval, reductions over all
-    elements give the global value, and everything else gathers. A view of it (``weight[0]``) is a
-    view of gathered elements; writes to the view reach the shard. All of these need
-    every rank to take part, but for the element-wise ones.
+    elements give the global value, and everything else gathers. A view (``weight[0]``) is a view of
+    gathered elements; writes to it reach the shard. All of these but the element-wise operations
+    need every rank to take part.
     """
 
     _local: torch.Tensor  # 1D, spec.interval.numel
     _spec: ShardSpec
     _unsharded: nn.Parameter | None = None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None = None  # of a sharded parameter: made with the first of them
-    # Of a sharded parameter: the gradients of its unit, and its place among them.
+    # Of a sharded parameter: the gradients of its unit, and its index among them.
     _unit_gradients: tuple[_UnitGradients, int] | None = None
-    _is_routed: bool = False  # whether gradients of uses outside of a unit find their way
-    # `.grad` before such a gradient, while that is in flight
+    _is_routed: bool = False  # whether gradients of uses outside of a unit are averaged
+    # `.grad` from before such a gradient, while that is in flight
     _former_gradient: torch.Tensor | None = None
     # Of an alias: its origin, which lives as long as the alias.
     _source: ShardTensor | None = None
@@ -287,9 +287,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _views: weakref.WeakSet[_ViewSource] | None = None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[_KeepsWrites] | None = None
-    _place: int = 0  # of the parameter there
+    _place: int = 0  # index of the parameter there
     memory_of: str = ""
-    """Another parameter, by name, that has this one's memory as well; empty: none has."""
+    """Name of another parameter that shares this one's memory; empty: none does."""
 
     def __new__(  # noqa: D102
         cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False
@@ -303,7 +303,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         )
         made._local = local
         made._spec = spec
-        refuse_data_pointer(made)  # it has none: kernels that are handed it fail, and do not crash
+        refuse_data_pointer(made)  # it has none: kernels that get it fail, and do not crash
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
@@ -311,18 +311,18 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
         Args:
             local: 1D tensor with this rank's elements.
-            spec: The parameter, and the elements of it.
-            requires_grad: Whether operations on it are recorded.
+            spec: Spec of the parameter, with the intervals of all owners.
+            requires_grad: True if autograd records operations on it.
         """
 
     @property
     def spec(self) -> ShardSpec:
-        """Specification of the parameter that this tensor is a shard of."""
+        """Spec of the parameter that this tensor is a shard of."""
         return self._spec
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether operations on it are recorded; setting it also sets the unsharded parameter's."""
+        """True if operations on it are recorded; setting it also sets the unsharded parameter's."""
         with without_torch_function():
             return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -341,8 +341,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The same shard without its history; writing to it changes the parameter.
 
-        Assigning copies values in, and what was handed out before keeps the former ones, as it does
-        where a parameter gets other memory. An alias that is assigned to is none any more.
+        Assigning copies the values in. Tensors handed out before keep the former values, as for a
+        parameter that gets other memory. An alias that is assigned to is an alias no more.
         """
         return self.detach()
 
@@ -373,21 +373,21 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self.copy_(data)
 
     def _is_mine(self, data: torch.Tensor) -> bool:
-        """Whether these are this tensor's own values, as they lie."""
+        """Return whether a tensor has this tensor's own memory, shape and strides."""
         sharded = data if isinstance(data, ShardTensor) else getattr(data, "sharded", None)
         return (
             isinstance(sharded, ShardTensor)
-            # Shards without elements may be in the same place, and not so on other ranks.
+            # Empty shards may share memory on this rank and not on others: names decide.
             and sharded._spec.fqn in (self._spec.fqn, self.memory_of)
             and _is_same_memory(sharded._local, self._local)
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
 
     def note_memory_of(self, data: torch.Tensor) -> None:
-        """Note whether this parameter is assigned, by ``.data = ...``, the memory of another one.
+        """Note whether ``.data = ...`` assigns another parameter's memory to this one.
 
-        It takes the values, and stays where it is. Where the other one is not assigned something in
-        turn (two parameters that change places), the next step says so.
+        It takes the values, and keeps its own memory. If the other one is not assigned to in turn
+        (two parameters that are swapped), the next step reports it.
         """
         untied, own = self._spec.mesh.run.untied, self._spec.fqn
         for name in [it for it, its_other in untied.items() if own in (it, its_other)]:
@@ -397,7 +397,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             untied[own] = other._spec.fqn
 
     def leave_values(self) -> None:
-        """Leave the values to the tensors and views that share them, as a tensor with new memory does."""
+        """Leave the values to the tensors and views that share them; the parameter gets others."""
         home = self.home
         if home is not None:
             home.keep_write_of(self._place)
@@ -412,7 +412,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             part_from_aliases(self._unsharded)
 
     def _warn_of_held_parts(self) -> None:
-        # Inside of a step graphs hold parts as well, of which many are dropped without a backward.
+        # Within a step graphs hold views too, many of which are dropped without a backward.
         home = None if self._spec.mesh.run.in_step else self.home
         if home is not None and "held" not in self._spec.warned and home.is_held(self._place):
             self._spec.warned.append("held")
@@ -426,7 +426,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             )
 
     def note_view(self, view: _ViewSource) -> None:
-        """Note that there is a view of these full elements."""
+        """Register a view of this tensor's full elements."""
         if self._views is None:
             self._views = weakref.WeakSet()
         self._views.add(view)
@@ -450,7 +450,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The averaged gradient, sharded; between micro-batches the part of it so far."""
+        """The averaged gradient, sharded; between micro-batches the part accumulated so far."""
         if self._unit_gradients is not None and self._spec.mesh.run.unsettled:
             self._spec.mesh.run.settle(reading=True)
         gradient = stored_gradient(self)
@@ -472,7 +472,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
         elif gradient is not None and self._unit_gradients is not None:
-            # What a function's backward has computed is of this rank's batch, and is averaged.
+            # A gradient computed in a function's backward is of this rank's batch: it is averaged.
             unit_gradients, index = self._unit_gradients
             if unit_gradients.take_local(index, gradient):
                 store_gradient(self, None)
@@ -485,7 +485,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 unit_gradients.assigned.add(index)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
-        """A gradient that may be another parameter's, of which ranks hold other parts."""
+        """Return a gradient in this parameter's layout; gather it first if it has another one."""
         if gradient.shape != self.shape or gradient._spec.lies_like(self._spec):
             return gradient
         whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
@@ -497,18 +497,18 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def unsharded(self) -> nn.Parameter | None:
-        """Of a sharded parameter of a unit: the one that its module computes with."""
+        """The parameter that its module computes with; None: it is no parameter of a unit."""
         return self._unsharded
 
     def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
-        """Call a hook with each gradient that goes to the parameter; see :class:`GradientHooks`."""
+        """Call a hook with each gradient of the parameter; see :class:`GradientHooks`."""
         if not self.is_leaf or not self.requires_grad:
             with without_torch_function():
                 return super().register_hook(hook)
         return self._made_hooks().add(hook)
 
     def show_node(self) -> None:
-        """Let a user have the one autograd node at which gradients of all uses end from now on.
+        """Expose the one autograd node at which gradients of all uses end from now on to a user.
 
         It is that of the unsharded parameter; hooks may be set on it.
         """
@@ -517,7 +517,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def node_is_known(self) -> bool:
-        """Whether a user has been given the node; it is that of the present sharding."""
+        """True if a user has been given the node; it is that of the present sharding."""
         return self._hooks is not None and self._hooks.node_is_known
 
     def _made_hooks(self) -> GradientHooks:
@@ -535,16 +535,16 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return self._made_hooks().add_completion(hook)
 
     def take_part(self, unit_gradients: _UnitGradients, index: int) -> None:
-        """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
+        """Join the reduction of a unit's gradients, also with gradients of uses outside of it."""
         self._unit_gradients = unit_gradients, index
 
     def keep_gradient(self) -> None:
-        """Note that somebody may have kept the local gradient, as optimizers do in their states."""
+        """Note that the local gradient may be kept elsewhere, as in the states of an optimizer."""
         if self._unit_gradients is not None:
             self._unit_gradients[0].kept_by_others = True
 
     def move_to(self, local: torch.Tensor) -> None:
-        """Lie in other memory from now on, which holds the same elements."""
+        """Replace the local memory by other memory with the same elements."""
         self._local = local
 
     def _move_with_aliases(self, local: torch.Tensor, spec: ShardSpec) -> None:
@@ -557,7 +557,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
 
         Args:
-            local: This rank's elements, in memory that is not the unit's.
+            local: Elements of this rank, in memory that is not the unit's.
         """
         self._move_with_aliases(local, self._spec)
         self._unit_gradients = self._unsharded = self._writes = None
@@ -566,24 +566,24 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self.memory_of = ""
 
     def forget_route(self) -> None:
-        """Route gradients anew when they are asked for next: the hooks for that are gone."""
+        """Route gradients again at the next use: the hooks for that are gone."""
         self._is_routed = False
 
     def take_over(self, former: ShardTensor) -> None:
-        """Take the place of another sharded tensor; a collective of all ranks.
+        """Replace another sharded tensor; a collective of all ranks.
 
-        Values, gradient, hooks, and tensors that share its memory: ``parameter.data``, for
-        instance.
+        It takes over values, gradient, hooks, and tensors that share its memory, such as
+        ``parameter.data``.
 
         Args:
-            former: Of the same shape, and sharded over any ranks of this process's run.
+            former: Sharded tensor of the same shape, over any ranks of this process's run.
         """
         same = self._spec.lies_like(former._spec) and self._spec.mesh is former._spec.mesh
         if same and (self._spec.fqn, self._spec.offloaded) == (
             former._spec.fqn,
             former._spec.offloaded,
         ):
-            self._spec = former._spec  # kept copies (averages) stay sharded like it
+            self._spec = former._spec  # kept copies (averages) remain sharded like it
         self._local.copy_(self._part_of(former))
         gradient = stored_gradient(former)
         if gradient is not None:
@@ -611,24 +611,24 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return [alias for each in self._aliases or () if (alias := each()) is not None]
 
     def full_for_autograd(self, operation: str) -> torch.Tensor:
-        """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
+        """Gather the whole tensor, with a gradient that is averaged over all ranks."""
         self.route_gradient()
-        # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's
-        # forward does.
+        # Hooks see the sum of the gradients of all uses: it ends where that of the unit's forward
+        # does.
         leaf = (
             self
             if self._unsharded is None or not (self._hooks and self._hooks.listens)
             else self._unsharded
         )
-        # Not by way of Function.apply, which hands sharded arguments out as full ones.
+        # Not by Function.apply, which gives sharded arguments to the forward as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
         with without_torch_function():
             return apply.apply(leaf, weakref.ref(self), operation)
 
     def route_gradient(self) -> None:
-        """Average gradients that autograd brings to the parameter itself over ranks.
+        """Average gradients over ranks that autograd brings to the parameter itself.
 
-        It comes from uses outside of the parameter's unit.
+        They come from uses outside of the parameter's unit.
         """
         if self._is_routed or not (self.requires_grad and self.is_leaf):
             return
@@ -672,19 +672,19 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:
-        """Undo the placeholder gradient that autograd accumulates beside a unit's reduction."""
+        """Remove the placeholder gradient that autograd accumulates beside a unit's reduction."""
         if self._unit_gradients is not None:
             former, self._former_gradient = self._former_gradient, None
             store_gradient(self, former)
         self.gradient_completes()
 
     def gradient_completes(self) -> None:
-        """Take note that the backward that is running has set ``.grad``."""
+        """Announce that the running backward has set ``.grad``."""
         if self._hooks is not None:
             self._hooks.announce()
 
     def adopt_hooks(self, *former: Any) -> None:
-        """Take over the hooks of the parameter that this one was before it was sharded."""
+        """Take over the hooks that the parameter had before it was sharded."""
         self._hooks = GradientHooks(self, self._unsharded, former)  # type: ignore[arg-type]
 
     def tolist(self) -> Any:  # noqa: D102
@@ -692,11 +692,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
         array = gather(self, "numpy of").requires_grad_(self.requires_grad).numpy(force=force)
-        array.flags.writeable = False  # writes to an array could not be seen
+        array.flags.writeable = False  # writes to an array go unseen
         return array
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
+        """Return this rank's elements, 1D; shares memory, so writing to it changes the shard."""
         home = None if self._writes is None else self._writes()
         if home is not None:
             home.keep_write_of(self._place)
@@ -704,24 +704,24 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def home(self) -> _KeepsWrites | None:
-        """The parameters in one buffer with this one's shard; None without a buffer."""
+        """Owner of the flat buffer that holds this parameter's shard; None without a buffer."""
         return None if self._writes is None else self._writes()
 
     @property
     def place(self) -> int:
-        """Of a parameter, its number there."""
+        """Index of the parameter in :attr:`home`."""
         return self._place
 
     @property
     def raw_local(self) -> torch.Tensor:
-        """This rank's elements as they lie.
+        """This rank's elements as stored.
 
         Writes inside of the unit since it was gathered are not in them.
         """
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, gathered; a collective of all ranks of the shard group.
+        """Gather the whole tensor; a collective of all ranks of the shard group.
 
         No gradient flows through it.
         """
@@ -750,7 +750,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return copied._as_alias_of(self)
 
     def user_attributes(self) -> dict[str, Any]:
-        """Attributes that users have set on the parameter."""
+        """Return the attributes that users have set on the parameter."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -758,11 +758,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         }
 
     def alias(self) -> ShardTensor:
-        """The same shard under another object, without history."""
+        """Return the same shard as another object, without history."""
         return ShardTensor(self._local, self._spec)._as_alias_of(self)
 
     def _as_alias_of(self, source: ShardTensor) -> ShardTensor:
-        """Share the memory of a sharded tensor until that is assigned other values."""
+        """Share the memory of a sharded tensor until other values are assigned to that."""
         self._source, self._writes, self._place = source, source._writes, source._place
         origin = source.origin
         origin._aliases = [
@@ -772,12 +772,12 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return self
 
     def whole(self, operation: str) -> torch.Tensor:
-        """A plain whole tensor, or a parameter of its original class; a collective of all ranks."""
+        """Gather a plain tensor or parameter of the original class; a collective of all ranks."""
         whole = gather(self, operation)
         return self.parameter_over(whole) if isinstance(self, nn.Parameter) else whole
 
     def parameter_over(self, values: torch.Tensor) -> nn.Parameter:
-        """A plain parameter of the class and with the attributes that users have given this one."""
+        """Return a plain parameter with the class and attributes that users have given this one."""
         if type(self) is ShardTensor:
             parameter = nn.Parameter(values, self.requires_grad)
         else:
@@ -788,9 +788,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def is_of_a_unit(self) -> bool:
-        """Whether it is of a unit; false for the copy of a parameter.
+        """True for a parameter of a unit and its aliases; False for a copy of a parameter.
 
-        No unit gathers and reduces a copy. An alias of a parameter is of its unit.
+        No unit gathers and reduces a copy.
         """
         return self.origin._unit_gradients is not None
 
@@ -811,9 +811,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return super().__eq__(other)
 
     def note_write(self, operation: str, values: torch.Tensor | None = None) -> None:
-        """Note a write, for ranks to compare.
+        """Record a write, which ranks compare later.
 
-        Each keeps a part of the parameter; see :class:`WriteDigest`.
+        Each keeps a shard of the written values; see :class:`WriteDigest`.
         """
         mesh = self._spec.mesh
         if mesh.owners.size > 1 and self.is_of_a_unit:
@@ -823,13 +823,13 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         whole = self.whole("pickling")
         spawning = get_spawning_popen()
         if spawning is not None:
-            # It is handed over by the number of an open file, when all of the process's arguments
-            # are pickled.
+            # It is passed as the number of an open file, once all of the process's arguments are
+            # pickled.
             vars(spawning).setdefault("shardeddp_kept", []).append(whole)
         return whole.__reduce_ex__(protocol)
 
-    # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the
-    # state dict of a sharded model as it is. Checkpoints of the Trainer do not come this way.
+    # `torch.distributed.checkpoint` calls these three, so `dcp.save` and `dcp.load` take the state
+    # dict of a sharded model as it is. Checkpoints of the Trainer do not use them.
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.to_local())
@@ -851,7 +851,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of one of its boxes; loading writes to it."""
+        """Return the elements of one of its boxes; loading writes to it."""
         position = 0
         for box in self._boxes():
             if index.offset is None or box.offsets == tuple(index.offset):
@@ -895,23 +895,23 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return handlers.operation(func, args, kwargs)
 
 
-# Of all parameters of an optimizer or a model in every step, so without a call for each of them.
+# Called for all parameters of an optimizer or a model in every step: no call for each parameter.
 
 
 def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:
-    """Whether users are to hear when one of their gradients is complete."""
+    """Return whether any parameter has a hook for a complete gradient."""
     hooks = [each._hooks for each in parameters]  # pyright: ignore[reportPrivateUsage]
     return any([it.of_users()[1] for it in hooks if it is not None])
 
 
 def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
-    """Meshes of those that are sharded, in one order on all ranks."""
+    """Return the meshes of the sharded parameters, in one order on all ranks."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
     return [*dict.fromkeys([each._spec.mesh for each in sharded])]  # pyright: ignore[reportPrivateUsage]
 
 
 def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
-    """One whose gradient, left by a backward without synchronisation, no step can use."""
+    """Return a parameter with an unreduced gradient (no synchronisation), which no step can use."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
     for each in [it for it in sharded if it._spec.mesh.run.incomplete]:
         place = each._unit_gradients
@@ -921,7 +921,7 @@ def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
-    """Bring writes made inside of units, to parameters or to views from there, to their shards."""
+    """Bring writes made inside of units, to parameters or their views, to the shards."""
     for home in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
         found = None if home is None else home()
         if found is not None:
@@ -929,16 +929,16 @@ def keep_writes(parameters: Iterable[Any]) -> None:
 
 
 def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
-    """The full tensor, plain; a collective of its owners.
+    """Gather the full tensor, plain; a collective of its owners.
 
     Args:
-        sharded: The tensor to gather.
-        operation: Why, for the message if not all of them come.
+        sharded: Tensor to gather.
+        operation: Reason, for the message if not all owners come.
     """
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
-        # No view, whose writes autograd would refuse in words of its own.
+        # Not a view: autograd would refuse writes to it with an error of its own.
         shape = [sum(box.numel for box in spec.shared)] if spec.boxes else spec.shape
         full = torch.empty(shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
@@ -948,7 +948,7 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
 
 
 def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The full tensor from the boxes of each rank that splits its layer."""
+    """Return the full tensor from the boxes of each rank that splits its layer."""
     group = spec.mesh.tensor
     pieces = [own.new_empty(sum(box.numel for box in shared)) for shared in spec.boxes]
     pieces[group.rank].copy_(own)
@@ -961,7 +961,7 @@ def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def end_writes(*targets: torch.Tensor) -> None:
-    """Count writes to sharded or plain tensors, and bring them to views that something holds of parameters."""
+    """Count writes to sharded or plain tensors, and bring them to existing views of parameters."""
     homes: dict[_KeepsWrites, None] = {}
     for target in targets:
         if not isinstance(target, ShardTensor):
@@ -984,7 +984,7 @@ def mark_written(local: torch.Tensor) -> None:
 
 
 def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
-    """Raise for a write that autograd would have to record."""
+    """Raise RuntimeError for a write that autograd would have to record."""
     raise RuntimeError(
         f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while "
         f"gradients are recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy "
@@ -993,7 +993,7 @@ def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather forward; the gradient stays this rank's own.
+    """Gather in forward; pass on this rank's own gradient in backward.
 
     Its leaf is the parameter or its unsharded one.
     """
@@ -1016,7 +1016,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 def origin_of(tensor: Any) -> ShardTensor | None:
-    """The sharded parameter that autograd knows a plain tensor to be the whole of, or None."""
+    """Return the sharded parameter that a plain tensor was gathered from for autograd, or None."""
     node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
     return node.sharded() if isinstance(node, _FullTensor._backward_cls) else None  # type: ignore[attr-defined]
 
@@ -1032,7 +1032,7 @@ class _Average(torch.autograd.Function):
         spec.mesh.data.all_reduce_(total).wait()
         size = spec.mesh.topology.world_size
         if is_copy and "copy" not in spec.warned:
-            spec.warned.append("copy")  # looked at once: the answer is waited for
+            spec.warned.append("copy")  # compared once: the comparison synchronizes the device
             if _differs(total, gradient * size):
                 warnings.warn(
                     f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of "
@@ -1047,19 +1047,19 @@ class _Average(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        # Users of the average took it whole, so the arriving gradient has been averaged over ranks
+        # Uses of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
         whole = gather(gradient) if isinstance(gradient, ShardTensor) else gradient
         return whole, None, None, None
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are apart by more than rounding."""
+    """Return whether two tensors differ by more than rounding."""
     return bool((one - other).norm() > 1e-3 * one.norm())
 
 
 def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
-    """The parameter that a tensor is, or of which it is an alias (`p.data`); None: of none."""
+    """Return the parameter that a tensor is or is an alias of (`p.data`); None: of none."""
     if not isinstance(data, ShardTensor):
         unsharded = parameter_in(data)
         if unsharded is None or unsharded.data_ptr() != data.data_ptr():
@@ -1071,7 +1071,7 @@ def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also of no elements: whether shards are the same is so on all ranks, or on none."""
+    """Compare memory; also of empty shards, so that the result is the same on all ranks."""
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()

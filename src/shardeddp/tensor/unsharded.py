@@ -22,17 +22,17 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-# -- Identity: a parameter's body exchanged, its references kept
+# -- Identity: a parameter's implementation exchanged, its references kept
 
-_IDENTITY = "shardeddp"  # a key in the metadata that torch keeps for users on a node
+_IDENTITY = "shardeddp"  # key in the metadata of a node, which torch leaves to users
 
 
 def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange class, attributes and implementation of two tensors; ``id()`` of each stays.
+    """Exchange class, attributes and implementation of two tensors; ``id()`` of each is unchanged.
 
-    ``torch.utils.swap_tensors`` does the same and refuses objects with weak references, which every
-    ``nn.LSTM`` has on its weights; those references are to the object and stay true. A graph that
-    was recorded before leads to the former body: it refuses to run backward.
+    ``torch.utils.swap_tensors`` does the same but refuses objects with weak references, which every
+    ``nn.LSTM`` has on its weights; those references are to the object and remain valid. A graph
+    that was recorded before leads to the former implementation: it refuses to run backward.
 
     Raises:
         RuntimeError: Native code holds a weak reference to one of them; nothing has changed.
@@ -53,7 +53,7 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def replacement_of(node: Node) -> torch.Tensor | None:
-    """The parameter that had this node before its body was swapped; None: no such node."""
+    """Return the parameter that had a node before its implementation was swapped, else None."""
     identity = _metadata_of(node).get(_IDENTITY)
     return None if identity is None else identity()
 
@@ -75,12 +75,12 @@ def _refuse_backward(gradients: tuple[Any, ...]) -> None:
 OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """Keys of an unsharded parameter's dictionary.
 
-Its name, its dtype outside, and a weak reference to its sharded parameter.
+Its name, its dtype outside of the unit, and a weak reference to its sharded parameter.
 """
 
 
 MEMORY_OF = "_shardeddp_memory_of"
-"""Key of a summoned parameter's dictionary: the name of one that shares its memory; or empty."""
+"""Key of a summoned parameter's dictionary: name of a parameter that shares its memory, or ""."""
 
 _ALIASES = WeakIdKeyDictionary()
 """Weak references to detached aliases, by parameter; not in its dictionary, which is pickled."""
@@ -90,7 +90,7 @@ _PARAMETERS = WeakIdKeyDictionary()
 
 
 def keep_shared_memory(fqn: str, memory_of: str) -> None:
-    """Refuse to give a parameter memory of its own while another one shares it."""
+    """Refuse new memory for a parameter while another one shares its memory."""
     if memory_of:
         raise RuntimeError(
             f"{fqn} and {memory_of} have the same memory, and sharded parameters keep theirs: "
@@ -100,35 +100,35 @@ def keep_shared_memory(fqn: str, memory_of: str) -> None:
 
 
 def part_from_aliases(parameter: torch.Tensor) -> None:
-    """Leave an unsharded parameter's values to its detached aliases; the parameter gets others."""
+    """Give detached aliases memory of their own with the present values of the parameter."""
     found: Any = _ALIASES.pop(parameter, None) or []
     for alias in [alias for each in found if (alias := each()) is not None]:
         alias.data = alias.clone()
 
 
 def parameter_in(tensor: torch.Tensor) -> Any:
-    """The unsharded parameter that a plain tensor is, or an alias or a view of; else None."""
+    """Return the unsharded parameter that a plain tensor is, aliases or views; else None."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, UnshardedBase):
         return base
     reference: Any = _PARAMETERS.get(base)
     parameter = None if reference is None else reference()
-    return parameter if isinstance(parameter, UnshardedBase) else None  # or one that is summoned
+    return parameter if isinstance(parameter, UnshardedBase) else None  # it may be summoned
 
 
 class WholeParameter(nn.Parameter):
-    """A plain parameter whose writes can be counted, and that stays in its memory.
+    """A plain parameter that counts writes through ``data``, and keeps its memory.
 
-    ``data`` of a plain one has a version counter of its own, and assigning to it gives the
-    parameter other memory.
+    ``data`` of a plain ``nn.Parameter`` has a version counter of its own, and assigning to it gives
+    the parameter other memory.
     """
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values without history; writing to them in place changes the parameter.
 
-        Assigning copies values in, and what was handed out before keeps the former ones, as it does
-        where a parameter gets other memory.
+        Assigning copies the values in. Tensors handed out before keep the former values, as for a
+        parameter that gets other memory.
         """
         return self.detach()
 
@@ -168,7 +168,7 @@ class WholeParameter(nn.Parameter):
         return alias
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Take the values of a tensor; the parameter stays in its memory."""
+        """Copy the values of a tensor; the parameter keeps its memory."""
         if not isinstance(source, torch.Tensor) or args or kwargs:
             raise RuntimeError(
                 f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). "
@@ -186,12 +186,10 @@ class WholeParameter(nn.Parameter):
         )
 
     def _has_already(self, data: torch.Tensor) -> bool:
-        """Whether these are its values in its dtype outside of its unit.
+        """Return whether ``data`` has the parameter's values in its dtype outside of the unit.
 
-        ``module.to()`` with that dtype gives them.
-
-        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower
-        one.
+        ``module.to()`` with that dtype gives it. Modules that insist on a dtype call it in their
+        forward, where the parameter may have a lower one.
         """
         same_place = data.shape == self.shape and data.device == self.device
         if not same_place or data.dtype != self.__dict__.get(OURS[1]):
@@ -202,12 +200,12 @@ class WholeParameter(nn.Parameter):
 class SameParameter(torch.Tensor):
     """Comparison of a parameter with itself: true for every element, and as a whole.
 
-    So it is found where it is a key: in dictionaries, in sets, in the state of an optimizer.
+    So the parameter is found as a key: in dictionaries, in sets, in the state of an optimizer.
     """
 
     @staticmethod
     def like(parameter: torch.Tensor) -> torch.Tensor:
-        """Of the parameter's shape."""
+        """Return a comparison of the parameter's shape."""
         true = torch.ones((), dtype=torch.bool, device=parameter.device)
         return make_subclass(SameParameter, true.expand(parameter.shape))
 
@@ -242,7 +240,7 @@ _PARAMETER = "_shardeddp_parameter"
 
 
 def with_gradient_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values of a parameter, as :class:`ParameterValues` of it."""
+    """Return values of a parameter as its :class:`ParameterValues`."""
     _set_attribute(values, "__class__", ParameterValues)
     vars(values)[_PARAMETER] = parameter
     return values
@@ -252,20 +250,21 @@ _set_attribute = object.__setattr__
 
 
 class UnshardedBase(nn.Parameter):
-    """Attributes of the sharded parameter, which its unsharded one shares.
+    """Attributes of the sharded parameter that its unsharded one shares.
 
-    That is the gradient, hooks, and attributes of their own.
+    These are the gradient, hooks, and attributes set by users.
     """
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient of the sharded parameter.
+        """Gradient of the sharded parameter.
 
-        Autograd's own, of this rank and this unit, is the engine's.
+        The one that autograd stores here, of this rank and this unit, belongs to the engine.
         """
         gradient = sharded_of(self).grad
-        # torch.compile takes no parameter whose gradient has another dtype, and needs none. It asks
-        # in Python, and then is_dynamo_compiling() is false; what it traces may want the gradient.
+        # torch.compile takes no parameter with a gradient of another dtype, and does not need the
+        # gradient. Its own check runs in Python, where is_dynamo_compiling() is false; traced code
+        # may want the gradient.
         asks = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
         return None if asks and gradient is not None and gradient.dtype != self.dtype else gradient
 
@@ -286,16 +285,16 @@ class UnshardedBase(nn.Parameter):
         return sharded_of(self).register_post_accumulate_grad_hook(hook)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:  # type: ignore[override]
-        """Record operations on the parameter or not, wherever it is met."""
+        """Set whether operations on the parameter are recorded, sharded or unsharded."""
         sharded_of(self).requires_grad_(requires_grad)
         return self
 
     def full_tensor(self) -> torch.Tensor:
-        """As of the sharded parameter, wherever this one is met: a collective, in the own dtype."""
+        """Gather the sharded parameter, in its own dtype; a collective."""
         return sharded_of(self).full_tensor()
 
     def to_local(self) -> torch.Tensor:
-        """As of the sharded parameter: the elements of this rank."""
+        """Return this rank's elements of the sharded parameter."""
         return sharded_of(self).to_local()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -316,7 +315,7 @@ class UnshardedBase(nn.Parameter):
 
     @never_traced("a parameter is compared")
     def __eq__(self, other: object) -> Any:
-        """Element by element; true as a whole for the same parameter, met outside of its unit."""
+        """Compare element-wise; true as a whole for the same parameter outside of its unit."""
         if (
             not isinstance(other, UnshardedBase)
             and isinstance(other, nn.Parameter)
@@ -341,7 +340,7 @@ class UnshardedBase(nn.Parameter):
 
 
 class UnshardedParameter(UnshardedBase, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
-    """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
+    """Class of an unsharded parameter while it is usable: it lies in a gathered buffer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -353,11 +352,11 @@ class UnshardedParameter(UnshardedBase, WholeParameter):  # pyright: ignore[repo
 
 
 class ReleasedParameter(UnshardedBase):
-    """An unsharded parameter whose memory is released: operations on it use the sharded one.
+    """An unsharded parameter with released memory: operations on it use the sharded one.
 
-    A reference kept from inside of the unit's forward has the same values,
-    gathered for each use. Changing an object's class is invisible to autograd, which holds the
-    implementation and not the Python object.
+    A reference kept from inside of the unit's forward has the same values, gathered for each use.
+    Changing an object's class is invisible to autograd, which holds the implementation and not the
+    Python object.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -366,14 +365,14 @@ class ReleasedParameter(UnshardedBase):
         return memo[id(self)]
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`ShardTensor.set_`; torch asks no ``__torch_function__`` about it."""
+        """See :meth:`ShardTensor.set_`; torch calls no ``__torch_function__`` for it."""
         return sharded_of(self).set_(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Never called. With it torch.compile breaks a graph here, and takes no tensor of it."""
+        """Never called. With it torch.compile breaks the graph here, and takes no such tensor."""
         raise NotImplementedError
 
     @classmethod
@@ -381,8 +380,8 @@ class ReleasedParameter(UnshardedBase):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         positional, named = without_released(args, kwargs or {})
-        # By name where it is a method or an attribute: the sharded parameter's class may have its
-        # own.
+        # By name if it is a method or an attribute: the sharded parameter's class may override
+        # it.
         if args and isinstance(args[0], ReleasedParameter):
             name = func.__name__
             if getattr(torch.Tensor, name, None) is func:
@@ -395,7 +394,7 @@ class ReleasedParameter(UnshardedBase):
 
 
 def without_released(args: Any, kwargs: Any) -> Any:
-    """Arguments of a function with sharded parameters in the place of released ones."""
+    """Replace released parameters among a function's arguments by sharded ones."""
     return pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs))
 
 
@@ -405,7 +404,7 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
     with without_torch_function():
         if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
             return
-        store_gradient(unsharded, None)  # torch refuses to change the dtype of one that is there
+        store_gradient(unsharded, None)  # torch refuses to change the dtype of an existing one
         unsharded.grad_dtype = dtype
     if former is not None:
         store_gradient(unsharded, former.to(dtype))
@@ -413,7 +412,7 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
 
 @contextmanager
 def taking_hooks(unsharded: torch.Tensor) -> Generator[None]:
-    """Hooks can be set inside: a frozen parameter takes none, and may be unfrozen later."""
+    """Allow hooks inside: a frozen parameter takes none, and may be unfrozen later."""
     with without_torch_function():
         trainable = unsharded.requires_grad
         torch.Tensor.requires_grad_(unsharded, True)
@@ -424,7 +423,7 @@ def taking_hooks(unsharded: torch.Tensor) -> Generator[None]:
 
 
 def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
-    """Let autograd divide what it leaves on an unsharded parameter, from now on."""
+    """Let autograd divide an unsharded parameter's gradients from now on."""
     with taking_hooks(unsharded):
         torch.Tensor.register_hook(unsharded, partial(_divided, divisor))
 
@@ -434,7 +433,7 @@ def _divided(divisor: int, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_of(unsharded: nn.Parameter) -> Any:
-    """The sharded parameter, a ``ShardTensor``, of an unsharded one."""
+    """Return the sharded parameter, a ``ShardTensor``, of an unsharded one."""
     sharded = unsharded.__dict__[OURS[2]]()
     if sharded is None:
         raise RuntimeError(
@@ -445,13 +444,13 @@ def sharded_of(unsharded: nn.Parameter) -> Any:
 
 
 def outside_of(parameter: Any) -> Any:
-    """The sharded parameter of an unsharded one; any other value as it is."""
+    """Return the sharded parameter of an unsharded one; any other value unchanged."""
     return sharded_of(parameter) if isinstance(parameter, UnshardedBase) else parameter
 
 
 @cache
 def derived_class(ours: type, prefix: str, theirs: type) -> Any:
-    """One of our classes for parameters of a user's class; its objects are of that, too."""
+    """Return a subclass of one of our parameter classes and of a user's class."""
     if theirs is nn.Parameter:
         return ours
     return type(f"{prefix}{theirs.__name__}", (ours, theirs), {"__module__": theirs.__module__})

@@ -36,16 +36,16 @@ from shardeddp.torch_private import (
     temporarily_clear_interpreter_stack,
 )
 
-# -- Full elements of a ShardTensor, gathered or behind views
+# -- Full elements of a ShardTensor, gathered or seen through views
 
 
 class Gathered:
     """The full elements of a sharded tensor, kept equal to it while a view of them is in use.
 
     Args:
-        sharded: Where they come from and where writes go.
-        full: The elements; gathered when not given.
-        operation: Why they are gathered.
+        sharded: Source of the elements and target of writes.
+        full: Full elements; None: they are gathered.
+        operation: Reason of the gather, for messages.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Gathered:
 
     @property
     def is_current(self) -> bool:
-        """Whether the shard is as it was gathered."""
+        """True if the shard is unchanged since it was gathered."""
         local = self.sharded.to_local()
         return local is self._local and _version_of(local) == self._version
 
@@ -65,14 +65,14 @@ class Gathered:
         """Gather again, a collective, if the shard has changed in any way."""
         if self.is_current:
             return
-        # Transforms of torch.func take the view for a constant.
+        # Transforms of torch.func treat the view as a constant.
         with temporarily_clear_interpreter_stack(), torch.no_grad():
             self.full.copy_(gather(self.sharded, "reading a view of"))
         mark_written(self.full)  # a graph that still needs the former values must fail
         self._note_shard()
 
     def follow(self, sharded: ShardTensor) -> None:
-        """Be the elements of another tensor, which has the values of this one; it was given others."""
+        """Become the elements of another tensor, which has the values this one had so far."""
         is_current, self.sharded = self.is_current, sharded
         self._note_shard()
         if not is_current:
@@ -92,14 +92,14 @@ class Gathered:
         self._note_shard()
 
     def follow_rank_zero(self, func: Any) -> None:
-        """Take the elements that rank 0 has drawn; a collective of all ranks."""
+        """Replace the elements by those that rank 0 has drawn; a collective of all ranks."""
         mesh = self.sharded.spec.mesh
         if mesh.data.size > 1 and self.full.numel():
             self._assemble(func)
             mesh.data.broadcast_(self.full, 0).wait()
 
     def digest(self) -> int:
-        """A checksum of the elements, equal bits only being equal."""
+        """Return a CRC-32 of the elements' bits, on the host."""
         flat = self.full.detach().contiguous().view(-1).view(torch.uint8)
         return zlib.crc32(cast("bytes", flat.cpu().numpy()))
 
@@ -107,7 +107,7 @@ class Gathered:
         """Return whether an operation has written to the elements; a collective of all ranks.
 
         Raises:
-            RuntimeError: The ranks have not got the same.
+            RuntimeError: The written elements differ between ranks.
         """
         spec = self.sharded.spec
         if spec.mesh.data.size == 1:
@@ -135,11 +135,11 @@ class Gathered:
             )
 
     def aliases(self, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor shares memory with the full elements."""
+        """Return whether a plain tensor shares memory with the full elements."""
         return tensor.layout is torch.strided and is_alias_of(tensor, self.full)
 
     def _note_shard(self) -> None:
-        # An alias that has parted from its parameter has a shard of its own.
+        # An alias that has parted from its parameter has another shard.
         self._local = self.sharded.to_local()
         self._version = _version_of(self._local)
 
@@ -148,15 +148,15 @@ def _version_of(local: torch.Tensor) -> int:
     return 0 if local.is_inference() else local._version
 
 
-# They need no values of what they begin with.
+# Their inputs' values are not read.
 _BACKWARDS = {torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward}
 
 
 class GatheredView(NoRawMemory, torch.Tensor):
-    """A view of a sharded tensor as of a plain one: it shows current elements and writes to them.
+    """A view of a sharded tensor that behaves like a plain one: reads and writes reach the shard.
 
-    It owns gathered memory for as long as it lives. Reading it gathers again if the shard has
-    changed in between, so every rank has to take part, as everywhere.
+    It owns gathered memory for as long as it lives. A read gathers again if the shard has changed
+    in between, so every rank has to take part, as everywhere.
     """
 
     _plain: torch.Tensor
@@ -183,16 +183,16 @@ class GatheredView(NoRawMemory, torch.Tensor):
 
     @property
     def sharded(self) -> ShardTensor:
-        """The sharded tensor that it is a view of."""
+        """Sharded tensor that this is a view of."""
         return self._gathered.sharded
 
     @property
     def spec(self) -> ShardSpec:
-        """The gathered elements that it is a view of."""
+        """Spec of the sharded tensor that this is a view of."""
         return self._gathered.sharded.spec
 
     def plain(self) -> torch.Tensor:
-        """The elements now, as a plain tensor that is not to be written to."""
+        """Return the current elements as a plain tensor, which must not be written to."""
         self._gathered.refresh()
         return self._plain
 
@@ -201,7 +201,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
         array = self.plain().numpy(force=force)
-        array.flags.writeable = False  # writes to an array could not be seen
+        array.flags.writeable = False  # writes to an array go unseen
         return array
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -224,7 +224,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not asks_only_about(func) and func not in _BACKWARDS:
             refresh_views(args, kwargs)
-        # Those that have more to say of the function than that, sharded parameters above all.
+        # Classes with more to say about the function, sharded parameters above all.
         others = tuple(kind for kind in types if not issubclass(kind, cls))
         for kind in others:
             result = kind.__torch_function__(func, others, args, kwargs)
@@ -253,7 +253,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
         result = run_on_whole(
             func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()]
         )
-        # Below autograd nothing counts versions, of plain targets in the same list neither.
+        # Below autograd nothing counts versions, also not those of plain targets in the same list.
         end_writes(*[target for target in everything if not isinstance(target, cls)])
         return wrap_results(
             result, [view._gathered for view in views], {id(view._plain): view for view in views}
@@ -261,9 +261,9 @@ class GatheredView(NoRawMemory, torch.Tensor):
 
 
 def refresh_views(*arguments: Any) -> None:
-    """Gather views among the arguments of a function again where their shards have changed; a collective.
+    """Gather views among a function's arguments again if their shards have changed; a collective.
 
-    Before autograd saves them: it notes their versions, which gathering again below it would change.
+    Call it before autograd saves them: it notes their versions, which a later gather would change.
     """
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, GatheredView):
@@ -271,14 +271,14 @@ def refresh_views(*arguments: Any) -> None:
 
 
 def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
-    """The whole tensors behind those that are views of sharded ones."""
+    """Return the full elements of those tensors that are views of sharded ones."""
     return [tensor._gathered for tensor in tensors if isinstance(tensor, GatheredView)]
 
 
 def _check_targets(
     func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse the writes that could not be brought back."""
+    """Refuse writes that could not be brought back."""
     for target in targets:
         sharded = target._gathered.sharded
         if torch.Tag.inplace_view in func.tags and reshapes(func, args, kwargs):
@@ -290,14 +290,14 @@ def _check_targets(
 
 
 def wrap_results(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
-    """Result of an operation on full elements, as callers see it.
+    """Return the result of an operation on full elements, as callers see it.
 
-    Results that alias these elements are views of the shard.
+    Results that alias these elements become views of the shard.
 
     Args:
         result: Plain tensors in any structure.
-        gathered: The full elements that the operation saw.
-        known: By identity of a plain tensor, the object that stands for it.
+        gathered: Full elements that the operation saw.
+        known: Objects to return for plain tensors, by the tensor's identity.
     """
 
     def present(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,8 +321,8 @@ def run_on_whole(
 ) -> Any:
     """Run an operation on whole tensors, and bring its writes back to their shards.
 
-    A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a
-    collective writes is refused where it differs between ranks.
+    A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and results
+    of a collective are refused if they differ between ranks.
 
     Raises:
         RuntimeError: The written values differ between ranks; shards are unchanged.
@@ -351,7 +351,7 @@ def run_on_whole(
 def refuse_overlapping(
     func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()
 ) -> None:
-    """Refuse to write to one shard by way of several copies of it."""
+    """Refuse a write to one shard through several copies of it."""
     sharded = [*(home.sharded for home in targets), *also]
     if targets and len({id(each.to_local()) for each in sharded}) < len(sharded):
         fqns = ", ".join(sorted({each.spec.fqn for each in sharded}))

@@ -28,18 +28,18 @@ from shardeddp.wrap.tree import join
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of one layer."""
+    """Experts of one layer."""
 
     name: str
     module: nn.Module
-    """Holds all of them: stacked, in parameters whose dim 0 they are; or as its children."""
+    """Holder of all of them: stacked along dim 0 of its parameters, or as its children."""
 
     count: int
     stacked: bool
 
     @property
     def is_routed(self) -> bool:
-        """Whether its forward is that of transformers, which sends no token anywhere."""
+        """True if its forward is that of transformers, which sends tokens to no other rank."""
         return self.stacked and _has_forward_of_transformers(self.module)
 
 
@@ -47,9 +47,10 @@ class ChosenUnits(Policy):
     """Units that another policy has chosen, while modules had all of their parameters.
 
     Args:
-        policy: The other one.
-        root: The model.
-        experts: Modules in a list of experts are no units: ranks do not run the same ones.
+        policy: Policy that chooses the units.
+        root: Model with all of its parameters.
+        experts: Experts of the model; modules inside of a list of them are no units, since ranks
+            run different ones.
     """
 
     def __init__(self, policy: Policy, root: nn.Module, experts: Sequence[Experts]) -> None:
@@ -79,16 +80,16 @@ def resolve_experts(value: PolicyLike) -> Policy | None:
 
 
 def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Experts]:
-    """The experts of a model, by layer; nothing is changed.
+    """Return the experts of a model, by layer, without a change to it.
 
     Args:
         root: The LightningModule.
-        policy: Chooses modules of stacked experts, or experts that stand in a list; None: modules
-            of stacked experts as transformers has them.
-        size: Ranks that each have their own.
+        policy: Policy that chooses modules of stacked experts, or experts in a list; None: modules
+            of stacked experts with the forward of transformers.
+        size: Number of ranks that divide the experts.
 
     Raises:
-        ConfigurationError: There are none, or ranks cannot have equal numbers of them.
+        ConfigurationError: There are no experts, or ``size`` does not divide their number.
     """
     modules = dict(root.named_modules())
     refuse_split(root)
@@ -130,10 +131,10 @@ def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Expe
 def keep_own(
     root: nn.Module, experts: Sequence[Experts], axis: TensorAxis
 ) -> dict[nn.Parameter, Distribution]:
-    """Let a rank hold its own experts, and of the others no element.
+    """Replace experts' parameters by those of this rank's experts; other experts become empty.
 
     Returns:
-        By new parameter, how the former one was split.
+        Split of each former parameter, by new parameter.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     for each in experts:
@@ -169,9 +170,9 @@ def _has_forward_of_transformers(module: nn.Module) -> bool:
 
 
 def _stacked(module: nn.Module, listed: bool) -> int:
-    """How many experts a module stacks; 0: it is no such module.
+    """Return the number of experts that a module stacks; 0: it stacks none.
 
-    A convolution has such parameters, too: a member of a list says itself how many experts it has.
+    A convolution has such shapes, too: so a member of a list has to have ``num_experts``.
     """
     shapes = [it.shape for it in module.parameters()]
     counts = {shape[0] if shape else 0 for shape in shapes}
@@ -186,7 +187,7 @@ def _number_in(experts: Experts, parameter: str) -> int:
 
 
 def _check(root: nn.Module, experts: Experts, size: int) -> None:
-    """Refuse experts that ranks cannot divide among them."""
+    """Refuse experts that the ranks cannot divide."""
     name, module = experts.name, experts.module
     if experts.count % size:
         raise ConfigurationError(
@@ -222,7 +223,7 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
 
 
 def _refuse_router(experts: Experts) -> None:
-    """Refuse a layer whose router would be divided with its experts, and know a rank's own alone."""
+    """Refuse a layer that has its router beside its experts: it would be divided with them."""
     for name, child in experts.module.named_modules():
         for attribute, parameter in child._parameters.items():
             is_router = linear_sizes(child) is not None or _ROUTERS.fullmatch(attribute)

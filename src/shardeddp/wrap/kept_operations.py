@@ -21,7 +21,7 @@ from shardeddp.torch_private import (
 from shardeddp.wrap.tree import imported, nearest
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
+"""Returns the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
 
 Operation = OpOverload | HigherOrderOperator
 
@@ -36,9 +36,9 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "higher_order.flex_attention",
     ),
 }
-"""Names that stand for several operations.
+"""Names for groups of operations.
 
-Those are the products of linear layers, and every kernel behind scaled dot-product attention.
+They are the products of linear layers, and every kernel of scaled dot-product attention.
 """
 
 _EXPECTED = (
@@ -48,11 +48,11 @@ _EXPECTED = (
 
 
 def selective_contexts(save_ops: object) -> ContextFunction | None:
-    """Context function that keeps results of some operations for recomputation; None: keep nothing.
+    """Return the context function that keeps results of some operations; None: it would keep none.
 
     Raises:
-        ConfigurationError: Something in it is no operation, or one that autograd takes apart before
-            it runs.
+        ConfigurationError: An entry is no operation, or one that autograd decomposes before it
+            runs.
     """
     policy = _policy_of(save_ops)
     if policy is not None:
@@ -64,7 +64,7 @@ def selective_contexts(save_ops: object) -> ContextFunction | None:
 
 
 def check_save_ops(save_ops: object) -> None:
-    """Refuse wrong entries before libraries with their own operations are imported.
+    """Refuse wrong entries, before libraries with their own operations are imported.
 
     Raises:
         ConfigurationError: As :func:`selective_contexts`.
@@ -80,10 +80,10 @@ def check_save_ops(save_ops: object) -> None:
 
 
 def find_operations(entries: Iterable[object]) -> list[Operation]:
-    """Operations that names and objects stand for; without an overload, all overloads of one name.
+    """Return the operations of names and objects; a name without overload means all its overloads.
 
     Raises:
-        ConfigurationError: An entry stands for none, or for one that autograd takes apart before it
+        ConfigurationError: An entry is no operation, or one that autograd decomposes before it
             runs.
     """
     found: dict[Operation, None] = {}
@@ -112,7 +112,7 @@ def find_operations(entries: Iterable[object]) -> list[Operation]:
 
 
 def _policy_of(save_ops: object) -> Callable[..., Any] | None:
-    """The policy function, given directly or by import path; None where operations are listed."""
+    """Return the policy function, given directly or by import path; None if there is none."""
     if isinstance(save_ops, str) and save_ops not in PRESETS:
         target = imported(save_ops)
         return target if _is_function(target) else None
@@ -134,7 +134,7 @@ def _entries(save_ops: object) -> list[object]:
 
 
 def _named(name: str) -> list[Operation]:
-    """Operations of a name, with or without namespace and overload.
+    """Return the operations of a name, with or without namespace and overload.
 
     ``.`` or ``::`` may follow the namespace.
     """
@@ -162,10 +162,9 @@ def _named(name: str) -> list[Operation]:
 
 
 def _qualified(name: str) -> str:
-    """The name with its namespace.
+    """Return a name with its namespace.
 
-    The namespace is ``aten`` for a name of one part, or one whose first part is an operation of
-    aten.
+    The namespace is ``aten`` for a name of one part, or if its first part is an operation of aten.
     """
     dotted = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.")
     first, _, rest = dotted.partition(".")
@@ -175,7 +174,7 @@ def _qualified(name: str) -> str:
 
 
 def _registered() -> dict[str, list[str]]:
-    """Overload names of every operation registered now, by ``namespace.operation``."""
+    """Return the overload names of every registered operation, by ``namespace.operation``."""
     operations: defaultdict[str, list[str]] = defaultdict(list)
     for name in all_operation_names():
         namespace, _, rest = name.partition("::")
@@ -185,7 +184,7 @@ def _registered() -> dict[str, list[str]]:
 
 
 def _overloads(packet: OpOverloadPacket) -> list[Operation]:
-    """All overloads that give a new tensor; autograd records none that write into an argument."""
+    """Return all overloads with a new tensor as result; autograd does not record the others."""
     overloads: list[OpOverload] = [
         getattr(packet, overload) for overload in sorted(packet.overloads())
     ]

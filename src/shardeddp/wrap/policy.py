@@ -36,14 +36,14 @@ class Policy(ABC):
 
     @abstractmethod
     def select(self, root: nn.Module) -> list[str]:
-        """The fqns of the modules that become units.
+        """Return the fqns of the modules that become units.
 
         Args:
-            root: The model, on every rank with the same module tree. The answer must not depend on
-                the rank.
+            root: Model with the same module tree on every rank. The result must not depend on the
+                rank.
 
         Returns:
-            Names as ``root.named_modules()`` gives them, never ``""``. Nested ones are fine: every
+            Names as in ``root.named_modules()``, never ``""``. Nested ones are fine: every
             parameter belongs to the nearest unit around it.
 
         Raises:
@@ -51,7 +51,7 @@ class Policy(ABC):
         """
 
     def __eq__(self, other: object) -> bool:
-        """Whether both choose the same modules of any model."""
+        """Return whether both choose the same modules of any model."""
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
@@ -63,29 +63,29 @@ class Policy(ABC):
 
 
 class SingleUnitPolicy(Policy):
-    """The whole model is one unit.
+    """Makes the whole model one unit.
 
     It is gathered once per forward and, with ``full_shard``, never smaller in between.
     """
 
     def select(self, root: nn.Module) -> list[str]:
-        """No module below the root."""
+        """Return no module below the root."""
         return []
 
 
 class PredicatePolicy(Policy):
-    """Every module for which a function says yes.
+    """Chooses every module that a function accepts.
 
     Args:
-        predicate: Called as ``predicate(name, module)`` with every module that can be a unit; it
-            must choose at least one, and the same ones on every rank.
+        predicate: Function called as ``predicate(name, module)`` with every module that can be a
+            unit; it must choose at least one, and the same ones on every rank.
     """
 
     def __init__(self, predicate: Callable[[str, nn.Module], bool]) -> None:
         self.predicate = predicate
 
     def select(self, root: nn.Module) -> list[str]:
-        """The modules that the predicate accepts; it is not asked about those without a forward."""
+        """Return the modules with a forward that the predicate accepts."""
         candidates = unit_candidates(root)
         names = [name for name, module in candidates.items() if self.predicate(name, module)]
         if not names:
@@ -105,7 +105,7 @@ class SizePolicy(Policy):
     ``min_numel``; the rest at the top stays with the root.
 
     Args:
-        min_numel: Parameters (elements, not bytes) that a unit holds at least.
+        min_numel: Minimum number of parameters (elements, not bytes) of a unit.
     """
 
     def __init__(self, min_numel: int) -> None:
@@ -116,7 +116,7 @@ class SizePolicy(Policy):
         self.min_numel = min_numel
 
     def select(self, root: nn.Module) -> list[str]:
-        """The lowest modules that reach the size; none where the whole model is smaller."""
+        """Return the lowest modules that reach the size; none if the whole model is smaller."""
         names: list[str] = []
         counted: set[int] = set()
         for name, child in unit_children(root):
@@ -126,12 +126,12 @@ class SizePolicy(Policy):
     def _collect(self, name: str, module: nn.Module, counted: set[int], names: list[str]) -> int:
         """Add the units at or below the module to ``names``.
 
-        Returns the parameters that none of them took.
+        Returns the number of parameter elements that none of them took.
         """
         left = 0
         for child_name, child in unit_children(module):
             left += self._collect(join(name, child_name), child, counted, names)
-        # Parameters below the children were counted with them (tied ones at their first place);
+        # Parameters below the children were counted with them (tied ones at their first name);
         # the rest is the module's own, or lies in children that cannot be units.
         for parameter in module.parameters():
             if id(parameter) not in counted:
@@ -144,11 +144,11 @@ class SizePolicy(Policy):
 
 
 class NamePolicy(Policy):
-    """Modules by name; a pattern may stand for several.
+    """Chooses modules by name; a pattern may stand for several.
 
     Args:
-        names: Names as ``named_modules()`` gives them, or patterns with ``*``, ``?`` and ``[...]``,
-            matched segment by segment: ``layers.*`` means ``layers.0`` and ``layers.1``, not
+        names: Names as in ``named_modules()``, or patterns with ``*``, ``?`` and ``[...]``, matched
+            segment by segment: ``layers.*`` means ``layers.0`` and ``layers.1``, not
             ``layers.0.mlp``.
     """
 
@@ -164,7 +164,7 @@ class NamePolicy(Policy):
         self.names = sorted(given)
 
     def select(self, root: nn.Module) -> list[str]:
-        """The modules that were named, each under its first name."""
+        """Return the named modules, each under its first name."""
         known = dict(root.named_modules(remove_duplicate=False))
         del known[""]
         first_name = {id(module): name for name, module in reversed(known.items())}
@@ -186,12 +186,12 @@ class NamePolicy(Policy):
 
 
 class ClassPolicy(Policy):
-    """Every module of the given classes and of their subclasses.
+    """Chooses every module of the given classes and of their subclasses.
 
     Args:
-        classes: Module classes, or strings: an import path (``"my.module.Block"``) or, where the
-            model holds only one class of that name, a bare class name (``"Block"``). Each must
-            match at least one module.
+        classes: Module classes, or strings: an import path (``"my.module.Block"``) or, if the model
+            holds only one class of that name, a bare class name (``"Block"``). Each must match at
+            least one module.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class ClassPolicy(Policy):
         )
 
     def select(self, root: nn.Module) -> list[str]:
-        """The modules of the classes, except those without a forward, such as ``nn.ModuleList``."""
+        """Return modules of the classes, except those without a forward, as ``nn.ModuleList``."""
         candidates = unit_candidates(root)
         chosen: set[str] = set()
         for entry in self.classes:
@@ -227,7 +227,7 @@ class ClassPolicy(Policy):
         return [name for name in candidates if name in chosen]
 
     def _find_class(self, name: str, root: nn.Module) -> type[nn.Module]:
-        """The class that a string means: from the model, imported only if it is not there."""
+        """Return the class that a string names: from the model, else by its import path."""
         present = list(dict.fromkeys(class_of(module) for module in root.modules()))
         bases = [
             base
@@ -256,13 +256,13 @@ class ClassPolicy(Policy):
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether every dotted segment of the name matches that of the pattern."""
+    """Return whether every dotted segment of the name matches that of the pattern."""
     patterns, segments = pattern.split("."), name.split(".")
     return len(patterns) == len(segments) and all(map(fnmatchcase, segments, patterns))
 
 
 def _cannot_be_unit(pattern: str, name: str, module: nn.Module) -> str:
-    """Why a module that was named is refused."""
+    """Return the error message for a named module that cannot be a unit."""
     kind = import_path(class_of(module))
     start = f"NamePolicy: expected {pattern!r} to name modules that are called, found {name!r}, a {kind}"
     if not has_forward(module):
@@ -280,7 +280,7 @@ def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
 def _no_module_of(
     entry: type[nn.Module] | str, wanted: type[nn.Module] | None, root: nn.Module
 ) -> str:
-    """Reason why a class selected nothing, and close names."""
+    """Return the error message for a class that selected nothing, with close names."""
     shown = entry if isinstance(entry, str) else import_path(entry)
     start = f"ClassPolicy: expected at least one module of class {shown!r} in {type(root).__name__}"
     unusable = [
@@ -320,7 +320,7 @@ _FLOOR_FRACTION = 256
 
 
 def default_floor(numel: int) -> int:
-    """The fewest parameters that ``"auto"`` lets a unit have in a model of ``numel`` parameters.
+    """Return the minimum number of parameters of a unit under ``"auto"``, in a model of ``numel``.
 
     Example:
         The 1/256 is for models between 4 and 256 million parameters; the ends are fixed::
@@ -342,7 +342,7 @@ class AutoPolicy(Policy):
        object that is registered twice counts once. ``nn.Embedding`` is never a block.
     2. The outermost blocks become units: the layers of a transformer, not the experts or the heads
        inside them.
-    3. A *stage* is opened: the blocks inside it are taken in its place. A block is a stage if at
+    3. A *stage* is opened: the blocks inside it are taken instead. A block is a stage if at
        least half of its parameters are in list-held blocks of one class, each made of several
        modules, and if stages come in different sizes: no two blocks of its class, or fewer than
        half of them, have the same number of parameters. So Swin gives its blocks and not its
@@ -351,11 +351,11 @@ class AutoPolicy(Policy):
        inside it become units, and so does each of its other children that reaches ``min_numel``. If
        there are none, it is a unit.
     5. All else belongs to the unit around it, mostly the root: embeddings, heads, classes that
-       appear once, models without lists, models of which every part is below ``min_numel``.
+       appear once, models without lists, models with all parts below ``min_numel``.
 
     Args:
-        min_numel: Parameters (elements) that a unit holds at least; None: 1/256 of the model's, but
-            not below 16,384 and not above 1,000,000.
+        min_numel: Minimum number of parameters (elements) of a unit; None: 1/256 of the model's,
+            but not below 16,384 and not above 1,000,000.
         max_fraction: Share of the model's parameters above which a block is opened, in (0, 1].
     """
 
@@ -373,7 +373,7 @@ class AutoPolicy(Policy):
         self.max_fraction = max_fraction
 
     def select(self, root: nn.Module) -> list[str]:
-        """The blocks of the model by the rule above; none where it has no repeated blocks."""
+        """Return the blocks of the model by the rule above; none if no block is repeated."""
         numel = sum(parameter.numel() for parameter in root.parameters())
         floor = default_floor(numel) if self.min_numel is None else self.min_numel
         return _Census(root, floor, self.max_fraction * numel).units()
@@ -399,7 +399,7 @@ class _Census:
             self._sizes[class_of(member)].append(self._numel[id(member)])
 
     def units(self) -> list[str]:
-        """Names of the chosen modules, each object once."""
+        """Return the names of the chosen modules, each object once."""
         modules = dict(self._root.named_modules(remove_duplicate=False))
         first_name: dict[int, str] = {}
         for name in self._find("", self._root):
@@ -407,7 +407,7 @@ class _Census:
         return list(first_name.values())
 
     def _find(self, name: str, module: nn.Module) -> list[str]:
-        """The units at or below a module, outermost only."""
+        """Return the units at or below a module, outermost only."""
         if not self._is_eligible(module):
             return []
         if self._is_block(module) and not self._is_stage(module):
@@ -419,7 +419,7 @@ class _Census:
         ]
 
     def _split(self, name: str, module: nn.Module) -> list[str]:
-        """The units of a module too large to be one: every eligible child, or the units in it."""
+        """Return the units of a module too large to be one: eligible children, or units in them."""
         units: list[str] = []
         for child_name, child in unit_children(module):
             path = join(name, child_name)
@@ -439,7 +439,7 @@ class _Census:
         return id(module) in self._members and len(self._sizes[class_of(module)]) > 1
 
     def _is_stage(self, module: nn.Module) -> bool:
-        """Whether the module is one of several sizes and made of blocks.
+        """Return whether the module is one of several sizes and made of blocks.
 
         Or it is a plain sequence of equal blocks.
         """
@@ -457,14 +457,14 @@ class _Census:
         )
 
     def _composites_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The list members inside a module that contain modules: blocks, not single layers."""
+        """Yield list members inside a module that contain modules: blocks, not single layers."""
         for name, inner in walk(module):
             if name and id(inner) in self._members and any(True for _ in unit_children(inner)):
                 yield inner
 
 
 def _numel(*modules: nn.Module) -> int:
-    """Elements of the parameters of the modules together, each parameter once."""
+    """Return the number of parameter elements of the modules, each parameter counted once."""
     parameters = {
         id(parameter): parameter for module in modules for parameter in module.parameters()
     }
@@ -472,7 +472,7 @@ def _numel(*modules: nn.Module) -> int:
 
 
 def _mostly_equal(sizes: list[int]) -> bool:
-    """Whether two or more, and at least half, are of one size."""
+    """Return whether two or more, and at least half, are of one size."""
     most = max(Counter(sizes).values())
     return most > 1 and 2 * most >= len(sizes)
 
@@ -497,18 +497,18 @@ _EXPECTED = (
     "predicate(name, module), or a Policy object"
 )
 
-# Arguments of torch's own wrap policies, by which one is told from a predicate.
+# Arguments of torch's own wrap policies, which distinguish them from a predicate.
 _TORCH_POLICY_ARGUMENTS = frozenset({"recurse", "nonwrapped_numel"})
 
 
 def resolve_policy(value: object) -> Policy:
-    """The policy that a value of ``auto_wrap_policy`` means.
+    """Return the policy for a value of ``auto_wrap_policy``.
 
     Args:
         value: ``"auto"`` (the repeated blocks of the model), None or ``"none"`` (one unit), a
             module class, a class name or import path, a list, tuple or set of those, a predicate
             ``(name, module) -> bool`` or its import path, or a Policy, which is returned as it is.
-            The case of ``"auto"`` and ``"none"`` does not count.
+            ``"auto"`` and ``"none"`` are case-insensitive.
 
     Raises:
         ConfigurationError: The value is none of these.
@@ -533,7 +533,7 @@ def resolve_policy(value: object) -> Policy:
 
 
 def _resolve_string(value: str) -> Policy:
-    """A preset, or a class or predicate by name; others are refused before any model is seen."""
+    """Return a preset, or a class or predicate by name; refuse others before a model is built."""
     if value.lower() in _PRESETS:
         return _PRESETS[value.lower()]()
     _reject_module_name(value)
@@ -580,7 +580,7 @@ def _resolve_collection(values: list[type[nn.Module] | str]) -> Policy:
 
 
 def _resolve_callable(value: Callable[..., Any]) -> Policy:
-    """A predicate; torch's FSDP policies are callables too and take other arguments."""
+    """Return the policy of a predicate; refuse torch's FSDP policies (other arguments)."""
     try:
         names = set(inspect.signature(value).parameters)
     except (TypeError, ValueError):  # builtins without a signature: believe the caller
@@ -595,7 +595,7 @@ def _resolve_callable(value: Callable[..., Any]) -> Policy:
 
 
 def _of_torch(value: object) -> Policy | None:
-    """The policy that one of torch's FSDP means, by its name; None for anything else."""
+    """Return the counterpart of one of torch's FSDP policies, by its name; None: it is none."""
     arguments: Mapping[str, Any] = {}
     if isinstance(value, partial):
         value, arguments = cast("partial[Any]", value).func, value.keywords
@@ -619,10 +619,10 @@ def _of_torch(value: object) -> Policy | None:
 
 
 class _OfModule:
-    """A predicate that does not look at names.
+    """A predicate on the module alone.
 
     Args:
-        function: Called with each module.
+        function: Function called with each module.
     """
 
     def __init__(self, function: Callable[[nn.Module], Any]) -> None:
@@ -636,7 +636,7 @@ class _OfModule:
 
 
 def _reject_module_name(value: str) -> None:
-    """Raise for values that can only be meant as module names."""
+    """Raise for values that can only be module names."""
     if any(character in value for character in "*?[") or any(
         part.isdigit() for part in value.split(".")
     ):

@@ -31,29 +31,29 @@ from shardeddp.tensor.parallel_styles import (
 from shardeddp.wrap.tree import first_three, has_forward, join, nearest
 
 TensorPlan = Literal["auto"] | Mapping[str, Any]
-"""``auto``, or by pattern of names the style: its name, several of them, or one of torch."""
+"""``auto``, or styles by pattern of names: a style's name, several of them, or a style of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayer:
-    """One layer, or one parameter, that a plan names."""
+    """One layer, or one parameter or number of it, that a plan names."""
 
     name: str
     style_name: str
     style: ParallelStyle | TorchStyle
     module: nn.Module
     parameter: str = ""
-    """Name in the module of the one parameter, or number, that is meant; empty: the layer."""
+    """Name in the module of the one parameter, or number; empty: the whole layer."""
 
     pattern: str = ""
-    """The entry of the plan that names it."""
+    """Entry of the plan that names it."""
 
 
 def check_plan(plan: object, size: int) -> TensorPlan | None:
-    """A plan as the user gives it.
+    """Check and return a plan as the user gives it.
 
     Raises:
-        ConfigurationError: It is none, or there is nobody to split layers with.
+        ConfigurationError: It is no plan, or there is only one rank to split layers over.
     """
     if plan is None:
         return None
@@ -76,13 +76,13 @@ def check_plan(plan: object, size: int) -> TensorPlan | None:
 
 
 def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLayer]:
-    """The layers that a plan splits; nothing is changed.
+    """Return the layers that a plan splits, without a change to the model.
 
     Args:
         root: The LightningModule.
-        plan: By pattern, relative to ``root``. ``*`` stands for one part of a name, ``**`` for any
-            number of them. ``auto``: what models of transformers say of themselves.
-        size: Ranks that split a layer.
+        plan: Styles by pattern, relative to ``root``. ``*`` stands for one part of a name, ``**``
+            for any number of them. ``auto``: the plans of models of transformers.
+        size: Number of ranks that split a layer.
 
     Raises:
         ConfigurationError: A pattern or a style is unknown, a layer cannot be split in its style,
@@ -133,7 +133,7 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
 
 
 def with_own_forward(layers: Iterable[PlannedLayer]) -> list[str]:
-    """Names of split layers whose class computes something else than torch's, which may need all of it."""
+    """Return names of split layers with a forward other than torch's, which may need all of it."""
     kinds = (nn.Linear, nn.Embedding)
     return [
         it.name
@@ -147,7 +147,7 @@ def with_own_forward(layers: Iterable[PlannedLayer]) -> list[str]:
 
 
 def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
-    """The parameters of which ranks are going to have parts."""
+    """Yield the parameters that are going to be split or wrapped."""
     for layer in layers:
         if isinstance(layer.style, ParallelStyle):
             yield from (it for _, it in _own_parameters(layer, layers))
@@ -156,15 +156,15 @@ def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
 def split_layers(
     root: nn.Module, layers: Sequence[PlannedLayer], axis: TensorAxis
 ) -> dict[nn.Parameter, Distribution]:
-    """Cut the parameters of layers, and let their forwards exchange what their styles say.
+    """Cut the parameters of layers, and set hooks for the exchanges of their styles.
 
     Args:
         root: The LightningModule.
-        layers: As :func:`find_layers` has found them; those in styles of torch are left out.
-        axis: The ranks that split them.
+        layers: Layers from :func:`find_layers`; those in styles of torch are left out.
+        axis: Tensor-parallel ranks.
 
     Returns:
-        By new parameter, how the former one was split.
+        Split of each former parameter, by new parameter.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     gathered = [it.module for it in layers if it.style_name == "gather_sequence"]
@@ -187,13 +187,13 @@ def split_layers(
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
-        around = parent  # whose forward runs them: a list has none
+        around = parent  # the module with a forward that runs them: a list has none
         while around is not root and not has_forward(around):
             around = parents.get(id(around), root)
         if around is not root and id(around) not in siblings:
             siblings[id(around)] = Siblings()
             forget_inputs_after(around, siblings[id(around)])
-        # A training step calls layers of the root without a forward of it.
+        # A training step calls layers of the root without calling the root's forward.
         know = SplitLayer(axis=axis, siblings=siblings.get(id(around)), name=layer.name)
         if style.splits == "vocabulary":
             _prepare_rows(layer.module, know)
@@ -201,7 +201,7 @@ def split_layers(
             know.num_features = sizes.inputs // axis.size
         if style.splits == "columns" and sizes is not None and sizes.is_transposed:
             know.num_columns = sizes.outputs // axis.size
-            vars(layer.module)["nf"] = know.num_columns  # of which it makes its output's shape
+            vars(layer.module)["nf"] = know.num_columns  # it makes its output's shape of this
         if style.after == "gather_features":
             outputs = layer.module.embedding_dim if sizes is None else sizes.outputs
             know.num_outputs = cast("int", outputs) // axis.size
@@ -264,7 +264,7 @@ def _matching(pattern: str, names: Sequence[str], strict: bool) -> list[str]:
 
 
 def _plans_of_models(root: nn.Module) -> dict[str, str]:
-    """The plans that models of transformers bring along, with names seen from the root."""
+    """Return the plans of models of transformers, with names relative to the root."""
     entries: dict[str, str] = {}
     outermost: list[str] = []
     others: list[str] = []
@@ -293,7 +293,7 @@ def _plans_of_models(root: nn.Module) -> dict[str, str]:
 
 
 def _is_base_model(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers without a head."""
+    """Return whether a module is a model of transformers without a head."""
     return getattr(module, "base_model", None) is module
 
 
@@ -308,7 +308,7 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.*.c_proj": "rowwise",
     },
 }
-"""By ``model_type``, seen from the base model: of models for which transformers has no plan."""
+"""Plans for models without one in transformers, by ``model_type``, relative to the base model."""
 
 
 # -- Checks
@@ -317,7 +317,7 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
 def _own_parameters(
     layer: PlannedLayer, layers: Iterable[PlannedLayer]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a layer's style cuts or wraps: those that no entry of their own names."""
+    """Yield the parameters that a layer's style cuts or wraps: those without their own entry."""
     if layer.parameter:
         parameter = layer.module._parameters.get(layer.parameter)
         if parameter is not None:
@@ -340,7 +340,7 @@ def _check_undivided(layers: Sequence[PlannedLayer]) -> None:
 
 
 def _check_layer(layer: PlannedLayer) -> None:
-    """See that a layer is one that its style splits rightly."""
+    """Raise if a style cannot split its layer."""
     style, module = layer.style, layer.module
     if isinstance(style, TorchStyle) or layer.parameter:
         return
@@ -364,10 +364,10 @@ def _check_layer(layer: PlannedLayer) -> None:
 def _without_shared(
     root: nn.Module, layers: Sequence[PlannedLayer], strict: bool
 ) -> list[PlannedLayer]:
-    """The layers without those whose parameters others use whole, or cut in another way.
+    """Return the layers, except those with parameters that others use whole or cut differently.
 
     Raises:
-        ConfigurationError: The user's own plan names some.
+        ConfigurationError: The user's own plan names such layers.
     """
     places: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -406,11 +406,11 @@ def _without_shared(
 
 
 def _without_repeated(layers: Sequence[PlannedLayer], strict: bool) -> list[PlannedLayer]:
-    """The layers without repetitions: one that is registered at several places is split once.
+    """Return the layers, each once, even if it is registered several times.
 
     Raises:
-        ConfigurationError: Two entries of the user's own plan name one layer: which one is meant is
-            not known, and what both say would be done twice.
+        ConfigurationError: Several entries of the user's own plan name one layer: it is unknown
+            which one is meant, and both would be applied.
     """
     kept: dict[tuple[int, str, str], PlannedLayer] = {}
     named: dict[tuple[int, str], dict[tuple[str, str], set[str]]] = {}
@@ -433,13 +433,13 @@ def _without_repeated(layers: Sequence[PlannedLayer], strict: bool) -> list[Plan
 
 
 def _check_fused(layers: Sequence[PlannedLayer]) -> None:
-    """See that each of several layers that lie in one weight is split, and not the pile of them.
+    """Refuse a style that splits several layers in one weight as if they were one.
 
-    A module that splits a layer by rows computes its input from layers of as many columns. One of two
-    or three times as many is probably a pile (gate and up; q, k, v), of which a rank would have other
-    features than its forward takes them for.
+    A module that splits a layer by rows computes its input from layers of as many columns. A layer
+    of two or three times as many is probably several in one weight (gate and up; q, k, v): a rank
+    would have other features than its forward takes them for.
     """
-    inputs: dict[str, set[int]] = {}  # features of layers split by rows, by the module around them
+    inputs: dict[str, set[int]] = {}  # input features of layers split by rows, by parent module
     split = [
         (layer, layer.style)
         for layer in layers
@@ -486,13 +486,13 @@ _COUNTS = (
     "num_kv_heads",
     "n_kv_heads",
 )
-"""Attributes by which models view features as heads."""
+"""Attributes with which models view features as heads."""
 
 _PROJECTIONS = re.compile(r"(q|k|v|qkv|query|key|value|query_key_value|q_b|kv_b)(_proj)?")
 
 
 def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, strict: bool) -> None:
-    """See that ranks get whole attention heads: a view of features as heads would mix them."""
+    """Check that ranks get whole attention heads: a view of features as heads would mix them."""
     named = {layer.name for layer in layers}
     for layer in layers:
         style = layer.style
@@ -538,7 +538,7 @@ def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, str
 
 
 def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
-    """See that gradients inside of ``gather_sequence`` are those of all ranks' tokens and features."""
+    """Check that every parameter inside of ``gather_sequence`` has a style for its gradient."""
     planned = {id(it) for layer in layers for _, it in _own_parameters(layer, layers)}
     for layer in layers:
         if layer.style_name != "gather_sequence":
@@ -556,7 +556,7 @@ def _prepare_rows(module: nn.Module, know: SplitLayer) -> None:
     embedding = cast("nn.Embedding", module)
     rows = know.num_rows = embedding.num_embeddings // know.axis.size
     if embedding.padding_idx is not None:
-        # The kernel compares it with the indices that it is given.
+        # The kernel compares it with local indices.
         local = embedding.padding_idx - know.axis.rank * rows
         embedding.padding_idx = local if 0 <= local < rows else None
 

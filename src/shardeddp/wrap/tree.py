@@ -18,11 +18,11 @@ from shardeddp.torch_private import OptimizedModule
 
 # -- Scripted and traced modules
 #
-# Their parameters live in C++, and are read and replaced like any other's.
+# Their parameters are stored in C++, and are read and replaced like any other's.
 
 
 class ScriptedParameters(dict[str, torch.Tensor | None]):
-    """The parameters of one scripted module, by name; nothing is kept here."""
+    """Parameters of one scripted module, by name: a mapping without a copy of them."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
 
 class ScriptedRegistry(nn.Module):
-    """Stands for a scripted module where parameters are registered."""
+    """Proxy of a scripted module, as an owner of registered parameters."""
 
     scripted: torch.jit.ScriptModule
 
@@ -50,12 +50,12 @@ class ScriptedRegistry(nn.Module):
 
 
 def module_behind(owner: nn.Module) -> nn.Module:
-    """The module of the model that an owner of parameters stands for, or is."""
+    """Return the module of the model that an owner of parameters is, or is a proxy of."""
     return owner.scripted if isinstance(owner, ScriptedRegistry) else owner
 
 
 def registry_of(module: nn.Module) -> nn.Module:
-    """The object whose ``_parameters`` a module computes with."""
+    """Return the object with the ``_parameters`` that a module computes with."""
     return ScriptedRegistry(module) if isinstance(module, torch.jit.ScriptModule) else module
 
 
@@ -64,14 +64,14 @@ def registry_of(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """One parameter object and every place of the model where it is registered.
+    """One parameter object with all of its registrations in the model.
 
     A tied parameter has several owners and still one spec: it is sharded, gathered and reduced
     once.
     """
 
     fqn: str
-    """The first name that ``named_parameters`` gives it, seen from the root module."""
+    """Its first name in ``named_parameters`` of the root module."""
 
     parameter: nn.Parameter
     """The object itself; its identity survives sharding."""
@@ -80,51 +80,51 @@ class ParameterSpec:
     """Every (module, attribute name) under which the object is registered, in module order."""
 
     shares_memory_with: nn.Parameter | None = None
-    """An earlier parameter, another object, whose memory it has.
+    """An earlier parameter, another object, with the same memory.
 
     Example: ``head.weight.data = embedding.weight.data``.
     """
 
     compute_in: torch.dtype | None = None
-    """Dtype that the parameter is gathered in and computes with; None: its own."""
+    """Dtype in which the parameter is gathered and used; None: its own."""
 
     is_autocast_copy: bool = False
-    """Whether it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
+    """True if it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
 
     distribution: Distribution | None = None
-    """How ranks split the parameter that this one is a part of; None: it is whole."""
+    """Split of the parameter that this one is a part of; None: it is whole."""
 
     reduce_in: torch.dtype | None = None
-    """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""
+    """Dtype in which its gradient is reduced; None: float32, or its own if that is wider."""
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether modules compute with something that is made of the parameter."""
+        """True if modules compute with a tensor that is made from the parameter."""
         return self.distribution is not None and self.distribution.wrapper is not None
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether ranks have different experts' parts of it."""
+        """True if it is split over ranks with different experts."""
         return self.distribution is not None and self.distribution.of_experts
 
     @property
     def memory(self) -> int:
-        """Equal for parameters that have the same memory."""
+        """Identity of its memory, equal for parameters that share it."""
         return id(self.parameter if self.shares_memory_with is None else self.shares_memory_with)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the main shard, the gradient that the user sees and the optimizer's states."""
+        """Dtype of the main shard, of the user's gradient and of the optimizer's states."""
         return self.parameter.dtype
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of the gathered parameter."""
+        """Dtype of the gathered parameter."""
         return self.compute_in or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the gradient while it is reduced."""
+        """Dtype of the gradient while it is reduced."""
         if self.reduce_in is not None or not (
             self.dtype.is_floating_point or self.dtype.is_complex
         ):
@@ -134,36 +134,36 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """A module whose parameters are gathered and released together.
+    """A module with the parameters that are gathered and released together.
 
     The root's spec holds the parameters that no inner unit took.
     """
 
     name: str
-    """The module's fqn, ``""`` for the root."""
+    """Fqn of the module, ``""`` for the root."""
 
     module: nn.Module
 
     parameters: tuple[ParameterSpec, ...]
-    """In module order, without those that an inner unit holds."""
+    """Parameters in module order, without those of inner units."""
 
     passthrough: tuple[ParameterSpec, ...] = ()
-    """Parameters of a single rank that would not be cut, gathered or cast; they stay as is."""
+    """Parameters of a single rank that would not be cut, gathered or cast; they are left as is."""
 
     @property
     def label(self) -> str:
-        """The name as people read it."""
+        """Name for messages."""
         return self.name or "(root)"
 
 
 def extent_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a strided tensor to behind its last one."""
+    """Return the bytes from the first to the last element of a strided tensor, both included."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in dims) + 1) * tensor.element_size()
 
 
 def is_computed(module: nn.Module, attribute: str) -> bool:
-    """Whether an attribute is recomputed before each forward.
+    """Return whether an attribute is recomputed before each forward.
 
     Examples: `spectral_norm`, `weight_norm`, pruning.
     """
@@ -171,18 +171,18 @@ def is_computed(module: nn.Module, attribute: str) -> bool:
 
 
 def join(prefix: str, name: str) -> str:
-    """The fqn of the child ``name`` of the module ``prefix``, which is ``""`` for the root."""
+    """Return the fqn of the child ``name`` of module ``prefix``, which is ``""`` for the root."""
     return f"{prefix}.{name}" if prefix else name
 
 
 # -- Module tree: possible units, their names and classes
 
 _MOST_LISTED = 10
-_INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
+_INSIDE = "_orig_mod"  # name of the module inside of an OptimizedModule
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether Python calls the module; other modules cannot be units.
+    """Return whether Python calls the module; other modules cannot be units.
 
     A unit is gathered when its module is called.
     """
@@ -192,22 +192,22 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class the user wrote; ``parametrize`` gives every module it touches its own class."""
+    """Return the user's class; ``parametrize`` gives every module it changes a class of its own."""
     return parametrize.type_before_parametrizations(module)
 
 
 def import_path(module_class: type) -> str:
-    """The class's import path, as a user would write it in YAML."""
+    """Return the import path of a class, as a user would write it in YAML."""
     return f"{module_class.__module__}.{module_class.__qualname__}"
 
 
 def imported(path: str) -> object | None:
-    """The object at an import path (``package.module.Class``, also of a class inside of another).
+    """Return the object at an import path (``package.module.Class``, nested classes too).
 
-    None for a bare name, or where nothing is found.
+    None for a bare name, or if nothing is found.
 
     Raises:
-        ConfigurationError: The module is there, and importing it fails.
+        ConfigurationError: The module exists, and importing it fails.
     """
     names = path.replace(":", ".").split(".")
     if len(names) == 1 or not all(name.isidentifier() for name in names):
@@ -222,7 +222,7 @@ def imported(path: str) -> object | None:
 
 
 def _is_module(path: str) -> bool:
-    """Whether there is a module of this name, which is imported then."""
+    """Return whether there is a module of this name, and import it."""
     try:
         import_module(path)
     except (Exception, SystemExit) as error:
@@ -235,7 +235,7 @@ def _is_module(path: str) -> bool:
 
 
 def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Direct children below which units may lie, without the shells of ``torch.compile(module)``.
+    """Yield direct children that may hold units, without the shells of ``torch.compile(module)``.
 
     ``nn.MultiheadAttention`` reads the weights of its ``out_proj`` without calling it, and a
     parametrization is evaluated while an attribute is read: no call would gather them, so both
@@ -250,14 +250,14 @@ def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uncompiled(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """Name and module as the user wrote them, without the shells of ``torch.compile(module)``."""
+    """Return name and module as in the user's code, without shells of ``torch.compile(module)``."""
     while isinstance(module, OptimizedModule):
         name, module = join(name, _INSIDE), module.get_submodule(_INSIDE)
     return name, module
 
 
 def compiled_shells(root: nn.Module) -> dict[int, nn.Module]:
-    """Outermost ``torch.compile(module)`` shell of each compiled module, by module identity."""
+    """Return the outermost ``torch.compile(module)`` shell by identity of compiled modules."""
     shells: dict[int, nn.Module] = {}
     for module in root.modules():
         if isinstance(module, OptimizedModule):
@@ -267,7 +267,7 @@ def compiled_shells(root: nn.Module) -> dict[int, nn.Module]:
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Root and modules at or below which units may lie, once each, in ``named_modules`` order."""
+    """Yield the root and modules that may be or hold units, once, in ``named_modules`` order."""
     # Identity, not equality: a torchmetrics Metric overloads ``==`` and changes its hash.
     seen: set[int] = set()
 
@@ -283,25 +283,25 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def unit_candidates(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module but the root that could be a unit, by fqn, in ``named_modules`` order."""
+    """Return every module but the root that could be a unit, by fqn, in ``named_modules`` order."""
     return {name: module for name, module in walk(root) if name and has_forward(module)}
 
 
 def listing(names: Iterable[str]) -> str:
-    """Names for an error message, at most ten of them."""
+    """Return names for an error message, at most ten of them."""
     every = list(names)
     shown = ", ".join(repr(name) for name in every[:_MOST_LISTED])
     return f"{shown} and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else shown
 
 
 def first_three(names: Iterable[str]) -> str:
-    """The first names for a warning, and how many more there are."""
+    """Return the first names for a warning, and the number of the others."""
     every = list(names)
     return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """End of an error message about an unknown name: the closest known names, or all."""
+    """Return the end of an error message about an unknown name: the closest known names, or all."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     if not by_lower:
         return "there are none."

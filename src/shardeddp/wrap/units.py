@@ -28,7 +28,7 @@ from shardeddp.wrap.tree import (
     registry_of,
 )
 
-# By name, because importing them would import the engines that this package does without.
+# By name: importing them would import sharding engines that this package does without.
 _WRAPPERS = {
     "DataParallel": "torch.nn.DataParallel",
     "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
@@ -43,20 +43,19 @@ def build_units(
     policy: Policy,
     split: Mapping[nn.Parameter, Distribution] = MappingProxyType({}),
 ) -> list[UnitSpec]:
-    """The units of a model: the root, then those the policy chose, in ``named_modules`` order.
+    """Return the units of a model: the root, then the policy's, in ``named_modules`` order.
 
     Every parameter belongs to the nearest unit around it. One that is registered in several units
-    (a tied parameter) belongs to the innermost unit that encloses all its places, so it is gathered
-    once and present wherever it is used. So do different parameters with the same memory.
+    (a tied parameter) belongs to the innermost unit that encloses all of its registrations, so it
+    is gathered once and present wherever it is used. So do parameters that share their memory.
 
     Args:
-        root: The whole model, not wrapped by another engine; on any device, the meta device too.
-        policy: Chooses the inner units; modules without a forward among its choice are left out.
-        split: By parameter, how ranks split what it is a part of; the others are whole.
+        root: Whole model, not wrapped by another engine; on any device, the meta device too.
+        policy: Policy for inner units; chosen modules without a forward are left out.
+        split: Split of parameters that are parts, by parameter; the others are whole.
 
     Returns:
-        At least the root's unit. Inner units that end without a parameter are dropped; the root's
-        is kept.
+        Units, at least the root's. Inner units without a parameter are dropped.
 
     Raises:
         ConfigurationError: The model has parameters that cannot be sharded, or share a part of
@@ -91,7 +90,7 @@ def build_units(
 
 
 def require_parameters(root: nn.Module) -> None:
-    """Raise for a model that has nothing to train.
+    """Raise for a model without parameters, which has nothing to train.
 
     Raises:
         ConfigurationError: It has no parameters.
@@ -105,7 +104,7 @@ def require_parameters(root: nn.Module) -> None:
 
 
 def _specs_of(root: nn.Module) -> list[ParameterSpec]:
-    """Every parameter object with all its places, in module order."""
+    """Return every parameter object with all of its registrations, in module order."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     owners: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for name, module in root.named_modules():
@@ -119,7 +118,7 @@ def _specs_of(root: nn.Module) -> list[ParameterSpec]:
 
 
 def _by_memory(found: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Parameters by the memory that they have; most are alone."""
+    """Return the parameters grouped by shared memory; most groups have one."""
     groups: dict[object, list[ParameterSpec]] = {}
     extents: dict[int, list[tuple[int, int, ParameterSpec]]] = {}  # by storage
     for spec in found:
@@ -154,9 +153,9 @@ def _by_memory(found: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
 
 
 def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Module]]:
-    """First name and module of every unit by the module's identity, root first."""
+    """Return first name and module of every unit by the module's identity, root first."""
     by_name = dict(root.named_modules(remove_duplicate=False))
-    # Callers outside of compiled code call the shell.
+    # Code outside of the compiled module calls the shell.
     shells = compiled_shells(root)
     chosen = {id(root)}
     for name in policy.select(root):
@@ -174,15 +173,15 @@ def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Mo
     }
 
 
-# The units around a module on one way from the root, outermost first, as module identities. A
-# module that is registered at several places has several.
+# The units around a module on one path from the root, outermost first, as module identities. A
+# module that is registered several times has several.
 _Chain = tuple[int, ...]
 
 
 def _unit_chains(
     root: nn.Module, units: dict[int, tuple[str, nn.Module]]
 ) -> dict[int, list[_Chain]]:
-    """Every distinct chain of enclosing units, for each module."""
+    """Return every distinct chain of enclosing units, for each module."""
     chains: dict[int, list[_Chain]] = {}
     pending: list[tuple[nn.Module, _Chain]] = [(root, ())]
     while pending:
@@ -196,7 +195,7 @@ def _unit_chains(
 
 
 def _innermost_common(chains: list[_Chain]) -> int:
-    """The last unit of a chain that is on all of them.
+    """Return the last unit of a chain that is on all of them.
 
     Example:
         A weight tied between two layers of the decoder belongs to the decoder's unit::
@@ -209,7 +208,7 @@ def _innermost_common(chains: list[_Chain]) -> int:
 
 
 def _reject_unshardable(root: nn.Module) -> None:
-    """Raises for models that no policy can make trainable."""
+    """Raise for models that no policy can make trainable."""
     for name, module in root.named_modules():
         wrapper = next(
             (
