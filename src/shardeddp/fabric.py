@@ -1,4 +1,4 @@
-"""Fabric: the strategy for loops of one's own, on the engine that the Trainer's strategy has."""
+"""Fabric: the strategy for custom training loops, on the engine of the Trainer's strategy."""
 
 from __future__ import annotations
 

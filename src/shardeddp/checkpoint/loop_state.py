@@ -1,4 +1,4 @@
-"""State of a loop of one's own: modules, optimizers and values by key, and the checkpoint that holds them."""
+"""State of a custom loop: modules, optimizers and values by key, and the checkpoint that holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain checkpoints: one file, what this package says of it in its index, and the CRCs of its records."""
+"""Plain checkpoints: one file, this package's entry in its index, and the CRCs of its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshot: a checkpoint as named tensors, what each rank writes of them, copied if saved later."""
+"""Snapshot: a checkpoint as named tensors, each rank's share of them, copied for later saves."""
 
 from __future__ import annotations
 

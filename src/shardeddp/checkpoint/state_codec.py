@@ -1,4 +1,4 @@
-"""State trees as JSON: what JSON has as it is, what it lacks under a tag, and code not at all."""
+"""State trees as JSON: tagged values for types that JSON lacks; never code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mesh: the process groups of a rank, its communication streams, and its checks."""
+"""Mesh: process groups, communication streams and desync checks of a rank."""
 
 from __future__ import annotations
 

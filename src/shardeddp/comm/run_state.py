@@ -1,4 +1,4 @@
-"""Run state: what is open between the ranks of a run, read wherever parameters or gradients are."""
+"""Run state: agreements in flight and other state of a run that parameters and gradients read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Engine: shards a model; keeps its units, their memory and gradients in step with the ranks."""
+"""Engine: sharding of a model; units, their memory and their gradients on all ranks."""

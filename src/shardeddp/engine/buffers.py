@@ -1,4 +1,4 @@
-"""Buffers: they follow rank 0, as under DistributedDataParallel.
+"""Synchronisation of module buffers with rank 0, as in DistributedDataParallel.
 
 Ranks keep their own buffers of kinds that DistributedDataParallel cannot broadcast (sparse, nested,
 quantized, expanded), as there with ``broadcast_buffers=False``.

@@ -1,4 +1,4 @@
-"""Gradient agreement: which parameters get a gradient, on all ranks alike, at the end of a backward.
+"""Gradient agreement: all ranks set ``.grad`` of the same parameters at the end of a backward.
 
 Ranks may use different parameters, so they take the maximum of their findings over all ranks. Each
 rank expects the maximum of the last backward of the same kind. It installs gradients by that

@@ -1,4 +1,4 @@
-"""Gradients of a flat group: packed where autograd left them, reduced, and kept as a shard."""
+"""Gradients of a flat group: packed after autograd, reduced, and kept as a gradient shard."""
 
 from __future__ import annotations
 

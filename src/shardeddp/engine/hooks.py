@@ -1,4 +1,4 @@
-"""Hooks of units: forwards of modules and gradients of parameters, told to a runtime."""
+"""Hooks of units: report forwards of modules and gradients of parameters to a runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution order: the next unit, whether all ranks agree on it, and what happens if not.
+"""Execution order: prediction of the next units, and agreement of all ranks on them.
 
 A pass is the forward of a step or a backward. It visits a unit when it reaches the unit's module or
 gradients.

@@ -1,4 +1,4 @@
-"""Flat group: the flat buffers of those parameters of a unit that share dtypes and trainability."""
+"""Flat group: flat buffers of a unit's parameters of equal dtypes and ``requires_grad``."""
 
 from __future__ import annotations
 

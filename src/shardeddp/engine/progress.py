@@ -1,4 +1,4 @@
-"""Unit progress: how far forwards and the backward of a step are with one unit."""
+"""Unit progress: state of one unit in the forwards and the backward of a step."""
 
 from __future__ import annotations
 

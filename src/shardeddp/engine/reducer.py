@@ -1,4 +1,4 @@
-"""Reducer: which unit's gradients are reduced when, in one order on all ranks."""
+"""Reducer: time and order of the reductions of a backward, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduction queue: reductions of gradients under way, and how much memory they may hold."""
+"""Reduction queue: gradient reductions in flight, with a bound on their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runtime: when units are unsharded and resharded, in which order, and how far ahead.
+"""Runtime: schedule of unsharding, resharding and prefetching.
 
 Hooks on modules and gradients (``hooks.py``) call it. It gathers and releases units itself, through
 :class:`OrderAgreement` if ranks may use different units, and leaves their gradients to

@@ -1,4 +1,4 @@
-"""Sharding of a model: agreed plan, a shard of every parameter, placed buffers, and the runtime."""
+"""Sharding of a model: agreement on the plan, shards, buffers on the device, and the runtime."""
 
 import gc
 import warnings

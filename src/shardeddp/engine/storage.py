@@ -1,4 +1,4 @@
-"""Storage of a unit: the all-gather buffer, and the unsharded parameters, which are parts of it."""
+"""Storage of a unit: the gathered buffer and the unsharded parameters, which are views of it."""
 
 from __future__ import annotations
 

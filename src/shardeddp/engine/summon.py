@@ -1,4 +1,4 @@
-"""Summoning: modules hold whole plain parameters for a while, to inspect, save or write to."""
+"""Summoning: modules temporarily hold whole plain parameters, to inspect, save or write to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takeover: parameters that an earlier setup has sharded, and that this one shards anew.
+"""Takeover: sharding of parameters that an earlier setup has sharded.
 
 A module is set up again with new layers, under other options, or as a submodule of another module;
 or it is a deep copy of a sharded one. Runtimes of its parts are dissolved, and their parameters are

@@ -1,4 +1,4 @@
-"""Unit: parameters that are gathered and reduced together, and the state that they are in."""
+"""Unit: parameters that are gathered and reduced together, and their state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory: what a rank held when a step needed more, beside what was planned, and what to change."""
+"""Out of memory: a rank's memory at the failure, beside the plan, and options that would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume: random state, places in the data and kept tensors, for an exact continuation."""
+"""Resume: random state, positions in the data and kept tensors, for an exact continuation."""
 
 from __future__ import annotations
 

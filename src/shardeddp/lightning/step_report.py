@@ -1,4 +1,4 @@
-"""Step report: what the steps of a rank took, by part, beside what was planned; for loggers and for a terminal."""
+"""Step report: times of the steps of a rank, by part, beside the plan; for loggers and terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stragglers: ranks for which all others wait, found by what each says of its own time."""
+"""Stragglers: ranks that all others wait for, found by each rank's report of its own time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism under Lightning: its device mesh, and what is refused with it."""
+"""Tensor parallelism under Lightning: its device mesh, and checks of unsupported options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attachment of optimizers to sharded parameters; scope (`scope.py`) decides what each steps on.
+"""Attachment of optimizers to sharded parameters; the scope (`scope.py`) decides how each steps.
 
 - ``element``: :class:`LocalStep`, on this rank's elements (`elementwise.py`).
 - ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`whole_parameter.py`).

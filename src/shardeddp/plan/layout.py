@@ -1,4 +1,4 @@
-"""Layout of a flat buffer: places of a unit's parameters, intervals of ranks, boxes of a shape."""
+"""Layout of a flat buffer: offsets of a unit's parameters, intervals of ranks, boxes of a shape."""
 
 import itertools
 import math

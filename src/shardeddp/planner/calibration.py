@@ -1,4 +1,4 @@
-"""Calibration: constants of the cost model from what a probe or a recorded run has measured."""
+"""Calibration: constants of the cost model from a probe or a recorded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost: the time of a training step by what it is spent on, from counted work and few constants."""
+"""Cost: predicted time of a training step by kind of work, from counted work and few constants."""
 
 from __future__ import annotations
 

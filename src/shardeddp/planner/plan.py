@@ -1,4 +1,4 @@
-"""Plan of a model on some machines: from what users have to the settings that fit, and which is best."""
+"""Plan of a model on a cluster: settings that fit, the best of them, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trace: what a micro-batch of a module computes and keeps, by unit, without memory or weights."""
+"""Trace: work and saved tensors of a micro-batch of a module, by unit, without memory or weights."""
 
 from __future__ import annotations
 

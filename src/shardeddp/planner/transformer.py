@@ -1,4 +1,4 @@
-"""Transformer: a decoder of given dimensions, for plans of models whose code is not at hand."""
+"""Transformer: a decoder of given dimensions, for plans of models whose code is not available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed parameters: how tensor-parallel ranks split a parameter, and what they compute with.
+"""Distributed parameters: splits over tensor-parallel ranks, and the tensors that modules compute with.
 
 A parameter that ranks split becomes a local tensor before the model is sharded, so that a flat
 buffer holds only this rank's part. Outside of its unit it is a ``ShardTensor`` of the whole shape

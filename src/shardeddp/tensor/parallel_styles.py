@@ -1,4 +1,4 @@
-"""Parallel styles: how a layer is split over tensor-parallel ranks, and what its forward exchanges.
+"""Parallel styles: splits of a layer over tensor-parallel ranks, and the collectives of its forward.
 
 A style cuts a layer's parameters and surrounds its forward with functions that are each other's
 transposes, as in Megatron-LM (https://arxiv.org/abs/1909.08053, 2205.05198). Layers compute with

@@ -1,4 +1,4 @@
-"""Rules: what one argument of another strategy becomes, and what is said about it."""
+"""Rules: translation of one argument of another strategy, and the note about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept operations: what selective activation checkpointing does not compute again, by name."""
+"""Kept operations of selective activation checkpointing, by name."""
 
 import functools
 from collections import defaultdict
