@@ -51,7 +51,7 @@ raise SystemExit("nothing here is run")
 
 def test_a_python_file(tmp_path: Path) -> None:
     found = migrated(tmp_path, "train.py", FSDP)
-    assert found.place.endswith("train.py:9")
+    assert found.location.endswith("train.py:9")
     assert found.text.splitlines() == [
         "from shardeddp import MixedPrecision, ShardedDP, SizePolicy",
         'strategy=ShardedDP("hybrid_shard", auto_wrap_policy=SizePolicy(min_numel=1000), '
@@ -81,7 +81,7 @@ def test_fabric_gets_the_strategy_of_fabric(tmp_path: Path, text: str) -> None:
 def test_what_a_subclass_changes_is_lost(tmp_path: Path) -> None:
     text = "import lightning.pytorch.strategies as S\nclass Mine(S.FSDPStrategy): ...\n"
     found = migrated(tmp_path, "train.py", text)
-    assert found.place.endswith("train.py:2")
+    assert found.location.endswith("train.py:2")
     assert found.was == "class Mine(S.FSDPStrategy)"
     assert found.translation.loses
 
@@ -546,7 +546,7 @@ def test_keys_that_accelerate_does_not_look_at_have_a_line(tmp_path: Path) -> No
 def test_values_in_yaml_of_lightning(tmp_path: Path, inner: str, keys: list[str]) -> None:
     text = f"runs: [{{strategy: {{class_path: FSDPStrategy, init_args: {inner}}}}}]"
     found = migrated(tmp_path, "a.yaml", text)
-    assert found.place.endswith(": runs[0].strategy")
+    assert found.location.endswith(": runs[0].strategy")
     assert lost(found) == keys
 
 

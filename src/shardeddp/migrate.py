@@ -39,7 +39,7 @@ from shardeddp.wrap import SizePolicy
 class Migrated:
     """Replacement of one strategy in a file."""
 
-    place: str
+    location: str
     """File and line, or file and path of the entry."""
 
     was: str
@@ -59,7 +59,9 @@ def migrate(path: Path) -> list[Migrated]:
         if path.suffix == ".py":
             with tokenize.open(path) as file:
                 text = file.read()
-            found = sorted(_of_python(text, path), key=lambda it: int(it.place.rpartition(":")[2]))
+            found = sorted(
+                _of_python(text, path), key=lambda it: int(it.location.rpartition(":")[2])
+            )
         else:
             text = path.read_text(encoding="utf-8-sig")
             content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -128,9 +130,9 @@ def _object(value: Any) -> Any:
     return value
 
 
-def _in_yaml(made: Translation, place: str, was: str) -> Migrated:
+def _in_yaml(made: Translation, location: str, was: str) -> Migrated:
     _try(made)
-    return Migrated(place=place, was=was, text=_as_yaml(made), translation=made)
+    return Migrated(location=location, was=was, text=_as_yaml(made), translation=made)
 
 
 # -- YAML of Lightning
@@ -138,7 +140,7 @@ def _in_yaml(made: Translation, place: str, was: str) -> Migrated:
 
 def _of_lightning(config: Mapping[str, Any], path: Path, prefix: str) -> Iterator[Migrated]:
     for key, value in config.items():
-        place = f"{prefix}{key}"
+        location = f"{prefix}{key}"
         if key == "strategy" and (chosen := _chosen(value)) is not None:
             name, arguments, foreign = chosen
             made = (
@@ -151,12 +153,12 @@ def _of_lightning(config: Mapping[str, Any], path: Path, prefix: str) -> Iterato
             precision = config.get("precision")
             if name == "DeepSpeedStrategy" and precision in ("bf16-true", "16-true"):
                 made.trainer.setdefault("precision", f"{str(precision)[:-5]}-mixed")
-            yield _in_yaml(made, f"{path}: {place}", name)
+            yield _in_yaml(made, f"{path}: {location}", name)
         elif isinstance(value, Mapping):
-            yield from _of_lightning(cast("Mapping[str, Any]", value), path, f"{place}.")
+            yield from _of_lightning(cast("Mapping[str, Any]", value), path, f"{location}.")
         elif isinstance(value, list):
             entries = {f"[{at}]": it for at, it in enumerate(cast("list[Any]", value))}
-            yield from _of_lightning(entries, path, place)
+            yield from _of_lightning(entries, path, location)
 
 
 def _chosen(value: Any) -> tuple[str, dict[str, Any], list[str]] | None:
@@ -248,12 +250,12 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
     for node in ast.walk(tree):
         for value in _chosen_by(node, reader):
             fabric = reader.is_fabric(node)
-            place, said = f"{path}:{value.lineno}", ast.unparse(value)
+            location, said = f"{path}:{value.lineno}", ast.unparse(value)
             word = reader.read(value)
             if isinstance(word, str) and word in NAMES:
                 kind, arguments = NAMES[word]
                 shown = f"strategy={said}" if repr(word) == said else f"strategy={said} ({word!r})"
-                yield _in_python(translate(kind, arguments), place, shown, fabric)
+                yield _in_python(translate(kind, arguments), location, shown, fabric)
                 continue
             made = Translation()
             if isinstance(word, Expression) and not reader.is_strategy(value):
@@ -261,7 +263,7 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
             elif type(word) is str and word.startswith(("ddp", "deepspeed", "fsdp")):
                 made.lose("strategy", not_known(word, NAMES))
             if made.loses:
-                yield Migrated(place=place, was=f"strategy={said}", text="", translation=made)
+                yield Migrated(location=location, was=f"strategy={said}", text="", translation=made)
         if isinstance(node, ast.ClassDef):
             for base in node.bases:
                 if (name := reader.name_of(base)) in RULES:
@@ -302,7 +304,7 @@ def _chosen_by(node: ast.AST, reader: SourceReader) -> Iterator[ast.expr]:
             yield value
 
 
-def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrated:
+def _in_python(made: Translation, location: str, was: str, fabric: bool) -> Migrated:
     _try(made)
     names = {
         it.name for it in made.options.values() if isinstance(it, Call) and "shardeddp." in it.path
@@ -317,7 +319,7 @@ def _in_python(made: Translation, place: str, was: str, fabric: bool) -> Migrate
     lines += ["from shardeddp.fabric import ShardedDP"] if fabric else []
     trainer = "".join(f", {key}={_code(it)}" for key, it in made.trainer.items())
     return Migrated(
-        place=place, was=was, text="\n".join([*lines, line + trainer]), translation=made
+        location=location, was=was, text="\n".join([*lines, line + trainer]), translation=made
     )
 
 
@@ -353,7 +355,7 @@ def report(found: Sequence[Migrated]) -> str:
     parts: list[str] = []
     for each in found:
         made = each.translation
-        lines = [f"# {each.place}: {each.was}", *filter(None, [each.text]), ""]
+        lines = [f"# {each.location}: {each.was}", *filter(None, [each.text]), ""]
         lines += [f"# changed  {note.key}: {note.text}" for note in made.notes if not note.lost]
         lines += [f"# LOST     {note.key}: {note.text}" for note in made.notes if note.lost]
         if made.unneeded:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.restore import place_weights
+from shardeddp.checkpoint.restore import rename_weights
 from shardeddp.checkpoint.safetensors import (
     Entry,
     index_bytes,
@@ -142,5 +142,5 @@ def test_weights_of_another_model_are_refused() -> None:
 def test_a_tied_weight_that_is_stored_once_is_placed_twice() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
     model["head"].weight = model["embed"].weight
-    placed = place_weights(nn.ModuleDict({"net": model}), {"embed.weight": torch.ones(3, 2)})
+    placed = rename_weights(nn.ModuleDict({"net": model}), {"embed.weight": torch.ones(3, 2)})
     assert sorted(placed) == ["net.embed.weight", "net.head.weight"]

@@ -172,7 +172,7 @@ def test_a_reset_may_replace_a_parameter_by_one_of_its_shape() -> None:
 def test_an_initialization_that_fails_on_one_rank_fails_on_all() -> None:
     model, recording = recorded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
     fail = mock.Mock(side_effect=OSError("no memory"))
-    where = recording.place_of(model[1].weight).storage
+    where = recording.view_of(model[1].weight).storage
     operation = next(it for it in recording._operations if where in it.writes)
     operation.function = fail if dist.get_rank() == 1 else operation.function
     with pytest.raises(RankError, match=r"(?s)initialising parameters failed on rank 1.*no memory"):

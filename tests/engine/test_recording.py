@@ -224,11 +224,11 @@ def repeat(make: Make) -> Tensor:
     with torch.device("meta"), recording.active():
         made = make()
     assert made.is_meta
-    place = recording.place_of(made)
-    assert recording.knows(place.storage)
-    plan = recording.plan({place.storage})
+    view = recording.view_of(made)
+    assert recording.knows(view.storage)
+    plan = recording.plan({view.storage})
     found = dict(recording.repeat(plan, move_generators=True))
-    return place.over(found[place.storage])
+    return view.over(found[view.storage])
 
 
 def eager_and_recorded(build: Callable[[], Any]) -> tuple[Any, Any, Recording]:
@@ -257,10 +257,10 @@ def test_a_generator_that_the_program_has_moved_since_stays_as_it_is() -> None:
     torch.manual_seed(5)
     recording = Recording()
     with torch.device("meta"), recording.active():
-        place = recording.place_of(torch.rand(3))
+        view = recording.view_of(torch.rand(3))
     torch.rand(1)
     moved = torch.get_rng_state()
-    list(recording.repeat(recording.plan({place.storage}), move_generators=True))
+    list(recording.repeat(recording.plan({view.storage}), move_generators=True))
     assert torch.equal(torch.get_rng_state(), moved)
 
 
@@ -292,16 +292,16 @@ def test_parameters_are_complete_one_after_the_other_though_a_parent_changes_all
         return weights
 
     expected, weights, recording = eager_and_recorded(build)
-    places = [recording.place_of(weight) for weight in weights]
-    plan = recording.plan(place.storage for place in places)
-    assert plan.completed == [place.storage for place in places]
+    views = [recording.view_of(weight) for weight in weights]
+    plan = recording.plan(view.storage for view in views)
+    assert plan.completed == [view.storage for view in views]
     # The first draws of the constructors and their bounds are overwritten: they move the generator and no more.
-    assert sum(step.is_wanted for step in plan.steps) == 2 * len(places)
-    for place, weight, (storage, memory) in zip(
-        places, expected, recording.repeat(plan), strict=True
+    assert sum(step.is_wanted for step in plan.steps) == 2 * len(views)
+    for view, weight, (storage, memory) in zip(
+        views, expected, recording.repeat(plan), strict=True
     ):
-        assert storage == place.storage
-        assert torch.equal(place.over(memory), weight)
+        assert storage == view.storage
+        assert torch.equal(view.over(memory), weight)
 
 
 DRAWS: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...], torch.dtype, bool]] = {
@@ -343,9 +343,9 @@ def test_a_rank_draws_its_part_and_comes_past_the_numbers_of_others(
     torch.manual_seed(5)
     recording = Recording()
     with torch.device("meta"), recording.active():
-        places = [recording.place_of(tensor) for tensor in build()]
-    plan = recording.plan(place.storage for place in places)
-    plan.narrow({place: part for place in places})
+        views = [recording.view_of(tensor) for tensor in build()]
+    plan = recording.plan(view.storage for view in views)
+    plan.narrow({view: part for view in views})
     list(recording.repeat(plan))  # how this torch draws is tried out once
     passed: list[int] = []
     pass_by = recording_module._pass_by
@@ -356,8 +356,8 @@ def test_a_rank_draws_its_part_and_comes_past_the_numbers_of_others(
 
     monkeypatch.setattr(recording_module, "_pass_by", counted)
     found = dict(recording.repeat(plan, move_generators=True))
-    for place, whole in zip(places, expected, strict=True):
-        values = place.over(found[place.storage])
+    for view, whole in zip(views, expected, strict=True):
+        values = view.over(found[view.storage])
         assert torch.equal(values.view(-1)[slice(*part)], whole.view(-1)[slice(*part)])
     assert torch.equal(torch.get_rng_state(), moved)
     blocks = range(part[0] // 16 * 16, part[1], 16)
@@ -370,7 +370,7 @@ def test_draws_that_nobody_wants_are_passed_by(monkeypatch: pytest.MonkeyPatch) 
         return weight.normal_()  # as models do to their layers' weights after the constructor
 
     expected, built, recording = eager_and_recorded(build)
-    place = recording.place_of(built)
+    view = recording.view_of(built)
     drawn: list[int] = []
     draw_part = recording_module._draw_part
 
@@ -379,8 +379,8 @@ def test_draws_that_nobody_wants_are_passed_by(monkeypatch: pytest.MonkeyPatch) 
         draw_part(*arguments)
 
     monkeypatch.setattr(recording_module, "_draw_part", noted)
-    ((_, memory),) = recording.repeat(recording.plan([place.storage]))
-    assert torch.equal(place.over(memory), expected)
+    ((_, memory),) = recording.repeat(recording.plan([view.storage]))
+    assert torch.equal(view.over(memory), expected)
     assert drawn == [64 * 64]
 
 
@@ -391,9 +391,9 @@ def test_what_was_made_unseen_and_what_comes_of_it_is_not_known() -> None:
     with torch.device("meta"), recording.active():
         derived = unseen * 2
         replaced = torch.empty(3).copy_(derived).fill_(1)
-    assert not recording.knows(recording.place_of(unseen).storage)
-    assert not recording.knows(recording.place_of(derived).storage)
-    assert recording.knows(recording.place_of(replaced).storage)
+    assert not recording.knows(recording.view_of(unseen).storage)
+    assert not recording.knows(recording.view_of(derived).storage)
+    assert recording.knows(recording.view_of(replaced).storage)
     with (
         torch.device("meta"),
         recording.active(),
@@ -489,8 +489,8 @@ def test_tensors_of_the_host_and_those_that_wait_for_values_are_computed_with_to
     )
     assert torch.equal(later_found, later)
     if found.is_meta:
-        place = recording.place_of(found)
-        found = place.over(dict(recording.repeat(recording.plan([place.storage])))[place.storage])
+        view = recording.view_of(found)
+        found = view.over(dict(recording.repeat(recording.plan([view.storage])))[view.storage])
     assert torch.equal(found, expected)
 
 

@@ -105,7 +105,7 @@ def read_contents(
         )
     wanted = {key: value for key, value in tree.items() if keys is None or key in keys}
     checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), codecs)
-    opaque = {key: places for key, value in checkpoint.items() if (places := opaque_paths(value))}
+    opaque = {key: paths for key, value in checkpoint.items() if (paths := opaque_paths(value))}
     notes: list[str] = []
     if opaque and trust_pickle:
         meta = torch.load(
@@ -114,7 +114,7 @@ def read_contents(
         checkpoint |= {key: _filled(checkpoint[key], meta.get(key)) for key in opaque}
     elif opaque:
         notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
-    return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
+    return Contents(checkpoint=checkpoint, memory=partial(_storage_of, reader), notes=notes)
 
 
 def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
@@ -187,7 +187,7 @@ def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tens
     return LazyTensor(tensor.path, tensor.shape, tensor.dtype, partial(reader.read, name))
 
 
-def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
+def _storage_of(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     """Return a key of a tensor's elements; tensors that shared memory are stored once."""
     if not isinstance(tensor, LazyTensor):
         return id(tensor)
@@ -201,9 +201,9 @@ def _without_opaque(
     """Drop hyper-parameters that could not be saved; return a sentence that lists them."""
     what = "objects that only pickle can save"
     if not opaque.keys() <= set(HYPER_PARAMETERS):
-        places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
+        paths = [f"{key}.{path}".rstrip(".") for key, found in opaque.items() for path in found]
         raise CheckpointError(
-            f"it holds {what}, at {', '.join(places)}. {how_to_trust} unpickles them, which can "
+            f"it holds {what}, at {', '.join(paths)}. {how_to_trust} unpickles them, which can "
             f"run any code: use it only if you trust whoever wrote them"
         )
     entries = {key: checkpoint.pop(key) for key in opaque}
@@ -250,13 +250,13 @@ def _prune(entries: dict[Any, Any], around: tuple[str, ...] = ()) -> list[str]:
     """
     gone: list[str] = []
     for key, item in [*entries.items()]:
-        place = (*around, key if isinstance(key, str) else f"({type(key).__name__})")
+        path = (*around, key if isinstance(key, str) else f"({type(key).__name__})")
         inner = vars(item) if isinstance(item, Namespace) else item
         if not opaque_paths(key) and isinstance(inner, dict):
-            gone += _prune(cast("dict[Any, Any]", inner), place)
+            gone += _prune(cast("dict[Any, Any]", inner), path)
         elif opaque_paths((key, item)):
             del entries[key]
-            gone.append(".".join(place))
+            gone.append(".".join(path))
     return gone
 
 
@@ -398,9 +398,9 @@ def _read_small(
             return value
         if value.path[:2] not in (PLAIN_EXTRA, SHARDED_EXTRA):
             return value
-        place = memory(value), value.dtype, tuple(value.shape)
-        if place not in found:
-            found[place] = value.whole()
-        return found[place]
+        key = memory(value), value.dtype, tuple(value.shape)
+        if key not in found:
+            found[key] = value.whole()
+        return found[key]
 
     return with_leaves(tree, read)

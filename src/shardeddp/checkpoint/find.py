@@ -66,9 +66,9 @@ _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 def is_checkpoint(directory: StrPath | RemotePath) -> bool:
     """Return True if a directory is a checkpoint of this package, or of another tool."""
-    place = location(directory)
-    return carries_manifest(place) or (
-        not isinstance(place, RemotePath) and os.path.lexists(place / DCP_METADATA)
+    target = location(directory)
+    return carries_manifest(target) or (
+        not isinstance(target, RemotePath) and os.path.lexists(target / DCP_METADATA)
     )
 
 
@@ -138,12 +138,12 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
     Raises:
         CheckpointError: The checkpoint is not whole.
     """
-    place = location(path)
-    if isinstance(place, RemotePath):
-        return _read_remote(place, part)
-    if place.is_file():
-        return read_index(place)
-    with disk_errors("reading the checkpoint", place), opened_directory(place) as directory:
+    target = location(path)
+    if isinstance(target, RemotePath):
+        return _read_remote(target, part)
+    if target.is_file():
+        return read_index(target)
+    with disk_errors("reading the checkpoint", target), opened_directory(target) as directory:
         try:
             manifest = manifest_from_bytes(_read(directory))
             for name, file in list(manifest.files.items())[part[0] :: part[1]]:
@@ -373,9 +373,9 @@ def _identity(path: str) -> str:
 
 def _candidate(path: str) -> _Candidate:
     """Return the candidate for a checkpoint called "last"."""
-    place = location(path)
-    remote = isinstance(place, RemotePath)
-    if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
+    target = location(path)
+    remote = isinstance(target, RemotePath)
+    if remote and not (carries_manifest(target) or carries_index(target)) and target.is_file():
         return _Candidate(True, -1, True, path)  # of another tool, so its step is unknown
     if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)

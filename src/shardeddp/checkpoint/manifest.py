@@ -486,10 +486,10 @@ def _sections(
     entries: Iterable[Any], files: Mapping[str, StoredFile]
 ) -> tuple[tuple[Section, ...], list[StoredTensor]]:
     sections, first = list[Section](), 0
-    places = list[tuple[ItemPath, int]]()
+    entries_of_tensors = list[tuple[ItemPath, int]]()
     data_nbytes = _data_nbytes(files)
-    for paths, dtype, shape, parts, checksum, *place in entries:
-        offsets, whole = place or ((), ())
+    for paths, dtype, shape, parts, checksum, *rest in entries:
+        offsets, whole = rest or ((), ())
         section = Section(
             _dtype(dtype),
             tuple(map(_count, shape)),
@@ -500,7 +500,7 @@ def _sections(
             tuple(map(_count, whole)),
         )
         _check_section(section, data_nbytes)
-        places += [(_path(path), len(sections)) for path in paths]
+        entries_of_tensors += [(_path(path), len(sections)) for path in paths]
         sections.append(section)
         first += section.parts
     placement = files[PLACEMENT].nbytes if sections else 0
@@ -510,7 +510,7 @@ def _sections(
             f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
             f"{PLACEMENT}, which has {placement} bytes"
         )
-    return tuple(sections), stored_tensors(places, sections)
+    return tuple(sections), stored_tensors(entries_of_tensors, sections)
 
 
 def _item(files: Mapping[str, StoredFile], file: Any, offset: Any, nbytes: Any) -> Item:
@@ -521,19 +521,19 @@ def _item(files: Mapping[str, StoredFile], file: Any, offset: Any, nbytes: Any) 
 
 
 def stored_tensors(
-    places: Iterable[tuple[ItemPath, int]], sections: Sequence[Section]
+    entries_of_tensors: Iterable[tuple[ItemPath, int]], sections: Sequence[Section]
 ) -> list[StoredTensor]:
     """Return the tensors that consist of sections.
 
     Args:
-        places: Path and section number of each tensor; an entry for each of its sections.
+        entries_of_tensors: Path and section number of each tensor; an entry for each of its sections.
         sections: All sections.
 
     Raises:
         ValueError: The sections of a tensor do not cover its elements once.
     """
     numbers: defaultdict[ItemPath, list[int]] = defaultdict(list)
-    for path, number in places:
+    for path, number in entries_of_tensors:
         numbers[path].append(number)
     return [_stored_tensor(path, own, sections) for path, own in numbers.items()]
 
@@ -601,7 +601,7 @@ def _converted(manifest: Manifest, entries: Sequence[Any]) -> tuple[Manifest, li
     rows: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     digests: defaultdict[str, list[bytes]] = defaultdict(list)
     sections = list[Section]()
-    by_place = dict[Any, int]()
+    by_box = dict[Any, int]()
     extents = list[tuple[int, int]]()
     tensors = list[StoredTensor]()
     for path, dtype_name, shape, pieces in entries:
@@ -614,8 +614,8 @@ def _converted(manifest: Manifest, entries: Sequence[Any]) -> tuple[Manifest, li
             key=lambda piece: piece[0].start,
         )
         sums = {(_text(piece[2]), piece[5]): piece[6] for piece in pieces}
-        place = dtype, sizes, tuple(found)
-        number = by_place.setdefault(place, len(sections))
+        box = dtype, sizes, tuple(found)
+        number = by_box.setdefault(box, len(sections))
         tensors.append(StoredTensor(path=_path(path), dtype=dtype, shape=sizes, sections=(number,)))
         if number < len(sections):
             continue

@@ -73,9 +73,9 @@ class PieceTable:
         place: Path of the file, for errors.
     """
 
-    def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, place: str) -> None:
+    def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, path: str) -> None:
         self._name = name
-        self._place = place
+        self._path = path
         stored = manifest.files[name]
         rows = np.frombuffer(data, PIECE, stored.pieces)
         self._digests = memoryview(data)[rows.nbytes :]
@@ -125,10 +125,10 @@ class PieceTable:
     def _check(self, sections: Sequence[Section], blocks: int, end: int) -> None:
         """Check all rows; each check relies on earlier ones, so that sums do not overflow."""
         self._require(self.sections < len(sections), f"one of {len(sections)} sections")
-        wanted, places = np.unique(self.sections, return_inverse=True)
+        wanted, inverse = np.unique(self.sections, return_inverse=True)
         found = [sections[number] for number in wanted.tolist()]
-        numels = np.array([section.numel for section in found], dtype=np.int64)[places]
-        itemsizes = np.array([it.dtype.itemsize for it in found], dtype=np.int64)[places]
+        numels = np.array([section.numel for section in found], dtype=np.int64)[inverse]
+        itemsizes = np.array([it.dtype.itemsize for it in found], dtype=np.int64)[inverse]
         self._require(self.starts < self.stops, "elements")
         self._require(self.stops <= numels, "elements of its tensor")
         follows = self.sections[1:] > self.sections[:-1]
@@ -147,7 +147,7 @@ class PieceTable:
         self._blocks: list[int] = [0, *np.cumsum(counts).tolist()]
         if self._blocks[-1] != blocks:
             raise CheckpointError(
-                f"{self._place} contradicts itself: its pieces have {self._blocks[-1]} blocks, its "
+                f"{self._path} contradicts itself: its pieces have {self._blocks[-1]} blocks, its "
                 f"table has the checksums of {blocks}"
             )
 
@@ -158,7 +158,7 @@ class PieceTable:
             row = int(np.argmin(fulfilled))
             row = row if order is None else int(order[row])
             raise CheckpointError(
-                f"{self._place} contradicts itself: row {row} of its table of pieces was expected "
+                f"{self._path} contradicts itself: row {row} of its table of pieces was expected "
                 f"to have {what}"
             )
 
@@ -313,8 +313,8 @@ def assemble(
     for each in wanted:
         target = flat[at : at + each.numel].view(each.sizes)
         at += each.numel
-        for place, read in stored:
-            if (common := each.intersect(place)) is not None:
+        for box, read in stored:
+            if (common := each.intersect(box)) is not None:
                 target[common.inside(each).slices].copy_(read(common))
     return flat
 

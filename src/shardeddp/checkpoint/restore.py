@@ -53,14 +53,14 @@ class Replaced:
                 parameter itself, which is then loaded into itself.
             read: Names in ``parts`` of tensors that nothing else references.
         """
-        places = Counter(map(id, own.values()))
+        uses = Counter(map(id, own.values()))
         kept: dict[int, torch.Tensor] = {}
         for name in () if _loads_in_its_own_way(module) else read:
             target, part = own.get(name), parts[name]
             if (
                 isinstance(target, ShardTensor)
                 and isinstance(part, ShardTensor)
-                and places[id(target)] == 1
+                and uses[id(target)] == 1
                 and _exchange(target.to_local(), part.to_local())
             ):
                 kept[id(target)], parts[name] = part, target
@@ -181,15 +181,15 @@ def load_model(
     module.load_state_dict(with_versions(parts, versions_of(state)), strict=strict)
 
 
-def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def rename_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the weights of a file under the model's names for them.
 
     The file may be of a submodule, and may have tied tensors once. Names that the model does not
     have stay as they are.
     """
     own = module.state_dict(keep_vars=True)
-    places = names_in_model(weights, own)
-    placed = {places.get(name, name): weight for name, weight in weights.items()}
+    new_names = names_in_model(weights, own)
+    placed = {new_names.get(name, name): weight for name, weight in weights.items()}
     tied = {id(own[name]): weight for name, weight in placed.items() if name in own}
     for name, value in own.items():
         if name not in placed and id(value) in tied:
@@ -228,7 +228,7 @@ def load_optimizer(
             f"param_groups in it, {' and '.join(sorted(missing))} is missing"
         )
     _check_groups(optimizer, state["param_groups"])
-    state = _by_place(state)
+    state = _by_index(state)
     saved = _names_in(state) if saved is None else saved
     if saved is not None and names and optimizer.param_groups:
         state = _by_name(state, saved, names)
@@ -237,9 +237,9 @@ def load_optimizer(
     states = {
         index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
-        if _is_place(index, parameters)
+        if _is_index(index, parameters)
     }
-    others = {key: it for key, it in state["state"].items() if not _is_place(key, parameters)}
+    others = {key: it for key, it in state["state"].items() if not _is_index(key, parameters)}
     try:
         optimizer.load_state_dict({**state, "state": {**states, **others}})
     except ValueError as error:
@@ -248,21 +248,21 @@ def load_optimizer(
         ) from error
 
 
-def _is_place(key: object, parameters: Sequence[torch.Tensor]) -> bool:
+def _is_index(key: object, parameters: Sequence[torch.Tensor]) -> bool:
     return isinstance(key, int) and 0 <= key < len(parameters)
 
 
-def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
+def _by_index(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with parameters numbered by position in the groups, as torch does it."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    places = {number: place for place, number in enumerate(numbers)}
+    indices = {number: index for index, number in enumerate(numbers)}
     unknown = [
-        number for number in state["state"] if isinstance(number, int) and number not in places
+        number for number in state["state"] if isinstance(number, int) and number not in indices
     ]
     # An optimizer may keep states under any key. Where only some parameters lack a state, theirs
     # may be under another number.
     have = {number in state["state"] for number in numbers}
-    if len(places) < len(numbers) or (unknown and len(have) > 1):
+    if len(indices) < len(numbers) or (unknown and len(have) > 1):
         what = (
             f"of parameter {unknown[0]}, which is in no group"
             if unknown
@@ -272,7 +272,7 @@ def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
             f"the state of an optimizer in the checkpoint is damaged: it is {what}"
         )
     for number, values in state["state"].items():
-        if number in places and not isinstance(values, Mapping):
+        if number in indices and not isinstance(values, Mapping):
             raise CheckpointError(
                 f"the state of an optimizer in the checkpoint is damaged: that of parameter "
                 f"{number} is a {type(values).__name__}, expected a mapping"
@@ -282,7 +282,7 @@ def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
         last = first + len(group["params"])
         groups.append({**group, "params": list(range(first, last))})
         first = last
-    states = {places.get(number, number): values for number, values in state["state"].items()}
+    states = {indices.get(number, number): values for number, values in state["state"].items()}
     return {**state, "param_groups": groups, "state": states}
 
 
@@ -308,11 +308,11 @@ def _by_name(
     saved, names = ([name.replace(_COMPILED, "") for name in each] for each in (saved, names))
     if saved == names or len(saved) != len(names):
         return state
-    places = {name: place for place, name in enumerate(names)}
-    found = {index: places[name] for index, name in enumerate(saved) if name in places}
+    indices = {name: index for index, name in enumerate(names)}
+    found = {index: indices[name] for index, name in enumerate(saved) if name in indices}
     taken = set(found.values())
     unknown = [index for index in range(len(saved)) if index not in found]
-    left = (place for place in range(len(names)) if place not in taken)
+    left = (index for index in range(len(names)) if index not in taken)
     by_number = dict(zip(unknown, left, strict=True))
     if renamed := [index for index in unknown if saved[index] and index in state["state"]]:
         pairs = (f"{printable(saved[index])} to {names[by_number[index]]}" for index in renamed)
@@ -381,7 +381,7 @@ def _check_states(
         kept += [states] * len(group["params"])
     problems: list[str] = []
     for index, state in saved["state"].items():
-        if not _is_place(index, parameters[: len(kept)]) or not state:
+        if not _is_index(index, parameters[: len(kept)]) or not state:
             continue
         missing = kept[index].keys() - state.keys()
         problems += [f"{name} of parameter {index} is missing" for name in sorted(missing)]

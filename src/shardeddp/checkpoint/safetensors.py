@@ -141,9 +141,9 @@ def index_path(path: Path) -> Path:
 def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
     """Return the content of the index of several files."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
-    places = {entry.name: name for name, entries in files.items() for entry in entries}
+    file_of = {entry.name: name for name, entries in files.items() for entry in entries}
     return (
-        json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2)
+        json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": file_of}, indent=2)
         + "\n"
     ).encode()
 
@@ -172,16 +172,16 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         if path.suffix != ".json":
             return _read_file(path)
-        places = cast("dict[str, Any]", json.loads(path.read_bytes())["weight_map"])
+        file_of = cast("dict[str, Any]", json.loads(path.read_bytes())["weight_map"])
         tensors: dict[str, torch.Tensor] = {}
-        for name in sorted({Path(str(place)).name for place in places.values()}):
+        for name in sorted({Path(str(place)).name for place in file_of.values()}):
             tensors |= _read_file(path.with_name(name))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not to be read as safetensors, or was cut off: "
             f"{type(error).__name__}: {printable(str(error))}"
         ) from error
-    if missing := sorted(places.keys() - tensors.keys()):
+    if missing := sorted(file_of.keys() - tensors.keys()):
         raise CheckpointError(f"{path} names tensors that its files lack: {first_three(missing)}")
     return tensors
 
@@ -252,11 +252,11 @@ def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, s
     rank = {pair: (count, not pair[0]) for pair, count in fits.items()}
     best = sorted(pair for pair in fits if rank[pair] == max(rank.values()))
     if len(best) > 1:
-        places = [front.rstrip(".") or "the model itself" for _, front in best]
+        prefixes = [front.rstrip(".") or "the model itself" for _, front in best]
         raise CheckpointError(
-            f"the file fits {first_three(places)} alike: load it in configure_model, where it goes"
+            f"the file fits {first_three(prefixes)} alike: load it in configure_model, where it goes"
         )
     dropped, front = best[0]
     named = {name: front + name[len(dropped) :] for name in stored if name.startswith(dropped)}
     known = set(own)
-    return {name: place for name, place in named.items() if place in known}
+    return {name: target for name, target in named.items() if target in known}

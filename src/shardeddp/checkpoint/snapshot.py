@@ -60,7 +60,7 @@ class HostMemory:
         They are valid until the next call.
         """
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        places, chunks = self._layout(tensors)
+        offsets, chunks = self._layout(tensors)
         fits = len(chunks) <= len(self._chunks) and all(
             nbytes <= chunk.numel() for nbytes, chunk in zip(chunks, self._chunks, strict=False)
         )
@@ -77,7 +77,7 @@ class HostMemory:
             self._chunks[chunk][offset : offset + tensor.nbytes]
             .view(tensor.dtype)
             .copy_(tensor, non_blocking=True)
-            for (chunk, offset), tensor in zip(places, tensors, strict=True)
+            for (chunk, offset), tensor in zip(offsets, tensors, strict=True)
         ]
         for device in devices:
             torch.accelerator.synchronize(device)
@@ -85,15 +85,15 @@ class HostMemory:
 
     def _layout(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int]], list[int]]:
         """Return chunk and offset of every tensor, and the size of every chunk."""
-        places: list[tuple[int, int]] = []
+        offsets: list[tuple[int, int]] = []
         chunks: list[int] = [0]
         for tensor in tensors:
             nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
             if chunks[-1] and chunks[-1] + nbytes > self._chunk_nbytes:
                 chunks.append(0)
-            places.append((len(chunks) - 1, chunks[-1]))
+            offsets.append((len(chunks) - 1, chunks[-1]))
             chunks[-1] += nbytes
-        return places, chunks
+        return offsets, chunks
 
 
 # -- Replica check: equal elements have equal bits
@@ -312,11 +312,11 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[tuple[str, Any]]()
     tree = encode(checkpoint, collector.put, codecs, opaque)
-    for place, value in opaque:
+    for path, value in opaque:
         for tensor in tensors_of(value):
             if isinstance(tensor, ShardTensor):
                 raise CheckpointError(
-                    f"The state cannot be saved: the {type(value).__name__} at {place} cannot be "
+                    f"The state cannot be saved: the {type(value).__name__} at {path} cannot be "
                     f"pickled: {pickled_alone(tensor)}"
                 )
     rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
@@ -391,11 +391,11 @@ def where_pickling_fails(tree: Any, pickled: Callable[[Any], object]) -> str:
     found: list[tuple[str, Any]] = []
     with suppress(CheckpointError):  # a value that contains itself ends the search
         encode(tree, lambda tensor: "", (), found)
-    for place, value in found:
+    for path, value in found:
         try:
             pickled(value)
         except Exception:  # noqa: BLE001 - a foreign class may raise anything
-            return f"the {type(value).__name__} at {place}"
+            return f"the {type(value).__name__} at {path}"
     return "something in it"
 
 
@@ -467,7 +467,7 @@ class _Collector:
             before = first = len(sections)
             if isinstance(tensor, ShardTensor) and tensor.spec.boxes:
                 spec = tensor.spec
-                first += sum(len(shared) for shared in spec.boxes[: spec.place])
+                first += sum(len(shared) for shared in spec.boxes[: spec.tensor_rank])
                 sections += [
                     (path, SectionSpec(tensor.dtype, box.sizes, box.offsets, shape))
                     for shared in spec.boxes
@@ -542,8 +542,8 @@ def _turns(mesh: Mesh) -> _Turns:
 def _turns_by_box(mesh: Mesh) -> list[_Turns]:
     topology = mesh.topology
     return [
-        [(load, rank) for load, rank in _turns(mesh) if topology.tensor_rank(rank) == place]
-        for place in range(topology.tensor_size)
+        [(load, rank) for load, rank in _turns(mesh) if topology.tensor_rank(rank) == tensor_rank]
+        for tensor_rank in range(topology.tensor_size)
     ]
 
 
@@ -553,8 +553,8 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
     spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None
-    place = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
-    return (*place, spec, tensor.dtype, tuple(tensor.shape))
+    memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
+    return (*memory, spec, tensor.dtype, tuple(tensor.shape))
 
 
 def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:

@@ -59,7 +59,7 @@ class Deferred:
     """Name of the parameter, buffer or attribute in that module."""
 
     tensor: torch.Tensor
-    place: MetaView
+    view: MetaView
     is_parameter: bool = False
     is_shared: bool = True
     """Whether ranks have equal values, as under DDP; attributes are each rank's own."""
@@ -102,16 +102,16 @@ class Materializer:
             if spec.parameter.is_meta and not is_taken_over(spec.parameter)
         ]
         parameters = [
-            _parameter(spec, recording.place_of(whole_parameter(spec.parameter))) for spec in specs
+            _parameter(spec, recording.view_of(whole_parameter(spec.parameter))) for spec in specs
         ]
         for spec in specs:
             forget_whole(spec.parameter)
         former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
-        storages = {item.place.storage for item in parameters}
-        storages.update(recording.place_of(it).storage for it in former)
+        storages = {item.view.storage for item in parameters}
+        storages.update(recording.view_of(it).storage for it in former)
         # Attributes in the memory of a parameter follow it (shard_model).
         others = _others(root, recording, but=root.parameters())
-        own = [it for it in others if it.place.storage not in storages]
+        own = [it for it in others if it.view.storage not in storages]
         _check_values([it for it in own if not it.is_shared and it.tensor.numel()], recording)
         if load is None:
             _check_writes([*parameters, *own], recording)
@@ -141,22 +141,22 @@ class Materializer:
         kept: dict[int, torch.UntypedStorage] = {}  # of this rank alone
         own = [item for item in self._deferred if not item.is_parameter]
         for item in sorted(own, key=lambda it: not it.is_shared):
-            is_common = item.is_shared or item.place.storage in memory
-            _allocate(item.tensor, item.place, memory if is_common else kept)
+            is_common = item.is_shared or item.view.storage in memory
+            _allocate(item.tensor, item.view, memory if is_common else kept)
             if isinstance(item.owner, torch.jit.ScriptModule):  # it has a tensor of its own
                 setattr(item.owner, item.name, item.tensor)
         filled: list[torch.Tensor] = []
-        for tensor, place in _elsewhere(self._recording, self._deferred):
-            is_own = place.storage in kept or place.storage in self._of_parameters
-            if place.storage in memory or is_own or self._is_only:
-                _allocate(tensor, place, memory if place.storage in memory else kept)
+        for tensor, view in _elsewhere(self._recording, self._deferred):
+            is_own = view.storage in kept or view.storage in self._of_parameters
+            if view.storage in memory or is_own or self._is_only:
+                _allocate(tensor, view, memory if view.storage in memory else kept)
                 filled.append(tensor)
         if self.is_needed:
             _name_host(self._root, filled)
         self._fill(mesh, memory, kept)
         await_values(parameters, False)
         self._recording.forget_values()
-        return {it.fqn for it in self._deferred if it.is_parameter and it.place.storage in kept}
+        return {it.fqn for it in self._deferred if it.is_parameter and it.view.storage in kept}
 
     def _fill(
         self,
@@ -179,7 +179,7 @@ class Materializer:
 
         def make_plan() -> tuple[ReplayPlan, bytes]:
             _check_values(missing, self._recording)
-            plan = self._recording.plan(item.place.storage for item in missing)
+            plan = self._recording.plan(item.view.storage for item in missing)
             return plan, plan.digest()
 
         plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.control)
@@ -187,7 +187,7 @@ class Materializer:
             _warn_of_resets(missing, self._recording)
         parts: dict[int, list[Deferred]] = {}
         for item in missing:
-            parts.setdefault(item.place.storage, []).append(item)
+            parts.setdefault(item.view.storage, []).append(item)
         agree_on_layout(
             [f"initialises {parts[storage][0].fqn}" for storage in plan.completed], mesh.control
         )
@@ -210,7 +210,7 @@ class Materializer:
                 _take(_as_bytes(memory[storage]), _as_bytes(values), source)
             for item in parts.get(storage, ()):
                 if item.is_parameter:
-                    _take(item.current, item.place.over(values), source)
+                    _take(item.current, item.view.over(values), source)
 
         run_on_all_ranks(
             "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.control
@@ -244,7 +244,7 @@ def _parts_of(
     for storage, (item, *more) in items.items():
         spec = cast(ShardTensor, item.current).spec if item.is_parameter else None
         if spec is not None and not spec.boxes and not more and storage not in whole:
-            parts[item.place] = spec.interval.start, spec.interval.stop
+            parts[item.view] = spec.interval.start, spec.interval.stop
     return parts
 
 
@@ -254,9 +254,9 @@ def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
     Raises:
         ConfigurationError: Some get none; the message lists them.
     """
-    plan = recording.plan(item.place.storage for item in missing)
+    plan = recording.plan(item.view.storage for item in missing)
     found = {storage for storage in plan.completed if recording.knows(storage)}
-    lost = [item for item in missing if item.place.storage not in found]
+    lost = [item for item in missing if item.view.storage not in found]
     if lost:
         names = ", ".join(sorted(item.fqn for item in lost))
         classes = ", ".join(sorted({type(item.owner).__name__ for item in lost}))
@@ -275,7 +275,7 @@ def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
     Raises:
         ConfigurationError: Parameters were written to; the message lists them.
     """
-    lost = [it for it in items if it.place.storage in recording.written]
+    lost = [it for it in items if it.view.storage in recording.written]
     parameters = [it.fqn for it in lost if it.is_parameter]
     said = (
         f"{first_three(parameters or [it.fqn for it in lost])}: expected nothing to be written on "
@@ -333,7 +333,7 @@ def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _allocate(
-    tensor: torch.Tensor, place: MetaView, memory: dict[int, torch.UntypedStorage]
+    tensor: torch.Tensor, view: MetaView, memory: dict[int, torch.UntypedStorage]
 ) -> None:
     """Give a tensor host memory, shared within its storage; it stays the same object.
 
@@ -341,10 +341,10 @@ def _allocate(
         RuntimeError: Native code holds a weak reference to the tensor.
     """
     storage = memory.setdefault(
-        place.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
+        view.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
     )
     body: Any = make_subclass(
-        type(tensor), place.over(storage), tensor.requires_grad and tensor.is_leaf
+        type(tensor), view.over(storage), tensor.requires_grad and tensor.is_leaf
     )
     vars(body).update(vars(tensor))
     hooks = take_hooks(tensor)
@@ -394,7 +394,7 @@ def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
 # -- Deferred tensors of a model
 
 
-def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
+def _parameter(spec: ParameterSpec, view: MetaView) -> Deferred:
     owner, name = spec.owners[0]
     if spec.parameter.grad is not None:
         raise ConfigurationError(
@@ -403,7 +403,7 @@ def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
             f"FLOPs. Build its module outside of the meta device; after counting, zero_grad()"
         )
     return Deferred(
-        fqn=spec.fqn, owner=owner, name=name, tensor=spec.parameter, place=place, is_parameter=True
+        fqn=spec.fqn, owner=owner, name=name, tensor=spec.parameter, view=view, is_parameter=True
     )
 
 
@@ -433,18 +433,18 @@ def _others(
                     f"{what}: {fqn}. Build the module that holds it outside the meta device, or "
                     f"detach() it"
                 )
-            place = recording.place_of(tensor)
+            view = recording.view_of(tensor)
             found.append(
                 Deferred(
                     fqn=fqn,
                     owner=module,
                     name=name,
                     tensor=tensor,
-                    place=place,
+                    view=view,
                     is_shared=name in shared,
                 )
             )
-    return sorted(found, key=lambda it: it.place.storage)
+    return sorted(found, key=lambda it: it.view.storage)
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -486,11 +486,11 @@ def _elsewhere(
     with without_torch_function():  # some belong to other models, which may be gone
         known = [it for it in tensors if recording.has(it) and not recording.is_set_aside(it)]
         # Tensors without known values stay on meta: hooks make them there on purpose.
-        known = [it for it in known if recording.knows(recording.place_of(it).storage)]
+        known = [it for it in known if recording.knows(recording.view_of(it).storage)]
         computed = [it.shape for it in known if it.requires_grad and not it.is_leaf]
-        shapes = {item.place.shape: item.fqn for item in deferred if item.place.numel > 1}
+        shapes = {item.view.shape: item.fqn for item in deferred if item.view.numel > 1}
         missed = [it for it in tensors if it.shape in shapes and recording.has_missed(it)]
-        places = [recording.place_of(it) for it in known]
+        views = [recording.view_of(it) for it in known]
     if computed:
         warnings.warn(
             f"a constructor has computed a tensor of shape {tuple(computed[0])} from parameters on the "
@@ -508,7 +508,7 @@ def _elsewhere(
             f"in on_fit_start()",
             stacklevel=2,
         )
-    return [*zip(known, places, strict=True)]
+    return [*zip(known, views, strict=True)]
 
 
 @torch.no_grad()
@@ -516,8 +516,8 @@ def fill_rest(recording: Recording) -> None:
     """Fill all recorded tensors that are still on the meta device, whole, on this rank."""
     kept: dict[int, torch.UntypedStorage] = {}
     elsewhere = _elsewhere(recording)
-    for tensor, place in elsewhere:
-        _allocate(tensor, place, kept)
+    for tensor, view in elsewhere:
+        _allocate(tensor, view, kept)
     _name_host(None, [tensor for tensor, _ in elsewhere])
     _refill(kept, recording)
 
@@ -721,9 +721,9 @@ def materialize(root: nn.Module, recording: Recording, *, is_loaded: bool = Fals
         _warn_of_resets(missing, recording)
     memory: dict[int, torch.UntypedStorage] = {}
     for item in deferred:
-        _allocate(item.tensor, item.place, memory)
+        _allocate(item.tensor, item.view, memory)
     elsewhere = _elsewhere(recording)
-    for tensor, place in elsewhere:
-        _allocate(tensor, place, memory)
+    for tensor, view in elsewhere:
+        _allocate(tensor, view, memory)
     _name_host(root, [tensor for tensor, _ in elsewhere])
     _refill(memory, recording, move_generators=True)

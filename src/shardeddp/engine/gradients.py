@@ -144,8 +144,8 @@ class GradientMemory:
         assert self.partial is not None
         pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
         first = self.mesh.slice_rank // pieces * pieces
-        for place, piece in enumerate(self.partial.view(pieces, -1)):
-            local_view(piece, self._layout, index, first + place).zero_()
+        for offset, piece in enumerate(self.partial.view(pieces, -1)):
+            local_view(piece, self._layout, index, first + offset).zero_()
 
     def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
         """Write averaged gradients to the gradient shard, or add them to it.

@@ -133,13 +133,13 @@ class ForwardRecord:
 
     def backwards(self) -> list[int]:
         """Return the positions of all forwards, in the order of their backwards."""
-        return sorted(range(len(self.units)), key=lambda place: (-self._end(place), place))
+        return sorted(range(len(self.units)), key=lambda position: (-self._end(position), position))
 
-    def _end(self, place: int) -> int:
+    def _end(self, position: int) -> int:
         """Return the position of the last forward inside of another one, before its unit's next."""
-        unit, end = self.units[place], place
+        unit, end = self.units[position], position
         inner = self._progresses[unit].inner
-        for later in range(place + 1, len(self.units) if inner else 0):
+        for later in range(position + 1, len(self.units) if inner else 0):
             if self.units[later] == unit:
                 break
             if self.units[later] in inner:
@@ -273,7 +273,7 @@ class OrderAgreement:
         self._known: set[str] = set()
         self._unforeseen: set[str] = set()
         self._is_planned = False  # this rank's running backward is planned
-        self._place = -1  # position of the last visit in the order of backwards
+        self._position = -1  # position of the last visit in the order of backwards
 
     # -- Evaluation
 
@@ -298,7 +298,7 @@ class OrderAgreement:
             # An order predicts the visits of all ranks only after all have agreed on it.
             self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
-        self._is_planned, self._place = False, -1
+        self._is_planned, self._position = False, -1
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
         """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass.
@@ -386,12 +386,12 @@ class OrderAgreement:
 
     def _observe(self, progress: UnitProgress, kind: str) -> None:
         """Record whether an unplanned backward visits a unit in the order of a plan."""
-        places, place = self._forwards.awaited().get(progress.index), -1
-        if places is not None:
-            place = self._forwards.backwards().index(places[-1])
-        if place <= self._place:
+        positions, position = self._forwards.awaited().get(progress.index), -1
+        if positions is not None:
+            position = self._forwards.backwards().index(positions[-1])
+        if position <= self._position:
             self._unforeseen.add(kind)
-        self._place = place
+        self._position = position
 
     def _serve(self) -> None:
         self._carry_out(len(self._plan))
@@ -483,10 +483,10 @@ class OrderAgreement:
             field = _Field.BACKWARD if in_backward else _Field.FORWARD
             rows[field, wanted.index] = 2 if in_backward and not awaited else 1
             rows[_Field.GATHER, wanted.index] = self._needs(wanted)
-        for unit, places in awaited.items():
-            announced[places] = 1
-            announced[places[-1]] += self._needs(self._progresses[unit])
-        ahead = {unit: len(places) for unit, places in awaited.items()}
+        for unit, positions in awaited.items():
+            announced[positions] = 1
+            announced[positions[-1]] += self._needs(self._progresses[unit])
+        ahead = {unit: len(positions) for unit, positions in awaited.items()}
         reduced = self._reducer.progress(wanted, ahead)
         rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8, device="cpu")
         message = torch.cat([rows.view(-1), announced])
@@ -501,13 +501,13 @@ class OrderAgreement:
             announced: Byte of each recorded forward; see :class:`_Field`.
             coming: Units that are reduced after their last visit.
         """
-        places = [place for place in self._forwards.backwards() if announced[place]]
-        left = Counter(self._forwards.units[place] for place in places)
+        positions = [position for position in self._forwards.backwards() if announced[position]]
+        left = Counter(self._forwards.units[position] for position in positions)
         over = [unit for unit in coming if not left[unit]]
-        for place in places:
-            unit = self._forwards.units[place]
+        for position in positions:
+            unit = self._forwards.units[position]
             inside = [it for it in over if it == unit or unit in self._progresses[it].inner]
-            yield _Planned(unit, announced[place] > 1, sorted({*over}.difference(inside)))
+            yield _Planned(unit, announced[position] > 1, sorted({*over}.difference(inside)))
             left[unit] -= 1
             over = [*inside, unit] if unit in coming and not left[unit] else inside
 

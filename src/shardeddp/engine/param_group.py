@@ -430,7 +430,7 @@ class FlatGroup:
             mesh=self._mesh,
             offloaded=local.device != self._mesh.device,
             boxes=() if distribution is None else distribution.boxes,
-            place=self._mesh.tensor.rank,
+            tensor_rank=self._mesh.tensor.rank,
         )
         if not parameter.is_meta:
             own = shard_spec.interval
@@ -440,12 +440,12 @@ class FlatGroup:
         kind = derived_class(ShardTensor, "Sharded", type(parameter))
         sharded = kind(local, shard_spec, parameter.requires_grad)
         # `_is_param`: isinstance(p, nn.Parameter) holds
-        place: dict[str, Any] = {
+        in_unit: dict[str, Any] = {
             "_unsharded": self.unsharded[index],
             "_writes": weakref.ref(self),
-            "_place": index,
+            "_index_in_unit": index,
         }
-        vars(sharded).update(parameter.__dict__, **place, _is_param=True)
+        vars(sharded).update(parameter.__dict__, **in_unit, _is_param=True)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter

@@ -283,7 +283,7 @@ class Recording:
                 self.written.add(self._number(tensor))
         self._versions = []
 
-    def place_of(self, tensor: torch.Tensor) -> MetaView:
+    def view_of(self, tensor: torch.Tensor) -> MetaView:
         """Return the view geometry of a strided meta tensor; an unrecorded one has no values."""
         return _lying(tensor, self._number(tensor))
 
@@ -391,13 +391,13 @@ class Recording:
         changed = written(function, *given) if tells_what_it_writes(function) else involved
         writes = made.union(self._number(tensor) for tensor in changed if tensor.is_meta)
         if writes:
-            places = [
-                self.place_of(it) if is_strided_meta(it) else None
+            views = [
+                self.view_of(it) if is_strided_meta(it) else None
                 for it in pytree.tree_leaves(result)
             ]
             target = kept[0][0] if name in _REPLACING and isinstance(kept[0][0], MetaView) else None
             draws = self._draw(_generator_in(*given)) if is_random(function) else ()
-            self._add(function, *kept, places, frozenset(made), frozenset(writes), target, draws)
+            self._add(function, *kept, views, frozenset(made), frozenset(writes), target, draws)
         return result
 
     def _run_at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -425,9 +425,9 @@ class Recording:
     def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
         """Record that a meta tensor was made of values on the host."""
         self.adopt([made])
-        place = self.place_of(made)
-        only = frozenset((place.storage,))
-        self._add(torch.clone, (values.detach().clone(),), {}, [place], only, only, None, ())
+        view = self.view_of(made)
+        only = frozenset((view.storage,))
+        self._add(torch.clone, (values.detach().clone(),), {}, [view], only, only, None, ())
 
     def moved(self, values: Any) -> Any:
         """Return a meta tensor that gets the values of a host tensor; other objects unchanged."""
@@ -439,7 +439,7 @@ class Recording:
 
     def add_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Record a call of a ``torch.nn.init`` function, which fills its argument ``tensor``."""
-        target = self.place_of(arguments["tensor"])
+        target = self.view_of(arguments["tensor"])
         kept = self._kept(arguments)
         # The given generator may not be the only one: sparse_ draws its permutations from the
         # default one.
@@ -486,7 +486,7 @@ class Recording:
 
         def keep(leaf: Any) -> Any:
             if is_strided_meta(leaf):
-                return self.place_of(leaf)
+                return self.view_of(leaf)
             if isinstance(leaf, torch.Tensor):
                 return leaf.detach().clone()
             return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
@@ -547,8 +547,8 @@ class Recording:
 
         def real(leaf: Any) -> Any:
             if is_strided_meta(leaf):
-                place = self.place_of(leaf)
-                return place.over(found[place.storage])
+                view = self.view_of(leaf)
+                return view.over(found[view.storage])
             return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return pytree.tree_map(real, arguments)
@@ -630,19 +630,19 @@ class Recording:
             for it in pytree.tree_leaves((args, kwargs))
             if isinstance(it, torch.Tensor)
         }
-        for place, found in zip(operation.outputs, pytree.tree_leaves(result), strict=False):
-            if place is None or place.storage in memory or not isinstance(found, torch.Tensor):
+        for view, found in zip(operation.outputs, pytree.tree_leaves(result), strict=False):
+            if view is None or view.storage in memory or not isinstance(found, torch.Tensor):
                 continue
-            nbytes = self.nbytes(place.storage)
-            as_planned = _lying(found, place.storage) == place
+            nbytes = self.nbytes(view.storage)
+            as_planned = _lying(found, view.storage) == view
             own = found.untyped_storage()
             if as_planned and own.nbytes() == nbytes and storage_of(found) not in held:
-                memory[place.storage] = own
+                memory[view.storage] = own
             else:
-                memory[place.storage] = torch.UntypedStorage(nbytes, device=HOST)
+                memory[view.storage] = torch.UntypedStorage(nbytes, device=HOST)
                 # Statistics that a batch norm saves for backward have other shapes on meta.
-                if found.shape == place.shape:
-                    place.over(memory[place.storage]).copy_(found)
+                if found.shape == view.shape:
+                    view.over(memory[view.storage]).copy_(found)
 
 
 class _Operations(DispatchMode):
@@ -910,7 +910,7 @@ class ReplayStep:
     part: tuple[int, int] | None = None
     """Interval of needed elements in the flat tensor that it fills, end exclusive; None: all."""
 
-    def places(self) -> Iterator[int]:
+    def resources(self) -> Iterator[int]:
         """Yield the storages of the step, and ``_GENERATORS`` if it draws."""
         if self.is_wanted:
             yield from sorted(self.operation.reads | self.operation.writes)
@@ -929,10 +929,10 @@ class ReplayPlan:
     def __init__(self, steps: list[ReplayStep], wanted: frozenset[int]) -> None:
         self.wanted = wanted
         self.steps = _in_order(steps)
-        last = {place: step for step in self.steps for place in step.places()}
-        for place, step in last.items():
-            if place != _GENERATORS:
-                step.ends.append(place)
+        last = {resource: step for step in self.steps for resource in step.resources()}
+        for resource, step in last.items():
+            if resource != _GENERATORS:
+                step.ends.append(resource)
 
     @property
     def completed(self) -> list[int]:
@@ -945,17 +945,17 @@ class ReplayPlan:
         Args:
             parts: Interval of needed flat elements by view geometry, end exclusive.
         """
-        places = {place.storage: place for place in parts}
+        views = {view.storage: view for view in parts}
         users: dict[int, list[ReplayStep]] = defaultdict(list)
         for step in self.steps:
             for storage in step.operation.reads | step.operation.writes if step.is_wanted else ():
-                if storage in places:
+                if storage in views:
                     users[storage].append(step)
-        for storage, place in places.items():
+        for storage, view in views.items():
             (step, *more) = users[storage]
             operation = step.operation
-            if not more and storage in operation.replaces and operation.args[:1] == (place,):
-                step.part = parts[place]
+            if not more and storage in operation.replaces and operation.args[:1] == (view,):
+                step.part = parts[view]
 
     def digest(self) -> bytes:
         """Return a digest, 16 bytes, of operations, arguments and generator states.
@@ -1014,11 +1014,11 @@ def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Rep
 
 
 def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
-    places = [tuple(step.places()) for step in steps]
+    resources = [tuple(step.resources()) for step in steps]
     waiting: dict[int, deque[int]] = defaultdict(deque)
-    for index, needed in enumerate(places):
-        for place in needed:
-            waiting[place].append(index)
+    for index, needed in enumerate(resources):
+        for resource in needed:
+            waiting[resource].append(index)
     order: list[int] = []
     is_done = [False] * len(steps)
 
@@ -1026,10 +1026,12 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
         """Append a step; return the next steps of its storages."""
         is_done[index] = True
         order.append(index)
-        for place in places[index]:
-            waiting[place].popleft()
+        for resource in resources[index]:
+            waiting[resource].popleft()
         return [
-            waiting[place][0] for place in places[index] if place != _GENERATORS and waiting[place]
+            waiting[resource][0]
+            for resource in resources[index]
+            if resource != _GENERATORS and waiting[resource]
         ]
 
     def pull(index: int) -> list[int]:
@@ -1039,9 +1041,9 @@ def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
         while stack:
             blocker = next(
                 (
-                    waiting[place][0]
-                    for place in places[stack[-1]]
-                    if waiting[place][0] != stack[-1]
+                    waiting[resource][0]
+                    for resource in resources[stack[-1]]
+                    if waiting[resource][0] != stack[-1]
                 ),
                 None,
             )

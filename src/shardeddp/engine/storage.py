@@ -112,7 +112,7 @@ class SavedView(NamedTuple):
     """View of an unsharded parameter that a graph saves without its memory."""
 
     buffer: GatheredBuffer
-    place: int
+    number: int
     """Index of the parameter in the buffer's layout."""
 
     version: int
@@ -265,15 +265,15 @@ class GatheredBuffer:
         former = dict(self._outlived_parts())
         with _outside_inference():
             carrier, whole = self._carrier, self.flat.untyped_storage()
-            for place, (parameter, usable, part, geometry) in enumerate(self._bindings):
+            for index, (parameter, usable, part, geometry) in enumerate(self._bindings):
                 _set_attribute(parameter, "__class__", usable)
-                storage: Any = former.get(place)
+                storage: Any = former.get(index)
                 if storage is None:
                     storage = slice_storage(whole, part)
                 set_data(parameter, carrier.set_(storage, *geometry))
                 storages.append(storage._cdata)
             carrier.set_()  # pyright: ignore[reportCallIssue]
-        self._storages = {storage: place for place, storage in enumerate(storages)}
+        self._storages = {storage: index for index, storage in enumerate(storages)}
         self._bound = self.flat
         self._outlived = {}
         if self.watched is not None:
@@ -315,8 +315,8 @@ class GatheredBuffer:
                 if is_saved or storage_use_count(storage) > _BOUND:
                     # Views that have left their unit are saved like others. The weak reference
                     # keeps the address from being used again.
-                    place = self._storages[storage]
-                    self._outlived[storage] = place, StorageWeakRef(parameter.untyped_storage())
+                    index = self._storages[storage]
+                    self._outlived[storage] = index, StorageWeakRef(parameter.untyped_storage())
                 elif self.watched is not None:
                     del self.watched[storage]
                 if not is_saved:
@@ -339,31 +339,31 @@ class GatheredBuffer:
 
     def is_viewed(self) -> bool:
         """Return whether code outside of the engine could later read stale values from memory."""
-        return not self._resident and any(True for _ in self._held_places())
+        return not self._resident and any(True for _ in self._held())
 
-    def is_held(self, place: int) -> bool:
+    def is_held(self, index: int) -> bool:
         """Return whether code outside of the engine refers to memory of a parameter, by index."""
-        return place in self._held_places()
+        return index in self._held()
 
-    def _held_places(self) -> Iterator[int]:
-        for place, _ in self._outlived_parts():
-            yield place
-        for storage, place in self._storages.items():
-            if storage_use_count(storage) > _BOUND + (place in self.wrapped):
-                yield place
+    def _held(self) -> Iterator[int]:
+        for index, _ in self._outlived_parts():
+            yield index
+        for storage, index in self._storages.items():
+            if storage_use_count(storage) > _BOUND + (index in self.wrapped):
+                yield index
 
     def outlived(self) -> dict[int, torch.Tensor]:
         """Return 1D memory of the last gather that views hold, by parameter; empty while in use."""
         return {
-            place: torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
-            for place, storage in self._outlived_parts()
+            index: torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
+            for index, storage in self._outlived_parts()
         }
 
     def _outlived_parts(self) -> Iterator[tuple[int, Any]]:
-        for address, (place, reference) in [*self._outlived.items()]:
+        for address, (index, reference) in [*self._outlived.items()]:
             storage = storage_of_weak_reference(reference.cdata)
             if storage is not None:
-                yield place, storage
+                yield index, storage
                 continue
             del self._outlived[address]
             if self.watched is not None:
@@ -382,11 +382,11 @@ class GatheredBuffer:
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         former = self._outlived.get(storage)
-        place = self._storages[storage] if former is None else former[0]
+        index = self._storages[storage] if former is None else former[0]
         with without_torch_function():  # the class of a released one forwards to the sharded one
-            version = self.parameters[place]._version
+            version = self.parameters[index]._version
         offset = int(tensor.storage_offset())
-        return SavedView(self, place, version, tensor.size(), tensor.stride(), offset)
+        return SavedView(self, index, version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
         """Return the saved view, over the memory of the latest gather.
@@ -396,12 +396,12 @@ class GatheredBuffer:
         """
         if not self._storages:
             raise RuntimeError(
-                f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}"
+                f"nothing was gathered for the backward of {self.layout.slots[saved.number].fqn}"
             )
-        parameter = self.parameters[saved.place]
+        parameter = self.parameters[saved.number]
         if parameter._version != saved.version:
             raise RuntimeError(
-                f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward "
+                f"parameter {self.layout.slots[saved.number].fqn} was changed between its forward "
                 f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
                 f"gradients would belong to neither state. Run backward first"
             )

@@ -45,8 +45,8 @@ from shardeddp.checkpoint.restore import (
     load_optimizer,
     materialize_expanded_buffers,
     parameter_names,
-    place_weights,
     read_shards_ahead,
+    rename_weights,
 )
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import (
@@ -287,7 +287,7 @@ class Restore:
             self.load(load, module)
 
     def _load_start(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-        placed = place_weights(module, weights)
+        placed = rename_weights(module, weights)
         load_model(module, placed, strict, cast=True, replaced=self._replaced)
         own = module.state_dict(keep_vars=True)
         if missing := [name for name in own if name not in placed]:

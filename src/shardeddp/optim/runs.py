@@ -53,9 +53,9 @@ class Run:
         """Number of elements, with the padding between parameters."""
         return self.shard.numel()
 
-    def stop(self, place: int) -> int:
+    def stop(self, index: int) -> int:
         """Return the offset in the run at which a parameter ends."""
-        return self.starts[place] + self.shards[place].numel()
+        return self.starts[index] + self.shards[index].numel()
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,21 +86,21 @@ def chains(
     """
     found = [index for index, part in enumerate(parts) if part is not None]
     placed: dict[Any, list[tuple[int, int]]] = {}
-    result = [[index] for index in found[:1]]
-    for index in found[1:]:
-        parameter = parameters[index]
+    result = [[position] for position in found[:1]]
+    for position in found[1:]:
+        parameter = parameters[position]
         if isinstance(parameter, ShardTensor) and parameter.home is not None:
-            placed.setdefault(parameter.home, []).append((parameter.place, index))
+            placed.setdefault(parameter.home, []).append((parameter.index_in_unit, position))
         else:
-            result.append([index])
+            result.append([position])
     for neighbours in placed.values():
         chain: list[int] = []
-        for place, index in sorted(neighbours):
+        for index, position in sorted(neighbours):
             before = chain[-1] if chain else None
-            if before is not None and _are_neighbours(parameters, parts, before, index, place):
-                chain.append(index)
+            if before is not None and _are_neighbours(parameters, parts, before, position, index):
+                chain.append(position)
             else:
-                chain = [index]
+                chain = [position]
                 result.append(chain)
     return sorted(result, key=min)
 
@@ -109,14 +109,14 @@ def _are_neighbours(
     parameters: Sequence[Any],
     parts: Sequence[torch.Tensor | None],
     before: int,
+    position: int,
     index: int,
-    place: int,
 ) -> bool:
     """Return whether only padding lies between two parameters, and between their gradients."""
-    if parameters[before].place + 1 != place:
+    if parameters[before].index_in_unit + 1 != index:
         return False
-    one, other = parameters[before].raw_local, parameters[index].raw_local
-    part, other_part = parts[before], parts[index]
+    one, other = parameters[before].raw_local, parameters[position].raw_local
+    part, other_part = parts[before], parts[position]
     distance = other.storage_offset() - one.storage_offset()
     return (
         part is not None

@@ -59,8 +59,8 @@ def autograd_grad(
     dtypes = [x.dtype for x in inputs]
     inputs = [outside_of(x) for x in inputs]  # within a step, parameters are unsharded ones
     leaves = [
-        (place, x.unsharded)
-        for place, x in enumerate(inputs)
+        (index, x.unsharded)
+        for index, x in enumerate(inputs)
         if isinstance(x, ShardTensor) and x.unsharded is not None
     ]
     unused_is_fine, zeros = options.get("allow_unused"), options.get("materialize_grads")
@@ -68,20 +68,20 @@ def autograd_grad(
     with asking():
         both = [*inputs, *(leaf for _, leaf in leaves)]
         results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
-    for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
+    for (index, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
         if gradient is not None:
-            gradient = gradient.to(dtypes[place])  # gradient of autocast's copy
-        outside = results[place]
-        results[place] = (
+            gradient = gradient.to(dtypes[index])  # gradient of autocast's copy
+        outside = results[index]
+        results[index] = (
             gradient if outside is None else outside if gradient is None else outside + gradient
         )
-    for place, x in enumerate(inputs):
-        if results[place] is None and zeros:
+    for index, x in enumerate(inputs):
+        if results[index] is None and zeros:
             graph = bool(options.get("create_graph"))
-            results[place] = torch.zeros(
+            results[index] = torch.zeros(
                 x.shape, dtype=x.dtype, device=x.device, requires_grad=graph
             )
-        elif results[place] is None and not unused_is_fine:
+        elif results[index] is None and not unused_is_fine:
             name = f" ({x.spec.fqn})" if isinstance(x, ShardTensor) else ""
             raise RuntimeError(
                 f"One of the differentiated Tensors{name} appears to not have been used in the "

@@ -112,9 +112,9 @@ def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
     found: dict[int, torch.Tensor] = {}
     for mesh in dict.fromkeys(tensor.spec.mesh for tensor in tensors):
-        places = [i for i, tensor in enumerate(tensors) if tensor.spec.mesh is mesh]
-        norms_of_mesh = _norms_in_one_mesh([tensors[i] for i in places], order)
-        found.update(zip(places, norms_of_mesh, strict=True))
+        positions = [i for i, tensor in enumerate(tensors) if tensor.spec.mesh is mesh]
+        norms_of_mesh = _norms_in_one_mesh([tensors[i] for i in positions], order)
+        found.update(zip(positions, norms_of_mesh, strict=True))
     return [found[i] for i in range(len(tensors))]
 
 

@@ -114,7 +114,7 @@ class ShardSpec:
     boxes: tuple[tuple[Box, ...], ...] = ()
     """Boxes that each group of owners shares of a parameter that is cut; empty: it is not cut."""
 
-    place: int = 0
+    tensor_rank: int = 0
     """Index of this rank's group in ``boxes``."""
 
     warned: list[str] = field(default_factory=list)
@@ -128,7 +128,7 @@ class ShardSpec:
     @property
     def shared(self) -> tuple[Box, ...]:
         """Boxes that the owners of this rank's group share, in the order of their elements."""
-        return self.boxes[self.place] if self.boxes else (whole_of(self.shape),)
+        return self.boxes[self.tensor_rank] if self.boxes else (whole_of(self.shape),)
 
     @cached_property
     def pieces(self) -> tuple[tuple[Box | None, Interval], ...]:
@@ -175,7 +175,7 @@ class ShardSpec:
         """Return whether each rank has the same elements of both."""
         return self is other or (
             self.shape == other.shape
-            and (self.boxes, self.place) == (other.boxes, other.place)
+            and (self.boxes, self.tensor_rank) == (other.boxes, other.tensor_rank)
             and self.intervals == other.intervals
             and self.mesh.owners.ranks == other.mesh.owners.ranks
         )
@@ -287,7 +287,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _views: weakref.WeakSet[_ViewSource] | None = None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[_KeepsWrites] | None = None
-    _place: int = 0  # index of the parameter there
+    _index_in_unit: int = 0  # index of the parameter there
     memory_of: str = ""
     """Name of another parameter that shares this one's memory; empty: none does."""
 
@@ -400,7 +400,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Leave the values to the tensors and views that share them; the parameter gets others."""
         home = self.home
         if home is not None:
-            home.keep_write_of(self._place)
+            home.keep_write_of(self._index_in_unit)
         sharing = [each for each in self._living_aliases() if each._local is self._local]
         if sharing or self._views:
             former = self._local.clone()
@@ -414,7 +414,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def _warn_of_held_parts(self) -> None:
         # Within a step graphs hold views too, many of which are dropped without a backward.
         home = None if self._spec.mesh.run.in_step else self.home
-        if home is not None and "held" not in self._spec.warned and home.is_held(self._place):
+        if (
+            home is not None
+            and "held" not in self._spec.warned
+            and home.is_held(self._index_in_unit)
+        ):
             self._spec.warned.append("held")
             warnings.warn(
                 f"parameter {self._spec.fqn} gets other values by `.data = ...`, and something holds "
@@ -699,7 +703,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Return this rank's elements, 1D; shares memory, so writing to it changes the shard."""
         home = None if self._writes is None else self._writes()
         if home is not None:
-            home.keep_write_of(self._place)
+            home.keep_write_of(self._index_in_unit)
         return self._local
 
     @property
@@ -708,9 +712,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return None if self._writes is None else self._writes()
 
     @property
-    def place(self) -> int:
+    def index_in_unit(self) -> int:
         """Index of the parameter in :attr:`home`."""
-        return self._place
+        return self._index_in_unit
 
     @property
     def raw_local(self) -> torch.Tensor:
@@ -763,7 +767,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def _as_alias_of(self, source: ShardTensor) -> ShardTensor:
         """Share the memory of a sharded tensor until other values are assigned to that."""
-        self._source, self._writes, self._place = source, source._writes, source._place
+        self._source, self._writes, self._index_in_unit = (
+            source,
+            source._writes,
+            source._index_in_unit,
+        )
         origin = source.origin
         origin._aliases = [
             *(each for each in origin._aliases or () if each() is not None),
@@ -914,8 +922,8 @@ def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
     """Return a parameter with an unreduced gradient (no synchronisation), which no step can use."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
     for each in [it for it in sharded if it._spec.mesh.run.incomplete]:
-        place = each._unit_gradients
-        if place is not None and place[0].is_unreduced(place[1]):
+        found = each._unit_gradients
+        if found is not None and found[0].is_unreduced(found[1]):
             return each
     return None
 
