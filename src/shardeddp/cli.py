@@ -25,9 +25,9 @@ from shardeddp.checkpoint.find import (
     read_manifest,
     what_lies_beside,
 )
+from shardeddp.checkpoint.full_read import carries_index
 from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.read import LazyTensor, Progress
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import KEY, OPTIMIZERS, WEIGHTS

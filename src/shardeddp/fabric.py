@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.durable import location
-from shardeddp.checkpoint.full import new_checkpoint_file, save_full
+from shardeddp.checkpoint.full_write import new_checkpoint_file, save_full
 from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of

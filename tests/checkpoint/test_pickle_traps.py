@@ -16,7 +16,7 @@ from shardeddp import CheckpointError
 from shardeddp.checkpoint.contents import open_file, read_file_contents
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.foreign_pickle import refuse_traps
-from shardeddp.checkpoint.plain_file import require_data
+from shardeddp.checkpoint.full_read import require_data
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.contents import open_file
-from shardeddp.checkpoint.full import TorchFile
+from shardeddp.checkpoint.full_write import TorchFile
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardeddp.checkpoint.find import checkpoints_in, read_manifest
+from shardeddp.checkpoint.full_read import Damage
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DCP_METADATA,
@@ -20,7 +21,6 @@ from shardeddp.checkpoint.manifest import (
     PLACEMENT,
     STATE,
 )
-from shardeddp.checkpoint.plain_file import Damage
 from shardeddp.checkpoint.verify import examine, newest_verified, verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval

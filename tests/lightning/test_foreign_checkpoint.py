@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from shardeddp import CheckpointError, CheckpointOptions, ShardedDP
-from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.full_write import gather_full
 from support.foreign import Small, train_model_parallel
 from support.trainers import full_weights, make_trainer
 from world import Worlds

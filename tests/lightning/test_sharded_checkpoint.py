@@ -25,7 +25,7 @@ from shardeddp import (
 )
 from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.find import find_checkpoints, read_manifest
-from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.full_write import gather_full
 from support.resuming import fit, same_batches
 from support.tables import pieces_of
 from support.tasks import Block, EvaluatedGpt, TinyGpt, token_loader

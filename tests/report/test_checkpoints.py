@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardeddp.checkpoint.plain_file import Damage
+from shardeddp.checkpoint.full_read import Damage
 from shardeddp.checkpoint.verify import Verification
 from shardeddp.plan.layout import Interval
 from shardeddp.report import MAX_DAMAGES, verification_view

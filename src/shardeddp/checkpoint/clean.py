@@ -26,8 +26,8 @@ from shardeddp.checkpoint.durable import (
     sync_directory,
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.full_read import carries_index
 from shardeddp.checkpoint.manifest import MANIFEST
-from shardeddp.checkpoint.plain_file import carries_index
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 

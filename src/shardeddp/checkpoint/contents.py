@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 
 from shardeddp.checkpoint.durable import Location, disk_errors, preflight
+from shardeddp.checkpoint.full_read import require_data, require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
-from shardeddp.checkpoint.plain_file import require_data, require_intact
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import (

@@ -42,6 +42,7 @@ from shardeddp.checkpoint.durable import (
     write_buffers,
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.full_read import PLAIN_SUFFIX, is_archive_of_torch
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
@@ -50,7 +51,6 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     is_part,
 )
-from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX, is_archive_of_torch
 from shardeddp.checkpoint.remote import RemotePath, Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three

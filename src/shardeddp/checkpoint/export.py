@@ -22,7 +22,7 @@ from shardeddp.checkpoint.contents import (
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import Location
 from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
-from shardeddp.checkpoint.full import TorchFile
+from shardeddp.checkpoint.full_write import TorchFile
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.safetensors import (

@@ -29,6 +29,13 @@ from shardeddp.checkpoint.durable import (
     read_into,
     read_text,
 )
+from shardeddp.checkpoint.full_read import (
+    PLAIN_SUFFIX,
+    carries_index,
+    opened_file,
+    read_index,
+    require_data,
+)
 from shardeddp.checkpoint.items import checksum, records_of
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
@@ -37,13 +44,6 @@ from shardeddp.checkpoint.manifest import (
     PLACEMENT,
     Manifest,
     manifest_from_bytes,
-)
-from shardeddp.checkpoint.plain_file import (
-    PLAIN_SUFFIX,
-    carries_index,
-    opened_file,
-    read_index,
-    require_data,
 )
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields, count_in

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from shardeddp.checkpoint.durable import disk_errors
 from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
+from shardeddp.checkpoint.full_read import PLAIN_SUFFIX
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
-from shardeddp.checkpoint.plain_file import PLAIN_SUFFIX
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three

@@ -33,6 +33,13 @@ from shardeddp.checkpoint.durable import (
     reading_ahead,
 )
 from shardeddp.checkpoint.find import find_checkpoints, has_lost_manifest, read_manifest_alone
+from shardeddp.checkpoint.full_read import (
+    PLAIN_SUFFIX,
+    Damage,
+    carries_index,
+    damaged_records,
+    read_index,
+)
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
 from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
 from shardeddp.checkpoint.manifest import (
@@ -48,13 +55,6 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
-from shardeddp.checkpoint.plain_file import (
-    PLAIN_SUFFIX,
-    Damage,
-    carries_index,
-    damaged_records,
-    read_index,
-)
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError

@@ -1,7 +1,7 @@
 """Writing sharded checkpoints: one after the other, in the caller's time or in a thread's.
 
 An error of one rank is raised on all of them, and the staged files are deleted. Checkpoints up to
-``CheckpointOptions.max_file_gb`` are one file, which full.py writes; lightning/checkpointing.py
+``CheckpointOptions.max_file_gb`` are one file, which full_write.py writes; lightning/checkpointing.py
 chooses.
 """
 

@@ -18,7 +18,7 @@ import xxhash
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardeddp.checkpoint.full import whole
+from shardeddp.checkpoint.full_write import whole
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import DataFile
 from shardeddp.comm import Mesh, during, run_on_all_ranks

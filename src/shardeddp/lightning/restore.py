@@ -36,8 +36,8 @@ from shardeddp.checkpoint.find import (
     is_checkpoint,
     what_lies_beside,
 )
+from shardeddp.checkpoint.full_read import require_data
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.plain_file import require_data
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
     Replaced,

@@ -1,4 +1,4 @@
-"""Plain checkpoints: one file, this package's entry in its index, and the CRCs of its records."""
+"""Reading of full checkpoints: this package's entry in their index, and the CRCs of their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full checkpoints: one plain `.ckpt` file, gathered to rank 0, without the whole in memory."""
+"""Writing of full checkpoints: one plain `.ckpt` file, gathered to rank 0, without the whole in memory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, ShardTensor
-from shardeddp.checkpoint.full import gather_full, stream_full, whole
+from shardeddp.checkpoint.full_write import gather_full, stream_full, whole
 from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.snapshot import memory_of_shards
