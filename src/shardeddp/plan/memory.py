@@ -41,7 +41,7 @@ class GroupCost:
 
     @property
     def part_nbytes(self) -> int:
-        """Bytes of the shard in the compute dtype, retained between steps if replicas split it; else 0."""
+        """Bytes of the shard in the compute dtype, retained if replicas split it; 0 otherwise."""
         part = self.layout.padded_numel // self.shard_size
         return 0 if self.split == 1 else part * self.param_itemsize
 
