@@ -52,7 +52,7 @@ class ShardedForward(nn.Module):
         self.module, self.runtime = module, runtime
         self.fill_rest, self.has_run = fill_rest, False
 
-    @runs_eagerly  # the module that it calls is compiled where Fabric's was
+    @runs_eagerly  # the inner module is compiled if Fabric's was
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output; a training step if gradients are enabled."""
         with _Step(self) as outputs:
@@ -64,7 +64,7 @@ _outside_of_graphs = never_traced("a step of ShardedDP begins or ends here")
 
 
 class _Step:
-    """A step of the engine, outside of the code that a compiled module is made of."""
+    """Context of a step of the engine, excluded from compiled code."""
 
     def __init__(self, sharded: ShardedForward) -> None:
         self._sharded = sharded
@@ -200,7 +200,7 @@ class ShardedDP(DDPStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        precision = ShardedPrecision()  # Fabric's own converts modules and surrounds forwards
+        precision = ShardedPrecision()  # Fabric's own converts modules and wraps forwards
         precision.precision = cast(Any, self.precision.precision)
         precision.autocast = _AUTOCAST.get(str(self.precision.precision))
         runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)

@@ -212,7 +212,7 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Exclude a function from compiled code: the graph breaks before it and resumes after it.
 
     Args:
-        reason: Reason and remedy; torch shows both to users who ask for one whole graph.
+        reason: Reason and remedy; torch shows both to users of ``fullgraph=True``.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

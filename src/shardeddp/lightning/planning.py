@@ -49,7 +49,7 @@ ASSUMED_GPU = "H100-80"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
-    """What a strategy and its Trainer have set, as far as plans depend on it."""
+    """Settings of a strategy and its Trainer that plans depend on."""
 
     policy: Policy
     precision: str
@@ -61,20 +61,20 @@ class RunSetting:
     num_nodes: int
     ranks_per_node: int
     accumulates: int
-    """Micro-batches of an optimizer step."""
+    """Number of micro-batches per optimizer step."""
     axes: ModelAxes = WHOLE
-    """Ranks that have different parts of the model."""
+    """Axes over which ranks split the model."""
 
     @property
     def data_size(self) -> int:
-        """Ranks with different batches."""
+        """Number of ranks with different batches."""
         return self.num_nodes * self.ranks_per_node // self.axes.tensor_size
 
     def topology(self, sharding: ShardingStrategy) -> Topology:
-        """The mesh that a strategy makes of the ranks.
+        """Return the topology of the ranks under a sharding strategy.
 
         Raises:
-            ConfigurationError: They cannot have it.
+            ConfigurationError: A size does not divide the number of ranks.
         """
         count, experts = self.num_nodes * self.ranks_per_node, self.axes.expert_size
         if count % experts:
@@ -87,7 +87,7 @@ class RunSetting:
 
     @classmethod
     def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
-        """What a run has set; the precision is the Trainer's."""
+        """Collect the settings of a run; ``precision`` is the Trainer's."""
         recomputes, offload = options.activation_checkpointing, options.offload
         selective = recomputes is not None and recomputes.save_ops
         return cls(
@@ -110,11 +110,11 @@ class RunSetting:
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
-    """The planner's name of a precision; double counts as single.
+    """Return the planner's name of a precision; double counts as single.
 
     Args:
-        precision: Of the Trainer.
-        mixed_precision: Of the strategy.
+        precision: Precision of the Trainer.
+        mixed_precision: Option of the strategy; its ``param_dtype`` overrides the Trainer's.
     """
     given = None if mixed_precision is None else mixed_precision.param_dtype
     dtype = resolve_dtype(given, "param_dtype")
@@ -125,7 +125,7 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
 
 @contextmanager
 def detached(module: LightningModule) -> Generator[None]:
-    """Surround copies of a module, which are to have no Trainer."""
+    """Detach a module from its Trainer inside the context, so that copies have none."""
     parts = [it for it in module.modules() if isinstance(it, LightningModule)]
     trainers = [private.trainer_of(it) for it in parts]
     for part in parts:
@@ -141,7 +141,7 @@ def detached(module: LightningModule) -> Generator[None]:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch of as many samples, without values; tensors of another first size are kept."""
+    """Return a batch of ``samples`` samples, without values; other first sizes are kept."""
     size = samples_of(batch)
 
     def fitted(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,12 +154,12 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def samples_of(batch: Any) -> int:
-    """Samples of a batch: the first size of its first tensor."""
+    """Return the number of samples of a batch: size of dim 0 of its first tensor; 1 without any."""
     return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
 
 
 def tokens_of(batch: Any) -> int:
-    """Tokens of a sample: the second size of the first tensor of whole numbers; 1 without any."""
+    """Return the tokens of a sample: size of dim 1 of the first integer tensor; 1 without any."""
     found = (it for it in find_tensors(batch) if it.ndim > 1)
     return next((it.shape[1] for it in found if not (it.is_floating_point() or it.is_complex())), 1)
 
@@ -167,7 +167,7 @@ def tokens_of(batch: Any) -> int:
 def _plan_with(
     module: LightningModule, batch: Any, setting: RunSetting, gpu: str, **options: Any
 ) -> Plan:
-    """A plan for the ranks, batch and units of a run; options: the rest of :func:`make_plan`'s."""
+    """Plan for the ranks, batch and units of a run; ``options`` go to :func:`make_plan`."""
     axes = setting.axes
     with detached(module):
         return make_plan(
@@ -192,12 +192,12 @@ def _plan_with(
 
 
 class PlanLauncher:
-    """Launcher that starts no ranks and runs no training: it plans the run and shows the plan.
+    """Launcher that plans the run and prints the plan; starts no ranks and runs no training.
 
     Args:
-        strategy: Whose run; its ``planned`` becomes the plan.
-        options: What is set, and the GPU to plan for; where none is named, that of this machine.
-        setting: The rest of it, once the Trainer has said it.
+        strategy: Strategy of the run; its ``planned`` becomes the plan.
+        options: Options of the strategy; ``plan_only`` may name a GPU, else this machine's is used.
+        setting: Function of the Trainer that returns the settings of the run.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PlanLauncher:
         self._strategy, self._options, self._setting = strategy, options, setting
 
     is_interactive_compatible = True
-    """Works in a notebook: it starts nothing."""
+    """Flag for Lightning: works in a notebook, since it starts no process."""
 
     def launch(
         self,
@@ -215,7 +215,7 @@ class PlanLauncher:
         trainer: Trainer | None = None,
         **kwargs: Any,
     ) -> None:
-        """Plan the run that a Trainer was about to launch, and leave the Trainer finished."""
+        """Plan the run instead of launching it, and mark the Trainer as finished."""
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             raise ConfigurationError(
                 "plan_only=True plans a training: call trainer.fit(...), or leave it out for "
@@ -231,7 +231,7 @@ class PlanLauncher:
             batch,
             self._setting(trainer),
             asked if isinstance(asked, str) else None,
-            # ``auto`` is none of them: it takes the best.
+            # Nothing for ``auto``, which takes the best plan.
             {options.sharding_strategy: options.sharding}
             if options.sharding_strategy in SHARDING_STRATEGIES
             else {},
@@ -248,14 +248,14 @@ def plan_of_run(
     gpu: str | None,
     candidates: Mapping[str, ShardingStrategy],
 ) -> tuple[Plan, list[str]]:
-    """The plan of a run, and lines on what is set and what was assumed.
+    """Return the plan of a run, and lines on its own settings and on assumptions.
 
     Args:
-        module: Stays as it is.
-        batch: One of a rank's micro-batches.
-        setting: What the run has set.
-        gpu: Name; None: that of this machine.
-        candidates: As it is set, by name.
+        module: Module to plan; not changed.
+        batch: Micro-batch of one rank.
+        setting: Settings of the run.
+        gpu: Name of the GPU; None: that of this machine.
+        candidates: Configured strategy by name, for a line on its plan; may be empty.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
     figures: dict[str, float | None] = {}
@@ -298,7 +298,7 @@ def plan_of_run(
 
 
 def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
-    """The first training batch of a run; the module's example where there are no loaders."""
+    """Return the first training batch of a run, or without loaders the module's example input."""
     if isinstance(loaders, LightningDataModule):
         loaders, datamodule = None, loaders
     try:
@@ -328,22 +328,22 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
 # -- choice of a sharding strategy
 
 HALF = 0.5
-"""Share of a device's memory for parameters, gradients and optimizer states, where activations are
-not known."""
+"""Fraction of a device's memory for parameters, gradients and optimizer states, if activations are
+unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A sharding strategy that was chosen, and why."""
+    """Chosen sharding strategy, with the reason."""
 
     sharding_strategy: str
     reason: str
     shard_size: int | None = None
-    """Where that was to be chosen; None: it is as it was set."""
+    """Chosen shard size; None: only the strategy was chosen."""
 
 
 def gpu_at(device: torch.device) -> str | None:
-    """Name of a rank's GPU in the planner's table; None: another GPU, or another device."""
+    """Return the name of a rank's GPU in the planner's table; None: it is not in the table."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -353,16 +353,16 @@ def gpu_at(device: torch.device) -> str | None:
 def choose_shard_size(
     module: LightningModule | None, sharding: ShardingStrategy, setting: RunSetting, reach: int
 ) -> Chosen:
-    """Choose how many ranks share a model of ``hybrid_shard``.
+    """Choose the shard size of ``hybrid_shard``.
 
-    The fastest that fits by the plan, where the GPU and, from ``example_input_array``, the
-    activations are known; else as many as reach each other without the network.
+    If the GPU and, from ``example_input_array``, the activations are known: the fastest size that
+    fits by the plan. Else the ranks that reach each other without the network.
 
     Args:
-        module: What will be trained.
-        sharding: As the other options say.
-        setting: What is set.
-        reach: Ranks of a node, or of an NVLink domain of several.
+        module: Module to train; None: unknown.
+        sharding: Strategy as configured, without the shard size.
+        setting: Settings of the run.
+        reach: Number of ranks of a node, or of an NVLink domain of several nodes.
     """
     count = setting.num_nodes * setting.ranks_per_node
     near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
@@ -376,7 +376,7 @@ def choose_shard_size(
     setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
     possible: list[tuple[str, ShardingStrategy]] = []
     for size in shard_sizes(setting.num_nodes, near_size):
-        with suppress(ConfigurationError):  # ranks that gather for the backward do not divide it
+        with suppress(ConfigurationError):  # the regather size does not divide it
             one = replace(sharding, shard_size=size)
             setting.topology(one)
             possible.append(("hybrid_shard", one))
@@ -392,15 +392,15 @@ def choose_shard_size(
 def choose(
     module: LightningModule | None, options: Options, setting: RunSetting, reach: int
 ) -> Chosen:
-    """Choose what ``auto`` stands for: the shard size of ``hybrid_shard``, or the strategy.
+    """Choose the value of ``auto``: the shard size of ``hybrid_shard``, or the strategy.
 
     Args:
-        module: What will be trained.
-        options: Of the strategy.
-        setting: What is set.
-        reach: Ranks of a node, or of an NVLink domain of several.
+        module: Module to train; None: unknown.
+        options: Options of the strategy.
+        setting: Settings of the run.
+        reach: Number of ranks of a node, or of an NVLink domain of several nodes.
     """
-    if options.shard_size == AUTO:  # which goes with one strategy
+    if options.shard_size == AUTO:  # valid with hybrid_shard alone
         return choose_shard_size(module, options.candidates["hybrid_shard"], setting, reach)
     return choose_strategy(module, options.candidates, setting)
 
@@ -408,17 +408,17 @@ def choose(
 def choose_strategy(
     module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: RunSetting
 ) -> Chosen:
-    """Choose a sharding strategy for a run by its plan.
+    """Choose a sharding strategy for a run.
 
-    By predicted time among those that fit, where the GPU and, from ``example_input_array``, the
-    activations are known; by the memory of parameters, gradients and optimizer states where only
-    the device's memory is; else the first candidate.
+    If the GPU and, from ``example_input_array``, the activations are known: the fastest that fits
+    by the plan. If only the device's memory is known: by the memory of parameters, gradients and
+    optimizer states. Else the first candidate.
 
     Args:
-        module: What will be trained.
-        candidates: Strategies that the other options allow, in the order of preference of hardware
-            that is not known: by memory, the least first.
-        setting: What is set.
+        module: Module to train; None: unknown.
+        candidates: Strategies that the other options allow, by name, the one with the least memory
+            first.
+        setting: Settings of the run.
     """
     possible: dict[str, ShardingStrategy] = {}
     for name, sharding in candidates.items():
@@ -473,15 +473,15 @@ def plan_as_set(
     gpu: str,
     **options: Any,
 ) -> Plan:
-    """The plan of a run, for its own settings.
+    """Return the plan of a run for its own settings.
 
     Args:
-        module: Stays as it is.
-        batch: One of a rank's micro-batches.
-        candidates: Strategies, with their names.
-        setting: What the run has set.
-        gpu: Name.
-        options: The rest of :func:`make_plan`'s.
+        module: Module to plan; not changed.
+        batch: Micro-batch of one rank.
+        candidates: Names and strategies to compare.
+        setting: Settings of the run.
+        gpu: Name of the GPU.
+        options: Further arguments of :func:`make_plan`.
     """
     return _plan_with(
         module,
@@ -503,14 +503,14 @@ def by_states(
     memory_nbytes: int,
     note: str = "",
 ) -> Chosen:
-    """Choose the strategy that communicates least among those whose states take half of the memory.
+    """Choose the least communication with states in half of the memory; else the least memory.
 
     Args:
-        module: What will be trained.
-        candidates: As for :func:`choose_strategy`.
-        setting: What is set.
-        memory_nbytes: Of the device.
-        note: Why no more is known.
+        module: Module to train.
+        candidates: Strategies to choose from, by name.
+        setting: Settings of the run.
+        memory_nbytes: Memory of the device in bytes.
+        note: Text on unknown figures, added to the reason.
 
     Raises:
         ConfigurationError: The model has no units.

@@ -89,13 +89,13 @@ class _Totals:
         self.sent += sent
 
     def typical(self) -> tuple[float, float]:
-        """Median seconds of data and of compute per step; zeros without steps."""
+        """Return the median seconds of data and of compute per step; zeros without steps."""
         if not self.own:
             return 0.0, 0.0
         return median(data for data, _ in self.own), median(compute for _, compute in self.own)
 
     def means(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
-        """Mean seconds per step by part, and by part and unit for gathers and reductions."""
+        """Return mean seconds per step by part, and by part and unit for gathers and reductions."""
         each = {key: took / self.steps for key, took in self.seconds.items()}
         parts = {part: sum(took for key, took in each.items() if key[0] == part) for part in PARTS}
         waits = parts["gather"] + parts["reduction"]
@@ -431,7 +431,7 @@ class StepMonitor(Callback):
 
 
 def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
-    """Send this rank's times to all ranks in a non-blocking reduction with a slot per rank."""
+    """Send this rank's times to all ranks: a non-blocking reduction with two elements per rank."""
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return HostReduction(

@@ -36,12 +36,12 @@ class GroupCost:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share these parameters."""
+        """Number of ranks that share these parameters."""
         return self.layout.num_slices // self.split
 
     @property
     def part_nbytes(self) -> int:
-        """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
+        """Bytes of the shard in the compute dtype, retained if replicas split it; 0 otherwise."""
         part = self.layout.padded_numel // self.shard_size
         return 0 if self.split == 1 else part * self.param_itemsize
 
@@ -271,7 +271,7 @@ def backward_moments(
     ]
 
     def waiting_behind(place: int) -> int:
-        """Bytes in reductions across replicas while this unit is in its reduce-scatter."""
+        """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""
         behind = sharing[place + 1 :]
         if staged:
             return sum(behind[:1])
@@ -291,7 +291,7 @@ def backward_moments(
 
 
 def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
-    """Bytes of all inner units' unsharded parameters during the backward of each inner unit."""
+    """Return bytes of inner units' unsharded parameters during the backward of each inner unit."""
     inner = parameters[1:]
     if sharding.reshard is Reshard.NEVER:
         return [0 for _ in inner]

@@ -18,22 +18,22 @@ from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAxes:
-    """Ranks that split layers, or have different experts, and which; one of the sizes is 1."""
+    """Tensor-parallel and expert-parallel sizes, with plan and experts; one of the sizes is 1."""
 
     tensor_size: int = 1
     tensor_plan: TensorPlan | None = None
     expert_size: int = 1
     experts: PolicyLike = None
-    """As :class:`shardeddp.ShardedDP` takes them, both."""
+    """Option of :class:`shardeddp.ShardedDP`, as is ``tensor_plan`` (``tensor_parallel_plan``)."""
 
     @property
     def size(self) -> int:
-        """Ranks that exchange activations."""
+        """Number of ranks that exchange activations."""
         return self.tensor_size * self.expert_size
 
     @property
     def option(self) -> str:
-        """The option of the larger one, with its value."""
+        """Option of the larger size with its value, ``name=value``, for messages."""
         name = "tensor" if self.tensor_size > 1 else "expert"
         return f"{name}_parallel_size={self.size}"
 
@@ -43,18 +43,18 @@ class ModelAxes:
         policy: Policy,
         rehearsal: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> tuple[Policy, Mapping[nn.Parameter, Distribution]]:
-        """Give a module the parts of the first rank.
+        """Replace the parameters of a module by the first rank's parts.
 
         Args:
-            module: Its parameters may be without memory.
-            policy: Chooses the units.
-            rehearsal: As of :class:`TensorAxis`.
+            module: Module to split; its parameters may be fake tensors or on the meta device.
+            policy: Policy that chooses the units of the whole module.
+            rehearsal: Context of the backward's exchanges, see :class:`TensorAxis`.
 
         Returns:
-            What chooses units of the parts; and by new parameter, how the former one was split.
+            Policy for the split module; split of each former parameter, by new parameter.
 
         Raises:
-            UsageError: There are no such parts, or ranks cannot have equal ones.
+            UsageError: No layer or expert can be split, or the size does not divide them.
         """
         axis = TensorAxis("a plan", 0, self.size, rehearsal)
         try:
@@ -87,11 +87,11 @@ class ModelAxes:
 
 
 WHOLE = ModelAxes()
-"""No rank has other parts of the model."""
+"""Axes of size 1: each rank has the whole model."""
 
 
 def names_of(experts: PolicyLike) -> str | list[str] | None:
-    """What a configuration says of ``experts``; None: they are found, or have no names."""
+    """Return ``experts`` for a configuration; None: unset, ``auto``, or a value without a name."""
     if isinstance(experts, NamePolicy) and all("*" in it for it in experts.names):
         return experts.names
     given = [*experts] if isinstance(experts, (list, tuple, set, frozenset)) else [experts]

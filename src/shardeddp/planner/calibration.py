@@ -168,7 +168,7 @@ class Recorded:
         if not figures and name not in GPUS:
             return None
         if self.device.ranks == 1 and figures:
-            figures.setdefault("link_gbs", 1.0)  # which nothing uses
+            figures.setdefault("link_gbs", 1.0)  # not used
         cluster = Cluster(
             gpu=find_gpu(name, **figures),
             count=self.device.ranks,
@@ -451,7 +451,7 @@ def _least_squares(
 
 
 def _rate_and_latency(timed: Sequence[TimedCollective]) -> tuple[float, float]:
-    """Bandwidth in GB/s and latency in seconds of one group's all-gathers."""
+    """Return bandwidth in GB/s and latency in seconds of one group's all-gathers."""
     gathers = [it for it in timed if it.kind == "all_gather"]
     rows = [[it.nbytes * (it.ranks - 1) / it.ranks, 1.0] for it in gathers]
     costs = _least_squares(rows, [it.seconds for it in gathers], [1.0] * len(rows))
@@ -459,7 +459,7 @@ def _rate_and_latency(timed: Sequence[TimedCollective]) -> tuple[float, float]:
 
 
 def _speed(kind: str, timed: Sequence[TimedCollective], gbs: float, latency: float) -> float:
-    """Speed of a kind of collective relative to an all-gather of the same traffic."""
+    """Return the speed of a kind of collective relative to an all-gather of the same traffic."""
     passes = 2 if kind == "all_reduce" else 1
     return median(
         passes * (it.nbytes * (it.ranks - 1) / it.ranks / (gbs * 1e9) + latency) / it.seconds

@@ -8,7 +8,7 @@ from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 Phase = Literal["forward", "backward", "step", "layer"]
-"""When it is issued; ``step``: once per optimizer step, beside the last backward or the first
+"""Time of issue. ``step``: once per optimizer step, overlapped with the last backward or the first
 forward; ``layer``: inside of layers that are split or have experts, which wait for it."""
 
 
@@ -26,9 +26,9 @@ class Collective:
     """Bytes of the whole buffer, not of one rank's shard."""
     ranks: int
     stride: int = 1
-    """Distance of neighbours in the group: inside a shard group the ranks that split a layer, or have
-    different experts, which are neighbours themselves; across replicas as many as the ranks of a
-    replica."""
+    """Difference between the ranks of neighbours in the group. In a shard group: size of the
+    tensor- or expert-parallel group, which has consecutive ranks. In a replicate group: number of
+    ranks of a replica."""
     times: int = 1
     """Number of calls per optimizer step."""
 
@@ -48,9 +48,9 @@ def collectives_of_step(
     the backward, and the root stays unsharded through both.
 
     Args:
-        units: The flat buffers of every unit, the root unit first, with the ranks that share them.
-        sharding: When units are gathered, when gradients are reduced.
-        micro_batches: Of an optimizer step.
+        units: Flat buffers of every unit with their numbers of ranks, the root unit first.
+        sharding: Strategy: times of resharding and reduction.
+        micro_batches: Number of micro-batches per optimizer step.
     """
     found: list[Collective] = []
     retained = sharding.reshard is Reshard.NEVER
@@ -70,7 +70,7 @@ def collectives_of_step(
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
             times = 1 if retained else micro_batches
-            # Frozen parameters do not change, so what is kept of them is not gathered again.
+            # Frozen parameters do not change, so their retained values are not gathered again.
             if group.split > 1 and group.trainable:
                 add("all_gather", "step", index, full // shard, replicas, stride=far)
             if group.trainable or not retained:
@@ -98,7 +98,7 @@ def collectives_of_step(
 
 @dataclass(kw_only=True)
 class Exchange:
-    """Activations, or their gradients, that ranks with parts of a layer exchange in a micro-batch."""
+    """Collective of a micro-batch on activations or their gradients, in split layers or experts."""
 
     kind: Kind
     nbytes: int
@@ -114,13 +114,13 @@ def exchanges_of_step(
     *,
     recomputes: bool,
 ) -> list[Collective]:
-    """What the ranks that split layers, or have different experts, exchange for one optimizer step.
+    """Return the exchanges of activations that a rank issues in one optimizer step.
 
     Args:
-        units: What each unit exchanges, the root first, which is not recomputed.
-        ranks: Their number.
-        micro_batches: Of an optimizer step.
-        recomputes: Whether inner units are recomputed in the backward.
+        units: Exchanges of each unit, the root unit first, which is not recomputed.
+        ranks: Size of the tensor-parallel or expert-parallel group.
+        micro_batches: Number of micro-batches per optimizer step.
+        recomputes: True if inner units are recomputed in the backward.
     """
     return [
         Collective(

@@ -98,7 +98,7 @@ class Step:
     launch: float
     """Time that the device waits for the host."""
     exchanges: float = 0.0
-    """Of activations, by ranks that split layers or have different experts, which wait for them."""
+    """Exchanges of activations in split layers and experts, which wait for them."""
 
     @property
     def total(self) -> float:
@@ -213,7 +213,7 @@ def time_of_work(
 def _forward(
     work: Work, cluster: Cluster, setting: StepSetting, c: Constants, factor: float = 1.0
 ) -> tuple[tuple[float, float, float], float]:
-    """Device seconds of matmuls, attention and other kernels; host seconds of their launches."""
+    """Return device seconds of matmuls, attention, other kernels; and host seconds of launches."""
     gpu = cluster.gpu
     peak = (gpu.fp32_tflops if setting.fp32 else gpu.bf16_tflops) * 1e12
     bandwidth = gpu.memory_tbs * 1e12
@@ -227,12 +227,12 @@ def _forward(
 
 
 def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
-    """Predict the seconds of one collective, called once.
+    """Predict the seconds of one call of a collective.
 
-    Rings of the ranks of a node share its network: between nodes a ring has all of it, and groups
-    across replicas, of which a node has several, a part. A gather passes every rank in turn; an
+    Rings share the network of a node. A ring of all its ranks has the whole bandwidth; a replicate
+    group has a part of it, since a node has several. An all-gather passes every rank in turn; an
     all-reduce does so inside a node, and goes up and down a tree of nodes. An all-to-all is no ring:
-    what leaves the node shares its network with what leaves from the other ranks.
+    its traffic to other nodes shares the network with that of the node's other ranks.
     """
     passes = 2 if it.kind == "all_reduce" else 1
     nodes = min(it.ranks, math.ceil(it.ranks * it.stride / cluster.ranks_per_node))
@@ -277,7 +277,7 @@ def _exposed(communication: float, costs: float, compute: float) -> float:
 
 
 def _soft_max(one: float, other: float, sharpness: int = 6) -> float:
-    """Smooth maximum, larger for similar values: two queues never overlap perfectly."""
+    """Return a smooth maximum, larger for similar values: two queues never overlap perfectly."""
     larger = max(one, other)
     return (
         larger * (1 + (min(one, other) / larger) ** sharpness) ** (1 / sharpness) if larger else 0.0

@@ -37,13 +37,13 @@ class Plan:
     plans: Sequence[Planned]
     """All combinations, the best first."""
     calibrated: Sequence[str] = ()
-    """What was calibrated with what."""
+    """Report lines of the calibration: files used, and their figures."""
     axes: ModelAxes = WHOLE
-    """Which layers are split, and which experts divided, where ranks do so."""
+    """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
-    """What of a decoder of ours is split."""
+    """Note on the split layers of the planner's own decoder; empty for other models."""
     is_routed: bool = False
-    """Whether tokens were taken to be spread evenly over experts."""
+    """True if tokens are assumed to be spread evenly over experts."""
 
     @property
     def best(self) -> Planned:
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def yaml(self) -> str:
-        """The Trainer's part of a configuration that runs as the best one."""
+        """Configuration of the Trainer for the best combination."""
         return self.best.choice.yaml(self.cluster, self.axes)
 
     def why(self) -> list[str]:
@@ -117,7 +117,7 @@ def make_plan(
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
 
     No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values. Routers are taken to choose experts evenly.
+    traced on tensors that have shapes and no values. Routers are assumed to choose experts evenly.
 
     Args:
         model: LightningModule (copied without its weights, not changed), its class or import path,
@@ -127,7 +127,7 @@ def make_plan(
             ``calibrate``, else H100-80.
         gpus: Total number of GPUs, one rank each.
         per_node: Number of GPUs per node.
-        network_gbits: Inter-node bandwidth per GPU in Gbit/s; None: unknown, a usual one.
+        network_gbits: Inter-node bandwidth per GPU in Gbit/s; None: unknown, a usual value.
         gpu_figures: Figures of a GPU that is not listed: ``bf16_tflops``, ``memory_gb`` (10**9
             bytes), ``memory_tbs`` (TB/s) and ``link_gbs`` (GB/s inside a node, one direction).
         arguments: Constructor arguments of a class or import path.
@@ -150,21 +150,21 @@ def make_plan(
         tensor_parallel_plan: Plan as in :class:`shardeddp.ShardedDP`, without styles of torch;
             ``auto`` also works for configs of transformers and for dimensions. None: ``auto`` for
             these two.
-        expert_parallel_sizes: Ranks that have different experts, and send tokens to each other; with
-            ``tensor_parallel_sizes``, either is 1 in each plan.
-        experts: As :class:`shardeddp.ShardedDP` takes it.
-        calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``, whose figures
-            take the place of those fitted to published runs.
+        expert_parallel_sizes: Numbers of ranks that divide the experts, to compare. In each plan,
+            this or the tensor-parallel size is 1.
+        experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
+        calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
+            replace those fitted to published runs.
 
     Raises:
-        UsageError: The GPU is not known or does not have a precision, or an option has no such
-            value, or layers or experts cannot be split so.
-        ConfigurationError: The model cannot be built, or run without data and values.
+        UsageError: The GPU is unknown or lacks a precision, an option has an invalid value, or a
+            size does not divide layers or experts.
+        ConfigurationError: The model cannot be built, or its step fails without data and values.
     """
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
     name = calibration.device.name if calibration.device else gpu or "H100-80"
     given = {key: value for key, value in (gpu_figures or {}).items() if value is not None}
-    alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # which nothing uses
+    alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # not used
     cluster = Cluster(
         gpu=find_gpu(name, **{**alone, **calibration.figures, **given}),
         count=gpus,

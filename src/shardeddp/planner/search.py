@@ -77,11 +77,11 @@ class Choice:
     expert_parallel_size: int = 1
 
     def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
-        """The Trainer's part of a configuration that runs so.
+        """Return the configuration of the Trainer with these settings.
 
         Args:
-            cluster: The machines.
-            axes: Which layers are split, and which experts divided, if they are.
+            cluster: Cluster with its numbers of nodes and ranks.
+            axes: Tensor-parallel plan and experts, written if their size is above 1.
         """
         lines = ["trainer:", f"  num_nodes: {cluster.num_nodes}"]
         lines += [f"  devices: {cluster.ranks_per_node}"]
@@ -195,12 +195,12 @@ class Planner:
     """Planner of one model on one cluster; see :func:`make_plan` for the other arguments.
 
     Args:
-        source: How the model is built, and how a step of it is run.
-        length: Tokens of a sample.
-        policy: Which modules are units.
-        calibration: What was measured on the machines.
-        cluster: The machines.
-        axes: Ranks that have different parts of the model, to compare.
+        source: Source of the model and of its training step.
+        length: Number of tokens of a sample.
+        policy: Policy that chooses the units.
+        calibration: Constants of the cost model, fitted or measured.
+        cluster: Cluster to plan for.
+        axes: Axes over which ranks split the model, to compare.
     """
 
     source: Source
@@ -221,14 +221,14 @@ class Planner:
 
     @property
     def is_routed(self) -> bool:
-        """Whether figures are of a router that was taken to choose evenly."""
+        """True if a router is assumed to choose experts evenly."""
         return any(it.is_routed for it in self._profiles.values())
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
-        """Work of a micro-batch.
+        """Return the work of a micro-batch.
 
-        From two that were traced, as all of it is affine in samples, unless few tokens leave some
-        experts with fewer than others.
+        Extrapolated from traces of one and two samples, since all work is affine in samples;
+        traced itself if these have too few tokens to spread evenly over experts.
         """
         key = precision, micro_batch, axes.tensor_size, axes.expert_size
         if key in self._profiles:
@@ -238,7 +238,7 @@ class Planner:
             self._profiles[key] = pair[0].extrapolate(pair[1], micro_batch)
         else:
             if axes.size > 1:
-                self.profile(precision, micro_batch)  # what is wrong with the whole model, too
+                self.profile(precision, micro_batch)  # for errors of the whole model
             with torch.device("meta"):
                 module = self.source.build()
             self._profiles[key] = profile(
@@ -322,7 +322,7 @@ class Planner:
                 issued = [*collectives[count], *combined(exchanges)]
                 for offload in self.offloads:
                     if offload != "none" and axes.size > 1:
-                        continue  # as the engine refuses it
+                        continue  # the engine refuses it
                     choice = Choice(
                         strategy=strategy,
                         shard_size=topology.shard_size,
@@ -378,7 +378,7 @@ class Planner:
         )
         step = task.time(self.cluster, self.calibration.constants)
         size = choice.tensor_parallel_size
-        whole = self.profile(choice.precision, choice.micro_batch).total  # ranks repeat some of it
+        whole = self.profile(choice.precision, choice.micro_batch).total  # ranks repeat some work
         flops = 3 * (whole.matmul_flops + whole.attention_flops) / size * choice.micro_batches
         gpu = self.cluster.gpu
         peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
@@ -426,14 +426,14 @@ def memory_of(
     alive, below = list[int](), kept[0] - head.saved_nbytes
     for index, own in enumerate(kept):
         below += own if index else 0
-        # A unit at work has computed again what it had not kept; its largest results have gradients.
-        # Tokens that it sends are there four times: in order of experts and of ranks, here and there.
+        # The running unit has recomputed its activations; its largest results have gradients.
+        # Tokens of an all-to-all exist four times: sent and received, by expert and by rank.
         sent = max(
             (it.nbytes for it in work.exchanges[index] if it.kind == "all_to_all"), default=0
         )
         results = max(2 * work.work[index].largest_nbytes, 4 * sent)
         alive.append(below + again[index] + results * (index > 0))
-    # The logits' gradient is computed from what the loss has kept, in its dtype and in theirs.
+    # The logits' gradient is computed from the loss's saved tensors, in the dtypes of both.
     loss = head.saved_nbytes + 3 * head.largest_nbytes // 2
     candidates = [(unsharded_nbytes, below, loss)]
     candidates += [(nbytes, alive[unit], 0) for unit, nbytes in moments]
@@ -489,7 +489,7 @@ def _shardings(
             yield name, choose_sharding(name)
             continue
         for size in shard_sizes(cluster.num_nodes, node):
-            if size < count or "full_shard" not in names:  # which it is, over all ranks
+            if size < count or "full_shard" not in names:  # it is that over all ranks
                 yield name, choose_sharding(name, size)
 
 

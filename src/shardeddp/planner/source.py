@@ -187,7 +187,7 @@ def _training_step(
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r".*self\.log\(\)")  # to no Trainer
+            warnings.filterwarnings("ignore", r".*self\.log\(\)")  # without a Trainer
             arguments = (batch, 0) if _takes_two(train) else (batch,)
             return train(*arguments)
 
@@ -195,7 +195,7 @@ def _training_step(
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:
-    """True if a ``training_step`` takes a batch index, which Lightning makes optional."""
+    """Return whether a ``training_step`` takes a batch index, which Lightning makes optional."""
     try:
         inspect.signature(train).bind(None, 0)
     except TypeError:
@@ -228,4 +228,4 @@ def _tensor(text: str, samples: int, length: int) -> torch.Tensor:
             f"micro-batch and S for --length"
         )
     shape = [known[it] if it in known else int(it) for it in parts]
-    return torch.empty(shape, dtype=dtype)  # whose values are not known
+    return torch.empty(shape, dtype=dtype)  # its values are not known

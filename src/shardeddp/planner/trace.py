@@ -36,7 +36,7 @@ from shardeddp.torch_private import (
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
 
-# -- what is counted
+# -- counted work
 
 
 @dataclass(kw_only=True)
@@ -81,11 +81,11 @@ class ModelProfile:
     tokens: int
     """Tokens of a micro-batch; samples if inputs are not sequences."""
     exchanges: list[list[Exchange]]
-    """By unit, what ranks that have parts of its layers exchange."""
+    """Exchanges of each unit between the ranks that have parts of its layers."""
     is_routed: bool = False
-    """Whether shapes come from what scores have chosen, which was taken as even."""
+    """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
-    """Whether that leaves no rest."""
+    """True if these choices are even without a remainder."""
 
     @cached_property
     def total(self) -> Work:
@@ -141,7 +141,7 @@ class _Recorder:
 
     work: list[Work]
     head: Work
-    free: set[int]  # storages of parameters and of what is only a cast or view of them
+    free: set[int]  # storages of parameters, and of their casts and views
     inside: list[int] = field(default_factory=lambda: [0])
     seen: set[int] = field(default_factory=set[int])
     costly: set[int] = field(default_factory=set[int])
@@ -149,7 +149,7 @@ class _Recorder:
     after_units: bool = False
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
-    """Those of the unit at work behind which nothing was saved: a recomputation ends before them."""
+    """Exchanges of the running unit since its last saved tensor, which no recomputation repeats."""
     values: Values = field(default_factory=Values)
     is_backward: bool = False
     """True while exchanges of the backward are recorded."""
@@ -186,7 +186,7 @@ class _Recorder:
         key = storage(tensor)
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
-            self.kept.append(tensor)  # its storage's identity must not be another's
+            self.kept.append(tensor)  # so that no other storage gets its id
             for work in self.targets():
                 work.saved_nbytes += tensor.untyped_storage().nbytes()
                 if key in self.costly:
@@ -203,7 +203,7 @@ class _Recorder:
         if self.is_backward:
             return
         if operands and all(storage(it) in self.free for it in operands):
-            self.free.update(map(storage, results))  # a cast or a view of parameters: gathered so
+            self.free.update(map(storage, results))  # casts and views of parameters
             self.kept += results
             return
         if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
@@ -254,7 +254,7 @@ class _Recording(DispatchMode):
             and self._recorder.values.of(args[0]) is None
         ):
             if args[0].is_floating_point():
-                return 1.0  # a number for a log; whole numbers decide on shapes
+                return 1.0  # any number: it is logged; integers decide on shapes
             if args[0].dtype is torch.bool:
                 self.was_asked = True
                 return self._truth
@@ -264,10 +264,10 @@ class _Recording(DispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """RMS norms are one kernel, as on GPUs; operators of functions are what they call.
+    """Mode that makes an RMS norm one kernel, as on GPUs, and opens higher-order operators.
 
-    On the host norms of vectors and weights of one dtype are seven kernels, and keep copies in
-    float32.
+    On the host an RMS norm of vectors and weights of one dtype is seven kernels, and saves copies
+    in float32.
     """
 
     @override
@@ -314,7 +314,7 @@ def _allow(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def _flex_attention_on_host() -> Generator[None]:
-    """Without torch's refusal of its backward there, which is not run here."""
+    """Disable torch's check that refuses its backward on the host; no backward runs here."""
     check = flex_attention_device.current
     flex_attention_device.replace(_allow)
     try:
@@ -325,9 +325,9 @@ def _flex_attention_on_host() -> Generator[None]:
 
 _WHAT_IT_CALLS: dict[str, Callable[..., Any]] = {
     "cond": _cond,  # the first branch
-    "flex_attention": _flex_attention,  # of all keys
+    "flex_attention": _flex_attention,  # attention to all keys
     "scan": _scan,
-    "while_loop": _while_loop,  # once
+    "while_loop": _while_loop,  # one iteration
 }
 
 
@@ -354,10 +354,10 @@ def storage(tensor: torch.Tensor) -> int:
 def _once_each(
     units: Sequence[UnitSpec], recorder: _Recorder, *, reuses: bool = True
 ) -> Generator[None]:
-    """Count each unit's module apart, and run only the first of those that are alike.
+    """Count work by unit, and run only the first of equal modules.
 
-    The others return fresh tensors of the shapes that the first returned: nothing runs backward
-    here, so only what a forward leaves in its module can tell. Then ``reuses`` is False.
+    The others return fresh tensors with the shapes of the first one's results. No backward runs
+    here, so only attributes that a forward sets are missing; ``reuses=False`` runs all modules.
     """
     known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
@@ -442,7 +442,7 @@ _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
     """Replace parameters and buffers by fake tensors, without memory; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # an identity must not become another's
+    kept: list[torch.Tensor] = []  # so that no other tensor gets its id
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -477,16 +477,16 @@ def profile(
     Args:
         module: Built on the meta device or anywhere else; its tensors are replaced by ones without
             memory. Not usable afterwards.
-        step: Computes the loss of a micro-batch of so many samples; it makes its own inputs.
-        policy: Which modules are units.
-        precision: One of ``PRECISIONS``.
-        micro_batch: Samples.
-        tokens: Of a micro-batch.
-        axes: Ranks that have different parts of the model, of which the first runs.
+        step: Function of the module and the number of samples; makes its inputs, returns the loss.
+        policy: Policy that chooses the units.
+        precision: Name in ``PRECISIONS``.
+        micro_batch: Number of samples.
+        tokens: Number of tokens of the micro-batch.
+        axes: Axes over which ranks split the model; the part of the first rank runs.
 
     Raises:
-        UsageError: The precision is not known, or the model has no such parts.
-        ConfigurationError: The module needs values to run, or something that is not there.
+        UsageError: The precision is unknown, or the model cannot be split over the axes.
+        ConfigurationError: Parameters are lazy, or the step fails on tensors without values.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
@@ -512,7 +512,7 @@ def profile(
     def run(
         truth: bool = False, *, reuses: bool = True
     ) -> tuple[_Recorder, bool, BaseException | None]:
-        """One step; whether it has read a truth value, and what it has failed with."""
+        """Run one step; return whether it has read a boolean value, and its error."""
         recorder = _Recorder([Work() for _ in units], Work(), set(free))
         recorders.append(recorder)
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
@@ -540,11 +540,11 @@ def profile(
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
 
-    recorder, was_asked, error = run()  # where a step looks for NaN, there is none
-    if isinstance(error, (AttributeError, TypeError)):  # it may want what alike forwards have set
+    recorder, was_asked, error = run()  # booleans are False: no NaN is found
+    if isinstance(error, (AttributeError, TypeError)):  # from skipped forwards, perhaps
         recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
-        recorder, _, error = run(True)  # and what it asserts is true
+        recorder, _, error = run(True)  # booleans are True: assertions hold
     said = str(error).splitlines()[0] if str(error) else ""
     if error is not None and axes.expert_size > 1:
         raise UsageError(
@@ -636,7 +636,7 @@ def _compute_dtype(spec: ParameterSpec, precision: str) -> torch.dtype | None:
         return torch.bfloat16 if spec.dtype.is_floating_point else None
     cast = (
         precision == "bf16-mixed"
-        and not spec.is_wrapped  # autocast casts what is made of it
+        and not spec.is_wrapped  # autocast casts the tensor made of it
         and all(is_cast_by_autocast(owner, name) for owner, name in spec.owners)
     )
     return torch.bfloat16 if cast else None

@@ -10,49 +10,49 @@ import torch
 from shardeddp.torch_private import FakeTensor, pytree, unset_fake_temporarily
 
 _MOST = 1 << 24
-"""Elements of tensors whose values are kept; those by which a router sends tokens have fewer."""
+"""Largest number of elements of a tensor with known values; indices of a router have fewer."""
 
 _OF_SHAPES = {
     "arange", "eye", "full", "lift_fresh", "ones", "scalar_tensor", "zeros", "full_like", "new_full",
     "new_ones", "new_zeros", "ones_like", "zeros_like",
 }  # fmt: skip
-"""Operations whose results depend on shapes of tensors alone."""
+"""Operations with results that depend on shapes of tensors alone."""
 
 _CHOOSE = {"topk", "sort", "argmax", "max", "multinomial"}
-"""Operations by which a router chooses the experts of tokens from their scores."""
+"""Operations of routers that choose the experts of tokens by scores."""
 
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _KNOWN = "_known_values"
 
 
 class Values:
-    """What is known of tensors without memory.
+    """Known values of fake tensors.
 
-    Numbers that are made of no tensor (``arange``) and all that is computed from known ones alone. What
-    is chosen by scores (``topk``) is taken as even: tokens get the experts in turn.
+    Known are integers that depend on shapes alone (``arange``), and results computed from known
+    values alone. Choices by scores (``topk``) are assumed to be even: tokens get experts in turn.
     """
 
     def __init__(self) -> None:
         self.were_read = False
-        """Whether shapes or numbers of Python have come from known values."""
+        """True if known values have become shapes or numbers of Python."""
 
         self.were_chosen = False
-        """Whether some were chosen by scores."""
+        """True if some values are choices by scores."""
 
         self.are_even = True
-        """Whether what was chosen by scores could be spread without a rest."""
+        """True if every choice by scores could be spread evenly without a remainder."""
 
-        self._lost: dict[int, torch.Tensor] = {}  # by memory: something unknown was written to it
+        self._lost: dict[int, torch.Tensor] = {}  # by storage: unknown values were written to it
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor; None: they are not known."""
+        """Return the values of a tensor; None: they are not known."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.is_floating_point() or tensor.is_meta else tensor
         found: torch.Tensor | None = vars(tensor).get(_KNOWN)
         return None if found is None or _memory(found) in self._lost else found
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation returns, with its values where they are known."""
+        """Run an operation on fake tensors, and record the values of its results if known."""
         name = func.name().partition("::")[2].partition(".")[0]
         if name in ("index", "index_put", "index_put_"):
             args = (args[0], self._as_numbers(args[1]), *args[2:])
@@ -81,7 +81,7 @@ class Values:
             if func.namespace == "aten":
                 reals = _tensors(computed(known))
             elif name == "all_to_all":
-                # Other ranks are taken to send this one, the first, what it sends to itself.
+                # Each rank is assumed to send to the first one, this one, as it sends to itself.
                 with unset_fake_temporarily():
                     reals = [known[0][: args[1][0]].tile(len(args[1]))]
             else:
@@ -104,7 +104,7 @@ class Values:
                 self._lost[_memory(values)] = values
 
     def _as_numbers(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Indices with known masks as the numbers of what they choose."""
+        """Replace known boolean masks among indices by the indices of their True elements."""
         found: list[torch.Tensor | None] = []
         for it in indices:
             mask = None if it is None or it.dtype is not torch.bool else self.of(it)
@@ -120,12 +120,12 @@ class Values:
     def _choose(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], chosen: torch.Tensor
     ) -> None:
-        """Take what is chosen by scores as even, along the dim of the scores."""
+        """Record an even choice along the dim of the scores as the values of ``chosen``."""
         if chosen.is_floating_point():
             return
         settings = {it.name: value for it, value in _bound(func, args, kwargs)}
         scores, dim = args[0], settings.get("dim", None if "max" in func.name() else -1)
-        if dim is None:  # of all scores together
+        if dim is None:  # a choice among all scores
             return
         count = scores.shape[dim]
         with unset_fake_temporarily():
@@ -140,19 +140,19 @@ class Values:
 
 
 def is_grouped(func: Any, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether an operation multiplies rows by the matrix of their group."""
+    """Return whether an operation is a grouped matmul: rows (2D) by a matrix per group (3D)."""
     return "grouped_mm" in func.name() and [it.ndim for it in operands[:2]] == [2, 3]
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The arguments of an operation that are given, and their values."""
+    """Return the given arguments of an operation with their values."""
     known = func._schema.arguments
     named = [(it, kwargs[it.name]) for it in known if it.name in kwargs]
     return [*zip(known, args, strict=False), *named]
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     return [
         tensor
         for argument, value in _bound(func, args, kwargs)

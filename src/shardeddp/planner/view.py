@@ -46,8 +46,8 @@ def plan_lines(
     top: int,
     width: int,
 ) -> list[str]:
-    """The best plans as a table, how many fit at all, what was calibrated, and notes by column."""
-    # Names of files stay whole.
+    """Format a table of the best plans, with the number that fits, calibration and notes."""
+    # File names are not broken.
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
@@ -180,7 +180,7 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     for kind, waits in (("gather", run.gathers), ("reduction", run.reductions)):
         if any(waits.values()):
             sections += [f"<h2>Waiting for {kind}s, by unit</h2>", _rows(kind, waits, 900)]
-    elsewhere = {"host"} if device.name in GPUS else {"host", "context"}  # which is CUDA's
+    elsewhere = {"host"} if device.name in GPUS else {"host", "context"}  # CUDA's
     memory = {key: int(value) for key, value in run.memory.items() if key not in elsewhere}
     sections += [
         f"<h2>Memory as planned: {human_bytes(sum(memory.values()))}</h2>",

@@ -20,7 +20,7 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of rows between ranks; its backward sends the gradients back.
 
     ``anchors`` make the result require a gradient on all ranks, also on those without rows: a
-    rank without the exchange in its backward would let the others wait.
+    rank without the exchange in its backward would make the others wait.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class DividedExperts:
     count: int
     axis: TensorAxis
     is_sent: bool
-    """True if tokens have been sent to them, or for a list, where calls of others' experts fail."""
+    """True once tokens were sent to them; always for a list, where other ranks' experts fail."""
 
 
 def is_unsent(module: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def is_unsent(module: nn.Module) -> bool:
 
 
 def refuse_call(name: str, module: nn.Module, args: object) -> None:
-    """Raise before the forward of an expert in a list that belongs to another rank; a hook.
+    """Refuse the forward of an expert in a list that belongs to another rank; a pre-hook.
 
     Raises:
         RuntimeError: Always.
@@ -101,10 +101,10 @@ class TokenDispatch:
     Args:
         index: Experts of each token, integers of shape (tokens, k).
         experts: Module of the experts: an ``nn.ModuleList``, or one with a row for each in its
-            parameters. It knows which ranks have divided it; undivided, this rank has all experts.
-            Or the number of experts.
-        mesh: Expert ranks for a number, ``strategy.device_mesh["expert_parallel"]``; without them
-            this rank has all experts.
+            parameters. If the strategy has not divided it, this rank has all experts. Or the
+            number of experts.
+        mesh: Expert ranks, if ``experts`` is a number: ``strategy.device_mesh["expert_parallel"]``;
+            without them this rank has all experts.
 
     Raises:
         ValueError: ``index`` is not 2D, of integers and in range, or the ranks do not divide the
@@ -235,7 +235,7 @@ def _trained(rows: torch.Tensor) -> torch.Tensor:
 
 
 def expert_axis(mesh: DeviceMesh) -> TensorAxis:
-    """Return the ranks of a device mesh with one axis."""
+    """Return the expert ranks of a device mesh with one axis."""
     return TensorAxis(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 

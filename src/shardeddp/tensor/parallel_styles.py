@@ -26,21 +26,21 @@ from shardeddp.tensor.distributed import Distribution, boxes_along
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """Tensor-parallel ranks, from this rank's point of view."""
+    """Tensor-parallel or expert-parallel ranks, with the index of this rank among them."""
 
     group: str
-    """Name of the group of their collectives."""
+    """Name of their process group."""
 
     rank: int
     size: int
 
     rehearsal: Callable[[], AbstractContextManager[None]] | None = None
-    """Surrounds the backward's exchanges, run in the forward, if nothing runs backward (plans)."""
+    """Context of the backward's exchanges, which plans run in the forward; None: no plan."""
 
     def rehearse(
         self, made: torch.Tensor, exchange: type[torch.autograd.Function], *arguments: object
     ) -> None:
-        """Exchange something like the gradient of what was made, where that is rehearsed."""
+        """Run the backward's exchange on an empty gradient of ``made``, if ``rehearsal`` is set."""
         if self.rehearsal is not None and made.requires_grad:
             with self.rehearsal():
                 exchange.apply(torch.empty_like(made, requires_grad=False), *arguments)
@@ -72,11 +72,11 @@ _EXCHANGES: Mapping[str, tuple[Callable[[torch.Tensor, int, TensorAxis], torch.T
     # The identity on a tensor that every rank has; its backward sums the gradients, and vice versa.
     "sum_gradient": (_same, "sum"),
     "sum": (_sum_of_all, "sum_gradient"),
-    # All-gather along a dim to a whole with which all ranks compute the same; its backward takes
-    # this rank's part of the one gradient, and vice versa.
+    # All-gather along a dim, after which all ranks compute the same; its backward takes this rank's
+    # part of the one gradient, and vice versa.
     "gather": (_parts_of_all, "own_part"),
     "own_part": (_own_part, "gather"),
-    # The same where ranks compute different things; its backward reduce-scatters the gradients.
+    # All-gather, after which ranks compute different things; its backward is a reduce-scatter.
     "gather_sum_gradient": (_parts_of_all, "sum_own_part"),
     "sum_own_part": (_own_part_of_sum, "gather_sum_gradient"),
 }
@@ -301,7 +301,7 @@ class Siblings:
             self.given, self.has_history = tensor, recorded
             self.taken = _exchange("sum_gradient", axis, tensor)
             if self.taken.requires_grad and not torch.compiler.is_compiling():
-                # A recomputation makes it once more, and no hook of the module around sees its end.
+                # A recomputation makes it again, and no hook of the outer module sees its end.
                 self.taken.register_hook(self._end_backward)
         return self.taken
 

@@ -153,7 +153,7 @@ def apply_rules(
         else:
             try:
                 rule.apply(made, key, value)
-            except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
+            except Exception as error:  # noqa: BLE001 - a file may hold anything; it is noted
                 made.options, made.trainer, made.unneeded = former
                 made.lose(key, f"{value!r} is not understood: {error}")
         said = len(made.notes) > before
@@ -168,15 +168,15 @@ def apply_rules(
 
 
 def not_known(name: str, known: Iterable[str]) -> str:
-    """Text about a name that is none of the known ones, with the nearest of them."""
+    """Return the end of a message on an unknown name, with the closest known one."""
     return f"not known{did_you_mean(closest(name, known))}"
 
 
 def did_you_mean(names: Iterable[str]) -> str:
-    """Return the end of a message on an unknown name."""
+    """Return a suggestion of names, for the end of a message; empty without names."""
     return "".join(f"; did you mean {name}?" for name in names)
 
 
 def closest(name: object, known: Iterable[str]) -> list[str]:
-    """The known name that is most like another one, if any is."""
+    """Return a list of the known name that is closest to another one; empty if none is close."""
     return difflib.get_close_matches(str(name), list(known), n=1)

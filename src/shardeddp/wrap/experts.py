@@ -32,7 +32,7 @@ class Experts:
 
     name: str
     module: nn.Module
-    """Holder of all of them: stacked along dim 0 of its parameters, or as its children."""
+    """Module with all experts: stacked along dim 0 of its parameters, or as its children."""
 
     count: int
     stacked: bool
@@ -44,7 +44,7 @@ class Experts:
 
 
 class ChosenUnits(Policy):
-    """Units that another policy has chosen, while modules had all of their parameters.
+    """Policy with the units that another policy chose before the experts were divided.
 
     Args:
         policy: Policy that chooses the units.
@@ -62,7 +62,7 @@ class ChosenUnits(Policy):
 
 
 def resolve_experts(value: PolicyLike) -> Policy | None:
-    """The policy that chooses modules of experts; strings with a period or a star are names."""
+    """Return the policy for ``experts``; None: ``auto``. Strings with a star are name patterns."""
     if value is None or (isinstance(value, str) and value.lower() == "auto"):
         return None
     given = [value] if isinstance(value, str) else value
@@ -80,7 +80,7 @@ def resolve_experts(value: PolicyLike) -> Policy | None:
 
 
 def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Experts]:
-    """Return the experts of a model, by layer, without a change to it.
+    """Return the experts of each layer of a model; the model is not changed.
 
     Args:
         root: The LightningModule.
@@ -172,7 +172,7 @@ def _has_forward_of_transformers(module: nn.Module) -> bool:
 def _stacked(module: nn.Module, listed: bool) -> int:
     """Return the number of experts that a module stacks; 0: it stacks none.
 
-    A convolution has such shapes, too: so a member of a list has to have ``num_experts``.
+    Convolutions have such shapes, too: so a ``listed`` module must have ``num_experts``.
     """
     shapes = [it.shape for it in module.parameters()]
     counts = {shape[0] if shape else 0 for shape in shapes}
@@ -223,7 +223,7 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
 
 
 def _refuse_router(experts: Experts) -> None:
-    """Refuse a layer that has its router beside its experts: it would be divided with them."""
+    """Refuse a router in the module of its experts: it would be divided with them."""
     for name, child in experts.module.named_modules():
         for attribute, parameter in child._parameters.items():
             is_router = linear_sizes(child) is not None or _ROUTERS.fullmatch(attribute)
