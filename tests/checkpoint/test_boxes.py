@@ -59,7 +59,7 @@ def part_of(name: str, rank: int, mesh: Any) -> ShardTensor:
         intervals=(Interval(0, own[rank].numel),),
         mesh=mesh,
         boxes=tuple((box,) for box in own),
-        place=rank,
+        tensor_rank=rank,
     )
     return ShardTensor(spec.localize(whole).clone(), spec)
 
@@ -149,7 +149,7 @@ def test_a_shard_of_a_box_is_cut_from_the_whole_and_knows_its_place() -> None:
         intervals=(Interval(0, 9), Interval(9, own[1].numel)),
         mesh=mesh,
         boxes=tuple((box,) for box in own),
-        place=1,
+        tensor_rank=1,
     )
     shard = ShardTensor(spec.localize(whole), spec)
     assert torch.equal(shard.to_local(), whole[:, 3:].reshape(-1)[9:])

@@ -166,7 +166,7 @@ MUTANTS = {
     ),
     "gradients are read before replicas have shared them": Mutant(
         place=REDUCTION + "_advance",
-        line="following[0].wait()  # which may issue the copy to host memory",
+        line="following[0].wait()  # may issue the copy to host memory",
         scenario=HYBRID,
         told=["dist.all_reduce(tensor", "on compute"],
     ),
@@ -187,7 +187,7 @@ MUTANTS = {
     ),
     "the gradient buffer is given back before it is reduced": Mutant(
         place=REDUCTION + "_advance",
-        line="self._handle.advance()  # which may issue what follows",
+        line="self._handle.advance()  # may issue the next stages",
         kind="use after unmap",
         told=["_reduce_scatter(output, buffer", "of compute"],
     ),

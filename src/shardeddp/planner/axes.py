@@ -11,9 +11,10 @@ from torch import nn
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
-from shardeddp.wrap import NamePolicy, Policy, PolicyLike
-from shardeddp.wrap.experts import ChosenUnits, find_experts, keep_own, resolve_experts
+from shardeddp.wrap import ClassPolicy, NamePolicy, Policy
+from shardeddp.wrap.experts import ChosenUnits, find_experts, keep_own
 from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
+from shardeddp.wrap.tree import import_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class ModelAxes:
     tensor_size: int = 1
     tensor_plan: TensorPlan | None = None
     expert_size: int = 1
-    experts: PolicyLike = None
-    """Option of :class:`shardeddp.ShardedDP`, as is ``tensor_plan`` (``tensor_parallel_plan``)."""
+    experts: Policy | None = None
+    """Policy that chooses the modules with experts; None: those of Mixtral-like models."""
 
     @property
     def size(self) -> int:
@@ -59,7 +60,7 @@ class ModelAxes:
         axis = TensorAxis("a plan", 0, self.size, rehearsal)
         try:
             if self.expert_size > 1:
-                experts = find_experts(module, resolve_experts(self.experts), axis.size)
+                experts = find_experts(module, self.experts, axis.size)
                 policy = ChosenUnits(policy, module, experts)
                 return policy, keep_own(module, experts, axis)
             return policy, self._split_layers(module, axis) if self.tensor_size > 1 else {}
@@ -90,13 +91,11 @@ WHOLE = ModelAxes()
 """Axes of size 1: each rank has the whole model."""
 
 
-def names_of(experts: PolicyLike) -> str | list[str] | None:
-    """Return ``experts`` for a configuration; None: unset, ``auto``, or a value without a name."""
+def names_of(experts: Policy | None) -> str | list[str] | None:
+    """Return ``experts`` as a configuration has it; None: unset, or a policy without a name."""
+    names: list[str] = []
     if isinstance(experts, NamePolicy) and all("*" in it for it in experts.names):
-        return experts.names
-    given = [*experts] if isinstance(experts, (list, tuple, set, frozenset)) else [experts]
-    names = [f"{it.__module__}.{it.__qualname__}" if isinstance(it, type) else it for it in given]
-    named = [it for it in names if isinstance(it, str) and it.lower() != "auto"]
-    if len(named) < len(given):
-        return None
-    return named[0] if len(named) == 1 else sorted(named)
+        names = experts.names
+    elif isinstance(experts, ClassPolicy):
+        names = [it if isinstance(it, str) else import_path(it) for it in experts.classes]
+    return names[0] if len(names) == 1 else names or None

@@ -189,14 +189,12 @@ def make_plan(
         raise UsageError("experts needs expert_parallel_size=2 or more: one rank has all of them")
     try:
         asked = check_plan(tensor_parallel_plan, max(tensor_parallel_sizes, default=1))
-        resolve_experts(experts)
+        chosen = resolve_experts(experts)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
     axes = [
-        ModelAxes(
-            tensor_size=split, tensor_plan=of_source or asked, expert_size=of, experts=experts
-        )
+        ModelAxes(tensor_size=split, tensor_plan=of_source or asked, expert_size=of, experts=chosen)
         for split in tensor_parallel_sizes
         for of in expert_parallel_sizes
         if split == 1 or of == 1
@@ -226,7 +224,7 @@ def make_plan(
         cluster=cluster,
         plans=plans,
         calibrated=calibration.lines,
-        axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=experts),
+        axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=chosen),
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,
     )

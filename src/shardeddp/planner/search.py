@@ -103,7 +103,7 @@ class Choice:
             experts = names_of(axes.experts)
             if experts is not None:
                 lines.append(_as_yaml("experts", experts))
-            elif axes.experts not in (None, "auto"):
+            elif axes.experts is not None:
                 lines.append("      # experts: as it was given, which has no name")
         if param_dtype:
             lines.append(f"      mixed_precision: {param_dtype}")
