@@ -21,7 +21,7 @@ attributes are still the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -77,7 +77,14 @@ _FORWARDS: dict[type[nn.Module], _Forward] = {
         ("merge_masks",),
     ),
     nn.Embedding: _Forward(("weight",), ("embedding",)),
+    nn.LayerNorm: _Forward(("weight", "bias"), ("layer_norm",)),
+    nn.RMSNorm: _Forward(("weight",), ("rms_norm",)),
 }
+_WITHOUT_CAST = {
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+}  # autocast leaves their parameters as they are
 _FORWARDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": _Forward(("weight", "bias"))}
 
 
@@ -87,7 +94,7 @@ def is_cast_by_autocast(module: nn.Module, name: str) -> bool:
     False for a subclass or a patched forward or function: they might compute with the parameter in
     its own dtype.
     """
-    return type(module) is not nn.Embedding and is_used_by_torch(module, name)
+    return type(module) not in _WITHOUT_CAST and is_used_by_torch(module, name)
 
 
 def is_used_by_torch(module: nn.Module, name: str) -> bool:
@@ -155,6 +162,10 @@ class AutocastCopies:
         self.dtype = torch.float32
         self._device_type = "cpu"
         self._gathered: dict[str, nn.Parameter] = {}
+        self._wrappers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.wrapped: dict[str, torch.Tensor] = {}
+        """While active, tensors that the forward computes with instead of some gathered ones."""
+
         self._inner = dict(inner)
         self._forward = _forward_of(module) or _Forward(())
         self._code = _code(module, self._forward)
@@ -198,11 +209,27 @@ class AutocastCopies:
         )
 
     def hold(
-        self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype
+        self,
+        name: str,
+        sharded: torch.Tensor,
+        gathered: nn.Parameter,
+        cast_to: torch.dtype | None,
+        wrapper: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        """Let the forward compute with a gathered parameter instead of the module's sharded one."""
+        """Let the forward compute with a gathered parameter instead of the module's sharded one.
+
+        Args:
+            name: Attribute of the module.
+            sharded: Parameter that the module keeps.
+            gathered: Unsharded parameter.
+            cast_to: Autocast dtype that it is gathered in; None: its own dtype.
+            wrapper: Function of a tensor-parallel layer on its part; None: the part itself.
+        """
         self.sharded[name], self._gathered[name] = sharded, gathered
-        self.dtype, self._device_type = dtype, sharded.device.type
+        self._device_type = sharded.device.type
+        self.dtype = cast_to or self.dtype
+        if wrapper is not None:
+            self._wrappers[name] = wrapper
 
     def activate(self, module: nn.Module) -> None:
         """Use the gathered parameters in forwards from now on."""
@@ -213,6 +240,7 @@ class AutocastCopies:
     def deactivate(self, module: nn.Module) -> None:
         """Stop using the gathered parameters, before their release."""
         self.active = False
+        self.wrapped.clear()
         self._compiled = module  # a shadow holds memory of other parameters as well
 
     def shadow(self, module: nn.Module) -> nn.Module:
@@ -220,7 +248,7 @@ class AutocastCopies:
         return self._compiled if torch.compiler.is_compiling() else self._shadow(module)
 
     def _shadow(self, module: nn.Module) -> nn.Module:
-        shadow = _holding(module, self._gathered)
+        shadow = _holding(module, {**self._gathered, **self.wrapped})
         if self._inner:
             children = module.__dict__["_modules"]
             inner = {name: it._shadow(children[name]) for name, it in self._inner.items()}
@@ -237,8 +265,11 @@ class AutocastCopies:
             held = cast(ShardTensor, self.sharded[name])
             with without_torch_function():  # a released one has the whole shape
                 shape = gathered.shape
-            if held.shape != shape and module._parameters.get(name) is held:
-                parts[name] = flatten_boxes(held, held.spec.shared).view(shape)
+            wrapper = self._wrappers.get(name)
+            is_part = held.shape != shape
+            if (is_part or wrapper is not None) and module._parameters.get(name) is held:
+                part = flatten_boxes(held, held.spec.shared).view(shape) if is_part else held
+                parts[name] = part if wrapper is None else wrapper(part)
         return _holding(module, parts) if parts else module
 
     def note_use(self) -> None:
@@ -263,6 +294,7 @@ class AutocastCopies:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.active, self.uses, self.sharded, self._gathered, self._inner = False, 0, {}, {}, {}
+        self._wrappers, self.wrapped = {}, {}
         self._locals, self._versions = [], []
 
 

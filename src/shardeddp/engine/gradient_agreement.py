@@ -257,11 +257,13 @@ class GradientAgreement:
         return Findings(
             self._is_watched or self._has_hooks(),
             tuple(left),
-            tuple(progress.entered for progress in self._progresses),
-            tuple(progress.unit.is_viewed for progress in self._progresses),
+            tuple([progress.entered for progress in self._progresses]),
+            tuple([progress.unit.is_viewed for progress in self._progresses]),
             tuple(
-                2 * level + (there and index in self._earlier)
-                for index, (level, there) in enumerate(zip(levels, sums, strict=True))
+                [  # a generator would be entered for each parameter
+                    2 * level + (there and index in self._earlier)
+                    for index, (level, there) in enumerate(zip(levels, sums, strict=True))
+                ]
             ),
         )
 

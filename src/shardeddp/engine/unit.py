@@ -111,6 +111,8 @@ class Unit:
         self._members = members  # kept: they are grouped by `requires_grad`, which may change
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
+        # Those of a module's copies that it computes with in another form, and their index.
+        self._wrapped_copies: list[tuple[AutocastCopies, str, GatheredBuffer, int]] = []
         for group, specs in zip(self.groups, members, strict=True):
             for index, (parameter, sharded, unsharded) in enumerate(
                 zip(specs, group.sharded, group.unsharded, strict=True)
@@ -125,12 +127,16 @@ class Unit:
                             sharded,
                             sharded,
                             computes_with,
-                            group.buffer if parameter.is_wrapped else None,
+                            group.buffer if parameter.is_wrapped and copies is None else None,
                             index,
                         )
                     )
                     if copies is not None:
-                        copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
+                        split = parameter.distribution
+                        wrapper = None if split is None else split.wrapper
+                        copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
+                        if wrapper is not None:
+                            self._wrapped_copies.append((copies, attribute, group.buffer, index))
                         if len(parameter.owners) > 1:
                             # Gradients of several modules' uses add up in the parameter's dtype.
                             accumulate_in(unsharded, parameter.dtype)
@@ -217,6 +223,8 @@ class Unit:
                     f"Change a parameter's values in place (copy_) instead of assigning a new "
                     f"nn.Parameter, or assign it before the Trainer sets the model up"
                 )
+        for copies, attribute, buffer, index in self._wrapped_copies:
+            copies.wrapped[attribute] = buffer.wrapped[index]
         for owner, copies in self._copies.values():
             copies.activate(owner)
 

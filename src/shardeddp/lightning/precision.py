@@ -236,7 +236,7 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         return replace(
             spec,
             compute_in=compute_in,
-            is_autocast_copy=by_autocast or _is_frozen_part(spec),
+            is_autocast_copy=by_autocast or _is_layers_own(spec),
             reduce_in=dtypes.reduce_dtype,
         )
 
@@ -248,18 +248,18 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
     return units
 
 
-def _is_frozen_part(spec: ParameterSpec) -> bool:
-    """True if only its layer's forward may see this rank's part of a frozen parameter.
+def _is_layers_own(spec: ParameterSpec) -> bool:
+    """True if only its layer's forward may see this rank's part of a parameter, or its wrapper.
 
-    Trainable parameters need no copy: a use elsewhere is an error after the first backward.
+    Other code (a penalty, a logged norm, a hook) sees the whole parameter then, gathered or not.
     """
     split = spec.distribution
     return (
         split is not None
-        and bool(split.boxes)
-        and not (spec.is_wrapped or spec.is_of_experts or spec.parameter.requires_grad)
+        and (bool(split.boxes) or spec.is_wrapped)
+        and not (spec.is_of_experts or split.is_dtensor)
         and all(
-            isinstance(owner, (nn.Linear, nn.Embedding)) and is_used_by_torch(owner, name)
+            not isinstance(owner, nn.MultiheadAttention) and is_used_by_torch(owner, name)
             for owner, name in spec.owners
         )
     )

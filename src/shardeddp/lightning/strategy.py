@@ -72,6 +72,7 @@ from shardeddp.lightning.process_group import ProcessGroup, Ranks, environment_w
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import (
+    compare_gradients,
     compare_losses,
     explain_missing_mesh,
     explain_shapes,
@@ -252,6 +253,7 @@ class ShardedDP(ParallelStrategy):
         )
         self.chosen: Chosen | None = None
         """Choice of ``auto`` with its reason; set in ``setup_environment``."""
+        self._num_backwards = 0  # that have synchronised gradients, with split layers
         self.planned: Plan | None = None
         """Plan made under ``plan_only``."""
         self.num_nodes = 1  # set by the Trainer
@@ -788,12 +790,17 @@ class ShardedDP(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
         self._callbacks.zero_repeated_loss(closure_loss)
-        if self._is_first_step and self.options.tensor_parallel_size > 1:
+        # The backwards 1, 2, 4, ... are compared: at no cost in the long run.
+        if self.options.tensor_parallel_size > 1 and (self._num_backwards + 1).bit_count() == 1:
             compare_losses(closure_loss, self.mesh)
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Check split layers and experts after the first backward: calls and token dispatch."""
+        """Check split layers and experts after a backward: gradients, calls and token dispatch."""
+        if self.options.tensor_parallel_size > 1 and self.runtime.sync_gradients:
+            self._num_backwards += 1
+            if self._num_backwards.bit_count() == 1:
+                compare_gradients(self.runtime.root_module.parameters(), self.mesh)
         if self._is_first_step:
             self._is_first_step = False
             refuse_uncalled_layers(self.runtime.root_module)

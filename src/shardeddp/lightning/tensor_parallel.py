@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from traceback import extract_tb
 
@@ -28,6 +28,7 @@ from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
+from shardeddp.wrap.tree import first_three
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the mesh axes, as in Lightning's ``ModelParallelStrategy``."""
@@ -136,7 +137,7 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     """Check that the loss is equal in the tensor-parallel group; a collective of the group.
 
     Raises:
-        RuntimeError: Losses differ by more than 1 %: ranks have different batches or random
+        RuntimeError: Losses differ by more than 0.01 %: ranks have different batches or random
             numbers, or use a part of the features as if it were all of them.
     """
     if isinstance(loss, DTensor):
@@ -145,7 +146,7 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     both = torch.stack([here, -here]).float()
     mesh.tensor.all_reduce_(both, "max").wait()
     greatest, least = both[0].item(), -both[1].item()
-    if greatest - least > 1e-2 * max(abs(greatest), abs(least)):
+    if greatest - least > 1e-4 * max(abs(greatest), abs(least)):
         raise RuntimeError(
             f"expected one loss on the {mesh.tensor.size} ranks that split layers, found {least:g} to "
             f"{greatest:g}: either they have different batches (a sampler takes "
@@ -154,6 +155,48 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
             f"'colwise' layer without a 'rowwise' one behind it ('colwise_gather_output' has all), "
             f"or weights of a split layer that are used without calling it"
         )
+
+
+def compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+    """Check that whole parameters have equal gradients in the tensor-parallel group; a collective.
+
+    Each rank steps on a copy of them, so that different gradients make different models. Compared
+    are norms and projections on one vector, two numbers for each parameter.
+
+    Raises:
+        RuntimeError: Gradients of a parameter differ by more than 1 %.
+    """
+    whole = [
+        it
+        for it in parameters
+        if isinstance(it, ShardTensor) and it.requires_grad and not it.spec.boxes
+    ]
+    if not whole:
+        return
+    here = torch.stack([_described(it.grad, mesh.device) for it in whole])
+    both = torch.stack([here, -here])
+    mesh.tensor.all_reduce_(both, "max").wait()
+    greatest, least = both[0], -both[1]
+    differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
+    if names := [it.spec.fqn for it, bad in zip(whole, differ.tolist(), strict=True) if bad]:
+        raise RuntimeError(
+            f"expected equal gradients on the {mesh.tensor.size} ranks that split layers, found different "
+            f"ones of {first_three(names)}, which every rank has whole: each would train a copy of its "
+            f"own. It is used where a rank has a part of the features (between 'colwise' and 'rowwise') "
+            f"or of the sequence (a norm there needs the style 'sequence_parallel'), or ranks have "
+            f"different random numbers. Move it out of there, give its module a style, or leave the "
+            f"layers around it out of tensor_parallel_plan"
+        )
+
+
+def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return norm and a projection of a gradient's local elements; zeros if there are none."""
+    local = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+    if local is None or not local.numel():
+        return torch.zeros(2, device=device)
+    flat = local.detach().reshape(-1).float()
+    direction = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
+    return torch.stack([flat.norm(), flat @ direction.mul_(12.9898).sin_()]).to(device)
 
 
 def refuse_uncalled_layers(module: nn.Module) -> None:

@@ -62,6 +62,9 @@ class Distribution:
     part: torch.Size | None = None
     """Shape of each rank's part; None: that of the whole parameter."""
 
+    is_dtensor: bool = False
+    """True if modules compute with a DTensor."""
+
     of_experts: bool = False
     """True if it is split over ranks with different experts, which train on other batches."""
 
@@ -181,7 +184,7 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
         )
     (placement,) = layout.placements
     if type(placement) is Replicate:
-        return Distribution(shape=layout.shape, boxes=(), wrapper=layout.over)
+        return Distribution(shape=layout.shape, boxes=(), wrapper=layout.over, is_dtensor=True)
     if type(placement) is not Shard:
         raise ConfigurationError(
             f"expected parameters that are split along a dim or replicated, found {name!r} with "
@@ -195,7 +198,7 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
             f"leave the layer out of the plan"
         )
     boxes = boxes_along(dim, tensor.shape, size)
-    return Distribution(shape=layout.shape, boxes=boxes, wrapper=layout.over)
+    return Distribution(shape=layout.shape, boxes=boxes, wrapper=layout.over, is_dtensor=True)
 
 
 def boxes_along(

@@ -480,7 +480,10 @@ def install(
         hook = partial(_before, before, layer)
         module.register_forward_pre_hook(hook, with_kwargs=True)
     if style.after:
-        module.register_forward_hook(partial(_after, style.after, layer))
+        # Before hooks of users, which see the output of the whole layer; a split for the layers behind
+        # comes after them.
+        first = style.after != "split_sequence"
+        module.register_forward_hook(partial(_after, style.after, layer), prepend=first)
 
 
 def used_without_call(module: nn.Module) -> bool:
