@@ -135,7 +135,7 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ConfigurationError(
-                f"ActivationCheckpointing.every: expected 1 (each) or another number above it, "
+                f"ActivationCheckpointing.every: expected a whole number of at least 1 (1: every module), "
                 f"found {self.every!r}."
             )
         if type(self.cpu_offload) is not bool:
@@ -462,7 +462,7 @@ def resolve_modules(modules: Any) -> Policy:
         return _build_policy(modules)
     if modules is None or (isinstance(modules, str) and modules.lower() == "none"):
         raise ConfigurationError(
-            "ActivationCheckpointing.modules: expected which modules to compute again, found "
+            "ActivationCheckpointing.modules: expected the modules to recompute, found "
             "None. Write 'auto' for the repeated blocks, classes or a policy; "
             "activation_checkpointing=None turns it off."
         )

@@ -70,7 +70,7 @@ class PieceTable:
         name: Name of the file.
         data: Content of the table, compared with its checksum before.
         manifest: Manifest of the checkpoint.
-        place: Path of the file, for errors.
+        path: Path of the file, for errors.
     """
 
     def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, path: str) -> None:

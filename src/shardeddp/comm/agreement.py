@@ -55,9 +55,9 @@ ABOUT_PARAMETERS = (
     "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only "
     "functions and out of conditions that only some ranks fulfil, or put it inside of "
     "strategy.summon_full_params(), which all ranks enter: there parameters are whole, and each "
-    "rank may do what it likes. An optimizer that steps on other parameters on each rank, as Muon "
-    "with an all_gather of its own does, is to leave that to ShardedDP: take its form for one "
-    "device, with ShardedDP(optimizer_scope={'Muon': 'parameter'})"
+    "rank may do what it likes. Let ShardedDP divide the work of an optimizer that steps on other "
+    "parameters on each rank (Muon with an all_gather of its own): use its form for one device, "
+    "with ShardedDP(optimizer_scope={'Muon': 'parameter'})"
 )
 ABOUT_UNITS = (
     "All ranks gather units in one order. If they may use different parts of the model in a step "

@@ -135,7 +135,9 @@ class CallFingerprints:
         decorated = _decorated_caller()
         if decorated:
             here = self._describe(operation)
-            raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {advice}")
+            raise DesyncError(
+                f"{here}, which never reach it: it is inside of {decorated}. {advice}"
+            )
         refuse_traced(operation)
         if self._failure:
             raise DesyncError(

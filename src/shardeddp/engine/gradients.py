@@ -43,7 +43,8 @@ class GradientMemory:
     ) -> None:
         self.mesh = mesh
         self.shard: torch.Tensor | None = None
-        """Gradient shard: 1D, shard_numel; made at the first reduction, then kept."""
+        """Gradient shard: 1D, shard_numel; made at the first reduction, and replaced when
+        anything else holds a gradient in it."""
 
         self.partial: torch.Tensor | None = None
         """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""

@@ -67,7 +67,7 @@ class FlatGroup:
             if memory_owner
             else _make_shard(layout, dtype, mesh, self._on_host)
         )
-        """1D, shard_numel; lives as long as the model."""
+        """1D, shard_numel; lives as long as the unit."""
         memory = self.main_shard if self._resident else None
         lender = None if memory_owner is None else memory_owner.buffer
         in_turn = sharding.reshard is Reshard.AFTER_FORWARD
@@ -283,7 +283,7 @@ class FlatGroup:
         self.buffer.wrap()
 
     def release(self, before_backward: bool) -> None:
-        """Drop the gathered buffer's memory; the unsharded parameters raise errors afterwards.
+        """Drop the gathered buffer's memory; unsharded parameters stand for the sharded ones then.
 
         Args:
             before_backward: True if they are gathered again before they change: this rank keeps a

@@ -217,7 +217,7 @@ class Runtime:
         """
         if self._root.active or any(each.unit.is_overridden for each in self.progresses):
             raise RuntimeError(
-                f"{type(self.root_module).__name__} is to be sharded anew inside of a step or of "
+                f"{type(self.root_module).__name__} cannot be sharded anew inside of a step or of "
                 f"summon_full_params of an earlier run: it has been changed since that run has set "
                 f"it up, or parts of it belong to another module now. Let the step or the context "
                 f"end first"
@@ -328,7 +328,7 @@ class Runtime:
                 group.gradients.drop_waiting()
         self._enter_phase("a failure")
         self._step_name = "forward"
-        self._reshard_idle()
+        self._reshard_unused()
 
     # -- Forward
 
@@ -428,7 +428,7 @@ class Runtime:
         """Gather a unit that a forward or backward has reached, and prefetch the next ones.
 
         ``FlatGroup.unshard`` of param_group.py allocates. A unit is released in ``leave`` or
-        ``_reshard_after_backward``, and in ``_reshard_idle`` if it was prefetched but not used.
+        ``_reshard_after_backward``, and in ``_reshard_unused`` if it was prefetched but not used.
         """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)
@@ -458,7 +458,7 @@ class Runtime:
             if progress.active == 0:
                 self.agreement.end(self._step_name)
                 self._enter_phase("the end of the root's forward")
-                self._reshard_idle()
+                self._reshard_unused()
         elif progress.active == 0 and self._reshards_after_forward(progress):
             progress.unit.reshard(before_backward=progress.awaiting_backward)
 
@@ -636,7 +636,7 @@ class Runtime:
             return  # `autograd.grad` for another backward, whose graph needs the parameters
         for progress in self.progresses:
             progress.forget_forwards()
-        self._reshard_idle(also_root=True)
+        self._reshard_unused(also_root=True)
 
     def _give_up_backward(self) -> None:
         """Leave the phase of a failed backward; its gradients stay, as in any backward."""
@@ -644,8 +644,10 @@ class Runtime:
         self._leave_backward()
 
     def _leave_backward(self) -> None:
-        inside = " inside of a step" if self._root.active else ""
-        self._enter_phase(f"the end of a backward{inside}")
+        if self._root.active:
+            self._enter_phase("the end of a backward inside of a step")
+        else:
+            self._enter_phase("the end of a backward")
 
     # -- Shared by forward and backward
 
@@ -673,7 +675,7 @@ class Runtime:
         if unit.stale:
             unit.refresh()
 
-    def _reshard_idle(self, also_root: bool = False) -> None:
+    def _reshard_unused(self, also_root: bool = False) -> None:
         """Reshard units that were prefetched but not used, or kept for a backward that is over."""
         for progress in self.progresses:
             unit = progress.unit

@@ -155,7 +155,7 @@ class _Hooks:
         restore = self._restore()
         if restore is None:
             raise RuntimeError(
-                f"the backward of {saved.buffer.layout.slots[saved.number].fqn} needs its values, "
+                f"the backward of {saved.buffer.layout.slots[saved.parameter_index].fqn} needs its values, "
                 f"and the sharded model that it belongs to is gone: keep a reference to the model "
                 f"until backward has run"
             )

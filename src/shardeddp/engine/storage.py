@@ -112,7 +112,7 @@ class SavedView(NamedTuple):
     """View of an unsharded parameter that a graph saves without its memory."""
 
     buffer: GatheredBuffer
-    number: int
+    parameter_index: int
     """Index of the parameter in the buffer's layout."""
 
     version: int
@@ -298,7 +298,10 @@ class GatheredBuffer:
             _set_attribute(parameter, "__class__", released)
 
     def release(self) -> None:
-        """Drop the memory; the parameters raise from here on."""
+        """Drop the engine's reference to the memory; views and graphs that hold it keep it.
+
+        The parameters forward to the sharded ones from here on.
+        """
         self.wrapped = {}
         if self.flat is None:
             return
@@ -396,12 +399,12 @@ class GatheredBuffer:
         """
         if not self._storages:
             raise RuntimeError(
-                f"nothing was gathered for the backward of {self.layout.slots[saved.number].fqn}"
+                f"nothing was gathered for the backward of {self.layout.slots[saved.parameter_index].fqn}"
             )
-        parameter = self.parameters[saved.number]
+        parameter = self.parameters[saved.parameter_index]
         if parameter._version != saved.version:
             raise RuntimeError(
-                f"parameter {self.layout.slots[saved.number].fqn} was changed between its forward "
+                f"parameter {self.layout.slots[saved.parameter_index].fqn} was changed between its forward "
                 f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
                 f"gradients would belong to neither state. Run backward first"
             )

@@ -44,7 +44,7 @@ class UnitState(Enum):
 
 
 @dataclass(eq=False)
-class _Slot:
+class _Registration:
     """Registration of a parameter of the unit in a module."""
 
     owner: nn.Module
@@ -109,7 +109,7 @@ class Unit:
         members = by_buffer(spec.parameters)
         self.groups = _make_groups(members, mesh, sharding)
         self._members = members  # kept: they are grouped by `requires_grad`, which may change
-        self._slots: list[_Slot] = []
+        self._registrations: list[_Registration] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         # Those of a module's copies that it computes with in another form, and their index.
         self._wrapped_copies: list[tuple[AutocastCopies, str, GatheredBuffer, int]] = []
@@ -120,8 +120,8 @@ class Unit:
                 for owner, attribute in parameter.owners:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
-                    self._slots.append(
-                        _Slot(
+                    self._registrations.append(
+                        _Registration(
                             owner,
                             attribute,
                             sharded,
@@ -142,7 +142,7 @@ class Unit:
                             accumulate_in(unsharded, parameter.dtype)
                         self._copies[id(owner)] = owner, copies
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
-        for slot in self._slots:
+        for slot in self._registrations:
             register(slot.owner, slot.attribute, slot.sharded)
 
     @property
@@ -173,7 +173,7 @@ class Unit:
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [group.cost() for group in self.groups] + [
-            _idle_cost(specs) for specs in by_buffer(self.spec.passthrough)
+            _passthrough_cost(specs) for specs in by_buffer(self.spec.passthrough)
         ]
 
     def held(self) -> HeldMemory:
@@ -203,7 +203,7 @@ class Unit:
         self._finish_gather()
         for group in self.groups:
             group.activate()
-        for slot in self._slots:
+        for slot in self._registrations:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.wrapped[slot.index]
             found = slot.owner._parameters.get(slot.attribute)
@@ -272,7 +272,7 @@ class Unit:
         """
         self._move("reshard")
         self.restore_registration()
-        for slot in self._slots:
+        for slot in self._registrations:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.parameters[slot.index]
         for owner, copies in self._copies.values():
@@ -287,7 +287,7 @@ class Unit:
         a former state.
         """
         self.registration_pending = False
-        for slot in self._slots:
+        for slot in self._registrations:
             wanted, other = slot.resting, slot.unsharded
             if other is not None and self.state is UnitState.UNSHARDED:
                 wanted, other = other, wanted
@@ -299,13 +299,13 @@ class Unit:
             elif found is not wanted:
                 self.registration_pending = True
 
-    def _moved(self, slot: _Slot) -> torch.Tensor | None:
+    def _moved(self, slot: _Registration) -> torch.Tensor | None:
         """Find the parameter of a slot under a new module or name in the unit, and move the slot.
 
         Pruning and parametrizations register a parameter elsewhere and compute with it from there.
         None: the parameter was removed, or is registered outside of the unit.
         """
-        places = {(id(each.owner), each.attribute) for each in self._slots}
+        places = {(id(each.owner), each.attribute) for each in self._registrations}
         for owner in self.spec.module.modules():
             for attribute, other in owner._parameters.items():
                 is_own = other is not None and (other is slot.resting or other is slot.unsharded)
@@ -316,26 +316,28 @@ class Unit:
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return modules with their tensors while the unit is sharded; an entry per parameter."""
-        return [(slot.owner, slot.resting) for slot in self._slots]
+        return [(slot.owner, slot.resting) for slot in self._registrations]
 
     def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded.
 
         To undo this, pass the sharded parameter itself.
         """
-        for slot in self._slots:
+        for slot in self._registrations:
             if slot.sharded is sharded:
                 former, slot.resting = slot.resting, resting
                 if slot.owner._parameters.get(slot.attribute) is former:
                     register(slot.owner, slot.attribute, resting)
         self._summoned = [
-            slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)
+            slot.resting
+            for slot in self._registrations
+            if not isinstance(slot.resting, ShardTensor)
         ]
         self._summoned_version = self._version_of_summoned()
 
     def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
         """Yield the tensors that modules hold for sharded parameters, each with its parameter."""
-        for slot in self._slots:
+        for slot in self._registrations:
             yield slot.resting, slot.sharded
             if slot.unsharded is not None:
                 yield slot.unsharded, slot.sharded
@@ -353,7 +355,7 @@ class Unit:
             for spec, sharded in zip(specs, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
-        self.groups, self._members, self._slots, self._copies = [], [], [], {}
+        self.groups, self._members, self._registrations, self._copies = [], [], [], {}
 
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)
@@ -429,7 +431,7 @@ class Unit:
         if self.state is not source:
             raise RuntimeError(
                 f"{verb}() of unit {self.label}: expected it {source.value}, found it "
-                f"{self.state.value}"
+                f"{self.state.value} (a bug of shardeddp; please report it)"
             )
         self.state = target
 
@@ -497,7 +499,7 @@ def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
     return costs
 
 
-def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
+def _passthrough_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
     return GroupCost(
         layout=layout_of(specs, 1),
         trainable=any(spec.parameter.requires_grad for spec in specs),

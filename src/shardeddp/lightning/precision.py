@@ -257,7 +257,7 @@ def _is_layers_own(spec: ParameterSpec) -> bool:
     return (
         split is not None
         and (bool(split.boxes) or spec.is_wrapped)
-        and not (spec.is_of_experts or split.is_dtensor)
+        and not split.is_dtensor
         and all(
             not isinstance(owner, nn.MultiheadAttention) and is_used_by_torch(owner, name)
             for owner, name in spec.owners

@@ -65,7 +65,7 @@ class Topology:
         for group in self.shard_groups() if self.order is not None else ():
             if group != sorted(group):
                 raise ValueError(
-                    f"ranks are placed on nodes in no order that shard groups can have: expected "
+                    f"the placement of ranks on nodes makes shard groups that are not ascending: expected "
                     f"groups of ascending ranks, found {group}. Let the launcher place ranks node "
                     f"by node (srun --distribution=block)"
                 )
