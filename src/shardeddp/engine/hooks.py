@@ -344,7 +344,7 @@ def _is_reached(node: Node) -> bool:
         return True  # the node of a leaf that is an input of `autograd.grad`
 
 
-def weakly(
+def weak_node_hook(
     runtime: _Listener, method: Callable[..., None], progress: UnitProgress, *args: object
 ) -> Callable[[Any], None]:
     """Return a hook for a graph node that calls a runtime's method, with a weak reference to it.

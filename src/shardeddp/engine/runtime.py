@@ -30,7 +30,7 @@ from shardeddp.engine.hooks import (
     attach_hooks,
     call_when_complete,
     find_tensors,
-    weakly,
+    weak_node_hook,
 )
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.progress import UnitProgress
@@ -532,7 +532,7 @@ class Runtime:
             uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
             if uses is None:
                 uses = known[self._in_nodes] = []
-                node.register_prehook(weakly(self, Runtime._reach_all, progress, uses))
+                node.register_prehook(weak_node_hook(self, Runtime._reach_all, progress, uses))
             else:  # the accumulation node of a parameter that a unit returns persists over steps
                 uses[:] = [
                     it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
@@ -543,7 +543,7 @@ class Runtime:
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1
-                call_when_complete(leaves, weakly(self, Runtime._use_finished, progress))
+                call_when_complete(leaves, weak_node_hook(self, Runtime._use_finished, progress))
 
     # -- Backward
 

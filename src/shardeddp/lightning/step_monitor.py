@@ -250,7 +250,7 @@ class StepMonitor(Callback):
             self._hear(fit)
             if 0 < log_interval(trainer) <= fit.step - fit.logged and fit.since_log.steps:
                 fit.logged = fit.step
-                self.report = self._report(trainer, fit.since_log)
+                self.report = self._report(fit.since_log)
                 fit.since_log = _Totals()
                 for logger in trainer.loggers:
                     logger.log_metrics(self.report.metrics(), step=fit.step)
@@ -300,7 +300,7 @@ class StepMonitor(Callback):
         except ConfigurationError as error:
             self._note = str(error).partition(". ")[0]
 
-    def _report(self, trainer: Trainer, totals: _Totals) -> StepReport:
+    def _report(self, totals: _Totals) -> StepReport:
         fit, expected = self._fit, self._expected
         assert fit is not None
         parts, units = totals.means()
@@ -358,7 +358,7 @@ class StepMonitor(Callback):
         self._take(fit)
         fit.all.add(fit.window)
         if fit.all.steps:
-            self.report = self._report(trainer, fit.all)
+            self.report = self._report(fit.all)
             rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
             if self._trace is not None:
                 self._write_trace(self._trace, fit.mesh.rank)
