@@ -1041,6 +1041,22 @@ class OwnForwards(Planned):
             block.down = Activated(12, 8)  # type: ignore[union-attr]
 
 
+def warned_without_plan() -> list[str]:
+    trainer = make_trainer(
+        ShardedDP(tensor_parallel_size=2), max_steps=1, use_distributed_sampler=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Planned())
+    return [str(it.message) for it in caught if "no layer is split" in str(it.message)]
+
+
+def test_a_run_that_splits_nothing_says_so(world: Worlds) -> None:
+    (said,), others = world(2).run(warned_without_plan)
+    assert "groups of 2 ranks compute the same" in said
+    assert others == []
+
+
 def warned_of_forwards(kind: type[Split]) -> list[str]:
     strategy = ShardedDP(
         tensor_parallel_size=2, tensor_parallel_plan=PLAN, auto_wrap_policy={Block}

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
@@ -289,7 +290,18 @@ class ModelSharding:
         """Find the layers of the plan; give the ranks that split one equal values of it."""
         mesh, plan = self._group.mesh, self.options.tensor_parallel_plan
         size = self.options.tensor_parallel_size
-        if plan is None or size == 1:
+        if size == 1:
+            return []
+        if not plan and not any(isinstance(it, DTensor) for it in module.parameters()):
+            if self._group.is_rank_zero:
+                warnings.warn(
+                    f"tensor_parallel_size={size}, and no layer is split: groups of {size} ranks compute "
+                    f"the same. Set tensor_parallel_plan ('auto' for models of transformers), or split "
+                    f"layers in configure_model by parallelize_module",
+                    stacklevel=2,
+                )
+            return []
+        if plan is None:
             return []
         layers = run_on_all_ranks(
             "reading tensor_parallel_plan",
