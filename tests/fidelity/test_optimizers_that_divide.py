@@ -76,7 +76,7 @@ class SteppedByDividedMuon(SteppedByMuon):
     kind = DividedMuon
 
 
-ADVICE = r"blocks\..*weight.*take its form for one device, with ShardedDP\(optimizer_scope="
+ADVICE = r"blocks\..*weight.*use its form for one device, with ShardedDP\(optimizer_scope="
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
