@@ -135,7 +135,7 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ConfigurationError(
-                f"ActivationCheckpointing.every: expected a whole number of at least 1 (1: every module), "
+                f"ActivationCheckpointing.every: expected 1 (every module) or a larger whole number, "
                 f"found {self.every!r}."
             )
         if type(self.cpu_offload) is not bool:
