@@ -7,8 +7,8 @@ as in an unsharded run. So the module keeps its sharded parameters, and its forw
 of the module that holds the gathered ones. The shadow is made for each call from the current
 attributes of the module, as hooks and steps may set any of them.
 
-The same holds, in their own dtype, for frozen parameters that tensor-parallel ranks split: only the
-forward of their layer can compute with a part.
+The same holds, in their own dtype, for parameters that tensor-parallel or expert-parallel ranks
+split: only the forward of their layer can compute with a part, or with its wrapper.
 
 Only torch's own code may see the shadow. With other code (a subclass, a patched forward or
 function, a torch function mode), the forward runs on the module.

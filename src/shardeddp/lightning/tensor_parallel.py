@@ -142,10 +142,7 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     """
     if isinstance(loss, DTensor):
         return
-    here = loss.detach().double().sum()
-    both = torch.stack([here, -here]).float()
-    mesh.tensor.all_reduce_(both, "max").wait()
-    greatest, least = both[0].item(), -both[1].item()
+    greatest, least = (it.item() for it in _extremes(loss.detach().double().sum().float(), mesh))
     if greatest - least > 1e-4 * max(abs(greatest), abs(least)):
         raise RuntimeError(
             f"expected one loss on the {mesh.tensor.size} ranks that split layers, found {least:g} to "
@@ -173,10 +170,8 @@ def compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
     ]
     if not whole:
         return
-    here = torch.stack([_described(it.grad, mesh.device) for it in whole])
-    both = torch.stack([here, -here])
-    mesh.tensor.all_reduce_(both, "max").wait()
-    greatest, least = both[0], -both[1]
+    described = torch.stack([_described(it.grad, mesh.device) for it in whole])
+    greatest, least = _extremes(described, mesh)
     differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
     if names := [it.spec.fqn for it, bad in zip(whole, differ.tolist(), strict=True) if bad]:
         raise RuntimeError(
@@ -187,6 +182,13 @@ def compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
             f"different random numbers. Move it out of there, give its module a style, or leave the "
             f"layers around it out of tensor_parallel_plan"
         )
+
+
+def _extremes(values: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return element-wise maximum and minimum over the tensor-parallel group, by one all-reduce."""
+    both = torch.stack([values, -values])
+    mesh.tensor.all_reduce_(both, "max").wait()
+    return both[0], -both[1]
 
 
 def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardeddp.tensor.operations import written
 from shardeddp.torch_private import FakeTensor, pytree, unset_fake_temporarily
 
 _MOST = 1 << 24
@@ -89,7 +90,7 @@ class Values:
             for fake, real in zip(made, reals, strict=False):
                 _keep(fake, real)
             return out
-        self._lose(_written(func, args, kwargs))
+        self._lose(written(func, tuple(args), dict(kwargs)))
         if is_small and name in _OF_SHAPES and not made[0].is_floating_point():
             shape = made[0].shape if name.endswith("_like") else (0,)
             _keep(made[0], computed([torch.empty(shape, dtype=it.dtype) for it in given]))
@@ -149,16 +150,6 @@ def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tu
     known = func._schema.arguments
     named = [(it, kwargs[it.name]) for it in known if it.name in kwargs]
     return [*zip(known, args, strict=False), *named]
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operation writes to."""
-    return [
-        tensor
-        for argument, value in _bound(func, args, kwargs)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value)
-    ]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
