@@ -395,6 +395,141 @@ class RoutedInside(nn.Module):
         return routed.combine(rows).sum(1).view_as(x)
 
 
+class Rows(nn.Module):
+    """Stacked experts with a forward of their own, for rows in the order of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        return torch.cat([part @ each for part, each in zip(parts, self.up, strict=False)])
+
+
+class Pairs(nn.Module):
+    """The same experts, which send the tokens themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+
+    def forward(self, flat: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        routed = TokenDispatch(index, self)
+        parts = routed.dispatch(flat).split(routed.counts)
+        rows = [part @ each for part, each in zip(parts, self.up, strict=True)]
+        return routed.combine(torch.cat(rows))
+
+
+class RowsBlock(nn.Module):
+    """A layer that calls its experts' module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), Rows()
+
+    def rows(self, parts: Any) -> torch.Tensor:
+        return self.experts(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        index, weights = self.router(flat)
+        routed = TokenDispatch(index, self.experts)
+        rows = self.rows(routed.dispatch(flat).split(routed.counts))
+        return x + (routed.combine(rows) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class PastRowsBlock(RowsBlock):
+    """A layer that computes with its experts' parameters and does not call their module."""
+
+    def rows(self, parts: Any) -> torch.Tensor:
+        return self.experts.forward(parts)
+
+
+class PairsBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), Pairs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        index, weights = self.router(flat)
+        each = self.experts(flat, index)
+        return x + (each * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class Raw(nn.Module):
+    """An expert of a list with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.up
+
+
+class RawBlock(ListBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Raw() for _ in range(EXPERTS)])
+
+
+class Watching(Mixture):
+    """Adds norms of an expert's parameters to its loss, before and after the forward, without gradients."""
+
+    def watched(self) -> torch.Tensor:
+        experts: Any = self.blocks[1].experts
+        last = experts[EXPERTS - 1] if isinstance(experts, nn.ModuleList) else experts
+        with torch.no_grad():
+            return next(last.parameters()).norm()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.watched()
+        return super().loss(x) + before + 2 * self.watched()
+
+
+class WithRows(Watching):
+    block = RowsBlock
+
+
+class WithPairs(Watching):
+    block = PairsBlock
+
+
+class WithRaw(Watching):
+    block = RawBlock
+
+
+class WithStacked(Watching):
+    block = StackedBlock
+
+
+def watch(kind: type[Watching]) -> list[Any]:
+    experts = Raw if kind is WithRaw else "blocks.*.experts"
+    run = partial(train, size=2, kind=kind, steps=FEWER_STEPS, experts=experts)
+    return [*(run(it) for it in STRATEGIES), run("full_shard", auto_wrap_policy=None)]
+
+
+@pytest.mark.parametrize("kind", [WithRows, WithPairs, WithRaw, WithStacked])
+def test_code_outside_of_experts_sees_whole_parameters(world: Worlds, kind: type[Watching]) -> None:
+    expected, losses = train_whole(kind, steps=FEWER_STEPS)
+    for answers in world(2).run(watch, kind):
+        for found, seen in answers:
+            assert distance(found, expected) < 1e-5
+            assert max(abs(a - b) for a, b in zip(seen, losses, strict=False)) < 1e-5
+
+
+class Penalized(WithRows):
+    """Has a penalty on stacked parameters of a module of its own."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x) + self.blocks[1].experts.up.pow(2).sum()
+
+
+class PastRows(Mixture):
+    block = PastRowsBlock
+
+
 class Named(Mixture):
     """Names a whole layer as its experts."""
 
@@ -618,6 +753,8 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Tied, "registered at several places", {}),
         (Whole, "element-wise optimizers", {}),
         (Regular, "used outside of its unit", {}),
+        (Penalized, "used outside of its unit", {"experts": Rows}),
+        (PastRows, "was not called since dispatch", {"experts": Rows}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),
         (Averaged, "EMAWeightAveraging", {}),

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.unit import Unit
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     OptimizedModule,
@@ -43,6 +44,11 @@ _never_traced = never_traced(
     "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
     "Compile units one by one (block.compile()) to have each in one graph, or compile what "
     "contains units without fullgraph=True"
+)
+
+
+_eager_inside = never_traced(
+    "a module of experts begins or ends here, and its parameters are registered for its forward"
 )
 
 
@@ -150,6 +156,54 @@ class UnitHook:
         return NoopUnitHook, ()
 
 
+class ScopeHook:
+    """Registers a unit's parameters with their modules for the forward of one module alone.
+
+    Args:
+        unit: Unit with the parameters.
+        scope: Module whose forward computes with them; see ``Distribution.scope``.
+    """
+
+    def __init__(self, unit: Unit, scope: nn.Module) -> None:
+        self._unit, self._scope = unit, scope
+        self._calls = 0  # of the module that have not returned
+        unit.set_scope(scope, False)
+        self._handles = [
+            scope.register_forward_pre_hook(self.enter),
+            scope.register_forward_hook(self.leave, prepend=True, always_call=True),
+        ]
+
+    @_eager_inside
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook, called after those that gather the unit."""
+        if module is self._scope:
+            self._calls += 1
+            self._unit.set_scope(module, True)
+
+    @_eager_inside
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook, also called after an exception in the forward or in a pre-hook."""
+        if module is self._scope and self._calls:
+            self._calls -= 1
+            self._unit.set_scope(module, self._calls > 0)
+
+    def reset(self) -> None:
+        """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
+        self._calls = 0
+        self._unit.set_scope(self._scope, False)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __deepcopy__(self, memo: Any) -> ScopeHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopUnitHook, ()
+
+
 class EncoderHook:
     """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, before its forward.
 
@@ -224,7 +278,7 @@ def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Non
 
 def is_unit_hook(hook: Any) -> bool:
     """Return whether a hook reports to a runtime: the module's own, or a deep copy's original."""
-    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
+    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook | ScopeHook)
 
 
 def attach_hooks(runtime: _Listener, progress: UnitProgress) -> UnitHook:

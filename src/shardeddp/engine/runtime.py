@@ -26,6 +26,7 @@ from shardeddp.config import Options
 from shardeddp.engine.buffers import BufferSync
 from shardeddp.engine.hooks import (
     EncoderHook,
+    ScopeHook,
     UnitHook,
     attach_hooks,
     call_when_complete,
@@ -135,9 +136,15 @@ class Runtime:
 
         self._hooks: list[UnitHook] = []
         self._encoder_hooks: list[EncoderHook] = []
+        self._scope_hooks: list[ScopeHook] = []
         if not self.passthrough:
             self._hooks = [attach_hooks(self, progress) for progress in self.progresses]
             self._encoder_hooks = [*self._hooks_of_encoders()]
+            self._scope_hooks = [
+                ScopeHook(progress.unit, scope)
+                for progress in self.progresses
+                for scope in progress.unit.scopes()
+            ]
 
         self.precision: object = None
         """Precision plugin that chose the dtypes, compared when the model is set up again."""
@@ -224,11 +231,11 @@ class Runtime:
             )
         if not self.passthrough:
             self.reset()
-        for hook in (*self._hooks, *self._encoder_hooks):
+        for hook in (*self._hooks, *self._encoder_hooks, *self._scope_hooks):
             hook.detach()
         for progress in self.progresses:
             progress.unit.dissolve()
-        self._hooks, self._encoder_hooks, self.progresses = [], [], []
+        self._hooks, self._encoder_hooks, self._scope_hooks, self.progresses = [], [], [], []
         self._progress_of.clear()
         _RUNTIMES.pop(id(self.root_module), None)
 
@@ -319,7 +326,7 @@ class Runtime:
         self._reducer.abort()
         self.agreement.reset()
         self._saved.clear()
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._scope_hooks):
             hook.reset()
         for progress in self.progresses:
             progress.active = 0

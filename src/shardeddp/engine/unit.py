@@ -68,6 +68,12 @@ class _Registration:
     index: int = 0
     """Index of the parameter in the buffer."""
 
+    scope: nn.Module | None = None
+    """Module whose forward alone computes with ``unsharded``; None: no such limit."""
+
+    in_scope: bool = True
+    """Whether the forward of ``scope`` runs."""
+
 
 # verb -> (state in which it may be called, resulting state)
 TRANSITIONS = {
@@ -120,6 +126,8 @@ class Unit:
                 for owner, attribute in parameter.owners:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
+                    split = parameter.distribution
+                    scope = None if split is None or copies is not None else split.scope
                     self._registrations.append(
                         _Registration(
                             owner,
@@ -129,10 +137,10 @@ class Unit:
                             computes_with,
                             group.buffer if parameter.is_wrapped and copies is None else None,
                             index,
+                            scope,
                         )
                     )
                     if copies is not None:
-                        split = parameter.distribution
                         wrapper = None if split is None else split.wrapper
                         copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
                         if wrapper is not None:
@@ -212,7 +220,8 @@ class Unit:
             if slot.unsharded is None or found is slot.unsharded:
                 continue
             if found is slot.resting:
-                register(slot.owner, slot.attribute, slot.unsharded)
+                if slot.in_scope:
+                    register(slot.owner, slot.attribute, slot.unsharded)
             elif found is None or _is_temporary(found, slot.resting):
                 self.registration_pending = True
             else:
@@ -289,7 +298,7 @@ class Unit:
         self.registration_pending = False
         for slot in self._registrations:
             wanted, other = slot.resting, slot.unsharded
-            if other is not None and self.state is UnitState.UNSHARDED:
+            if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
                 wanted, other = other, wanted
             found = slot.owner._parameters.get(slot.attribute)
             if found is None:
@@ -298,6 +307,18 @@ class Unit:
                 register(slot.owner, slot.attribute, wanted)
             elif found is not wanted:
                 self.registration_pending = True
+
+    def scopes(self) -> list[nn.Module]:
+        """Return the modules whose forwards alone compute with some of the parameters."""
+        found = {id(it): it for slot in self._registrations if (it := slot.scope) is not None}
+        return list(found.values())
+
+    def set_scope(self, scope: nn.Module, runs: bool) -> None:
+        """Register the parameters of a scope, as its forward runs or not."""
+        for slot in self._registrations:
+            if slot.scope is scope:
+                slot.in_scope = runs
+        self.restore_registration()
 
     def _moved(self, slot: _Registration) -> torch.Tensor | None:
         """Find the parameter of a slot under a new module or name in the unit, and move the slot.

@@ -68,6 +68,9 @@ class Distribution:
     of_experts: bool = False
     """True if it is split over ranks with different experts, which train on other batches."""
 
+    scope: nn.Module | None = None
+    """Module whose forward alone computes with the part; None: all code inside of the unit does."""
+
     def wrap(self, leaf: nn.Parameter) -> torch.Tensor:
         """Return the tensor for a module: differentiable, in any grad mode around the gather."""
         if self.wrapper is None:

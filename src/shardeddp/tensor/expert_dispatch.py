@@ -68,11 +68,50 @@ class DividedExperts:
     is_sent: bool
     """True once tokens were sent to them; always for a list, where other ranks' experts fail."""
 
+    name: str = ""
+    """Name of the module in messages, if its calls are checked."""
+
+    is_running: bool = False
+    """Whether the module's forward runs."""
+
+    was_called: bool = True
+    """Whether the module was called since tokens were last sent to it."""
+
+    def check_calls(self, name: str, module: nn.Module) -> None:
+        """Refuse outputs that a dispatch combines without a call of the module before."""
+        self.name = name
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        self.is_running = self.was_called = True
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        self.is_running = False
+
+    def expect_call(self) -> None:
+        """Expect a call of the module from now on, unless it sends the tokens itself."""
+        self.was_called = self.is_running or not self.name
+
+    def refuse_without_call(self) -> None:
+        """Refuse outputs that were computed without a call of the module.
+
+        Raises:
+            RuntimeError: The module was not called.
+        """
+        if not self.was_called:
+            raise RuntimeError(
+                f"TokenDispatch.combine() got rows that {self.name!r} has not computed: the module was "
+                f"not called since dispatch(). Only inside of its forward its parameters are this "
+                f"rank's experts; elsewhere they are all experts. Call the module, "
+                f"self.experts(...), instead of its methods or functions of its parameters"
+            )
+
 
 def is_unsent(module: nn.Module) -> bool:
     """Return whether a module's experts are divided over ranks, and never got a token so far."""
-    divided = vars(module).get(MARK)
-    return isinstance(divided, DividedExperts) and not divided.is_sent
+    divided = _divided(module)
+    return divided is not None and not divided.is_sent
 
 
 def refuse_call(name: str, module: nn.Module, args: object) -> None:
@@ -125,8 +164,10 @@ class TokenDispatch:
     ) -> None:
         if isinstance(mesh, DeviceMesh):
             mesh = expert_axis(mesh)
+        self._divided: DividedExperts | None = None
         if isinstance(experts, nn.Module):
             num_experts, mesh = _number_and_axis(experts, mesh)
+            self._divided = _divided(experts)
         else:
             num_experts = experts
         self._axis = mesh
@@ -172,6 +213,8 @@ class TokenDispatch:
         if self._axis is not None:
             rows = _exchange(rows, self._leaving, self._arriving, self._axis, _trained(rows))
         self._anchor = rows
+        if self._divided is not None:
+            self._divided.expect_call()
         return rows[self._by_expert]
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
@@ -190,6 +233,8 @@ class TokenDispatch:
                 f"expected the rows that dispatch() has returned, expert by expert, "
                 f"{self._by_expert.numel()} of them, found shape {tuple(rows.shape)}"
             )
+        if self._divided is not None and rows.shape[0]:
+            self._divided.refuse_without_call()
         anchor, self._anchor = self._anchor, None
         home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
@@ -198,6 +243,11 @@ class TokenDispatch:
             )
         back = torch.empty_like(home).index_copy(0, self._order, home)
         return back.view(*self._shape, *back.shape[1:])
+
+
+def _divided(experts: nn.Module) -> DividedExperts | None:
+    divided = vars(experts).get(MARK)
+    return divided if isinstance(divided, DividedExperts) else None
 
 
 def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -215,8 +265,7 @@ def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _number_and_axis(experts: nn.Module, axis: TensorAxis | None) -> tuple[int, TensorAxis | None]:
-    divided = vars(experts).get(MARK)
-    if isinstance(divided, DividedExperts):
+    if (divided := _divided(experts)) is not None:
         divided.is_sent = True
         return divided.count, divided.axis
     if isinstance(experts, nn.ModuleList):

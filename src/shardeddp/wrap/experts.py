@@ -139,14 +139,18 @@ def keep_own(
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     for each in experts:
         own = each.count // axis.size
-        is_sent = each.is_routed or not each.stacked
-        vars(each.module)[MARK] = DividedExperts(count=each.count, axis=axis, is_sent=is_sent)
+        divided = DividedExperts(
+            count=each.count, axis=axis, is_sent=each.is_routed or not each.stacked
+        )
+        vars(each.module)[MARK] = divided
+        if each.stacked:
+            divided.check_calls(each.name, each.module)
         for number, expert in enumerate(() if each.stacked else each.module.children()):
             if number // own != axis.rank:
                 name = join(each.name, str(number))
                 expert.register_forward_pre_hook(partial(refuse_call, name))
         for name, parameter in each.module.named_parameters():
-            shape = parameter.shape
+            shape, scope = parameter.shape, each.module
             if each.stacked:
                 boxes = boxes_along(0, shape, axis.size)
                 part = torch.Size((own, *shape[1:]))
@@ -154,7 +158,14 @@ def keep_own(
                 holder = _number_in(each, name) // own
                 boxes = tuple((whole_of(shape),) * (it == holder) for it in range(axis.size))
                 part = shape if axis.rank == holder else torch.Size((0,))
-            distribution = Distribution(shape=shape, boxes=boxes, part=part, of_experts=True)
+                scope = scope.get_submodule(name.partition(".")[0])
+            distribution = Distribution(
+                shape=shape,
+                boxes=boxes,
+                part=part,
+                of_experts=True,
+                scope=scope,
+            )
             made[id(parameter)] = local_part(parameter, distribution, axis.rank), distribution
         if each.is_routed:
             Routing(each.count, axis).install(each.module)
