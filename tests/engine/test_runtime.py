@@ -399,7 +399,7 @@ def test_a_forward_that_a_user_interrupts_leaves_nothing_behind(strategy: str) -
     handle.remove()
     assert [each.active for each in runtime.progresses] == [0] * len(runtime.progresses)
     assert top_hooks(True) is None
-    assert not any(getattr(hook, "_calls", None) for hook in runtime._hooks)
+    assert not any(getattr(hook, "_calls", None) for hook in runtime._hooks.values())
     trial.train(square, steps=2)
     trial.check_parameters()
 

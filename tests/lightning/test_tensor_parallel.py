@@ -1,6 +1,7 @@
 """Layers split over tensor-parallel ranks train as one process does, under every strategy; the rest is refused."""
 
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
@@ -461,13 +463,43 @@ class Penalised(Planned):
         return super().loss(x) + 0.05 * penalty + 0.1 * self.blocks[-1].up.weight.norm()  # type: ignore[operator]
 
 
+class OwnLinear(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class OwnNorm(nn.Module):
+    """A norm as models have it: of a class of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class PenalisedOwn(Penalised):
+    """The same, with layers of classes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = OwnNorm()
+            block.up, block.down = OwnLinear(8, 12), OwnLinear(12, 8)
+            block.down.register_forward_hook(lambda _, __, y: torch.tanh(y))
+
+
+@pytest.mark.parametrize("kind", [Penalised, PenalisedOwn], ids=["torch", "own"])
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_loss_and_hooks_see_whole_parameters_and_layers(
-    world: Worlds, name: str, plan: dict[str, Any]
+    world: Worlds, name: str, plan: dict[str, Any], kind: type[Penalised]
 ) -> None:
-    expected, losses = train_whole(Penalised, steps=FEWER_STEPS)
-    run = partial(train, name, 2, kind=Penalised, tensor_parallel_plan=plan, steps=FEWER_STEPS)
+    expected, losses = train_whole(kind, steps=FEWER_STEPS)
+    run = partial(train, name, 2, kind=kind, tensor_parallel_plan=plan, steps=FEWER_STEPS)
     for found, seen, _ in world(4).run(run):
         assert distance(found, expected) < 1e-5
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
@@ -1088,6 +1120,78 @@ def refused(kind: type[Split], plan: Any = None, average: bool = False, **option
     with pytest.raises(Exception, match=r"tensor_parallel_(size|plan)") as caught:
         trainer.fit(kind())
     return str(caught.value)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Batches of ones, by rank as many as it is said, of a value for each rank."""
+
+    def __init__(self, counts: tuple[int, ...], by: float) -> None:
+        self._counts, self._by = counts, by
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = dist.get_rank()
+        return iter([torch.full((2, 8), 1 + self._by * rank)] * self._counts[rank])
+
+
+class Evaluated(Planned):
+    """Has loaders that do not take their rank from the strategy."""
+
+    def __init__(self, counts: tuple[int, ...] = (2,) * 4, by: float = 0.0) -> None:
+        super().__init__()
+        self.stream, self.by, self.evaluated = Stream(counts, by), by, 0
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.stream, batch_size=None)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader([*self.stream], batch_size=None)  # of a known length
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([*self.stream], batch_size=None)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.evaluated += 1
+        self.log("mean", self.loss(batch), sync_dist=True)
+
+    test_step = validation_step
+
+
+def evaluate(run: str, *arguments: Any) -> str:
+    warnings.simplefilter("ignore")
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    trainer = make_trainer(
+        strategy, max_steps=2, use_distributed_sampler=False, limit_val_batches=9
+    )
+    module = Evaluated(*arguments)
+    try:
+        getattr(trainer, run)(module)
+    except (ConfigurationError, RuntimeError) as error:
+        return f"{module.evaluated}: {error}"
+    return str(module.evaluated)
+
+
+def test_ranks_that_split_layers_need_equal_batches(world: Worlds) -> None:
+    def seen(*arguments: Any) -> list[str]:
+        return world(4).run(evaluate, *arguments)
+
+    for run in ("validate", "test"):
+        # Ranks 0 and 1 have more batches than ranks 2 and 3, which is allowed.
+        assert seen(run, (3, 3, 2, 2)) == ["3", "3", "2", "2"]
+    for found in seen("validate", (2, 2, 1, 2))[2:]:
+        assert found.startswith("1: tensor_parallel_size needs equal numbers of batches")
+        assert "rank 2 has 1, rank 3 has more than 1" in found
+    for found in seen("test", (2, 2, 1, 2)):
+        assert found.startswith("0: tensor_parallel_size needs equal numbers of batches on ranks 2")
+        assert "[1] on rank 2, [2] on rank 3" in found
+    for run in ("validate", "test", "fit"):
+        for found in seen(run, (2,) * 4, 1e-6):
+            assert "found different ones in " in found
 
 
 REFUSED = [

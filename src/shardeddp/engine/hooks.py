@@ -5,28 +5,26 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
+from shardeddp.engine.calls import CallHook, Listener, NoopHook, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.engine.unit import Unit
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
-    OptimizedModule,
     are_transforms_active,
     current_backward,
-    never_traced,
     will_execute,
     without_torch_function,
 )
 
 
-class _Listener(Protocol):
+class _Runtime(Protocol):
     """Receiver of forwards and gradients from hooks: a runtime."""
 
     progresses: list[UnitProgress]
@@ -40,169 +38,6 @@ class _Listener(Protocol):
 
 # -- Hooks of units: forwards and gradients
 
-_never_traced = never_traced(
-    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
-    "Compile units one by one (block.compile()) to have each in one graph, or compile what "
-    "contains units without fullgraph=True"
-)
-
-
-_eager_inside = never_traced(
-    "a module of experts begins or ends here, and its parameters are registered for its forward"
-)
-
-
-class UnitHook:
-    """Reports calls and returns of a unit's module to the runtime, outside of compiled code.
-
-    Dynamo could specialize on traced hooks, or skip them: it replaces a module without hooks by its
-    ``forward``, and a module that ``torch.compile`` has wrapped by the inner module. So every
-    function here is a graph break, set at a point that every call passes:
-
-    - A module that is not compiled has module hooks. Compiled code around it breaks there and is
-      compiled again inside.
-    - A module compiled in place (``module.compile()``) has its module hooks *inside* of the
-      compiled code, so the compiled call itself is replaced by one with hooks around it.
-    - So is the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
-    """
-
-    def __init__(self, runtime: _Listener, progress: UnitProgress) -> None:
-        self.runtime = runtime
-        self._unit_progress = progress
-        # Handles of module hooks; None before the first follow().
-        self._handles: list[RemovableHandle] | None = None
-        # Replacement of the compiled call, with hooks around it.
-        self._bracketed: Callable[..., Any] | None = None
-        self._compiled: Callable[..., Any] | None = None  # the compiled call
-        # One entry for each call that has reached `enter`; False if `enter` raised an error.
-        self._calls: list[bool] = []
-
-    @_never_traced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook."""
-        if self.belongs_to(module):
-            has_entered = False
-            try:
-                self.runtime.enter(self._unit_progress)  # may reset the list of calls
-                has_entered = True
-            finally:
-                self._calls.append(has_entered)
-
-    @_never_traced
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook, also called after an exception in the forward or in a pre-hook."""
-        if self.belongs_to(module) and self._calls and self._calls.pop():
-            self.runtime.leave(self._unit_progress, (args, kwargs), output)
-
-    def reset(self) -> None:
-        """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
-        self._calls.clear()
-
-    def belongs_to(self, module: nn.Module) -> bool:
-        """Return whether this is the unit's module; a deep copy keeps the hook without a unit."""
-        return module is self._unit_progress.unit.spec.module
-
-    def follow(self) -> None:
-        """Attach to the module's current call, which users may compile after sharding."""
-        module = self._unit_progress.unit.spec.module
-        compiled = _compiled_call(module)
-        if self._handles is not None and compiled is self._bracketed:
-            return
-        for handle in self._handles or ():
-            handle.remove()
-        self._compiled = compiled
-        self._bracketed = None if compiled is None else self._bracket(compiled)
-        if self._bracketed is None:
-            self._handles = [
-                module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-            ]
-        elif module._compiled_call_impl is None:
-            self._handles = []
-            module.forward = self._bracketed
-        else:
-            self._handles = [module.register_forward_pre_hook(_not_only_forward)]
-            module._compiled_call_impl = self._bracketed
-
-    def detach(self) -> None:
-        """Restore the module's call from before :meth:`follow`."""
-        module = self._unit_progress.unit.spec.module
-        for handle in self._handles or ():
-            handle.remove()
-        if self._bracketed is not None and _compiled_call(module) is self._bracketed:
-            if module._compiled_call_impl is None:
-                module.forward = self._compiled  # type: ignore[assignment]
-            else:
-                module._compiled_call_impl = self._compiled
-        self._handles = self._bracketed = self._compiled = None
-
-    def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        @_never_traced
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.runtime.enter(self._unit_progress)
-            output = None
-            try:
-                output = compiled(*args, **kwargs)
-            finally:
-                self.runtime.leave(self._unit_progress, (args, kwargs), output)
-            return output
-
-        return call
-
-    def __deepcopy__(self, memo: Any) -> UnitHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopUnitHook, ()
-
-
-class ScopeHook:
-    """Registers a unit's parameters with their modules for the forward of one module alone.
-
-    Args:
-        unit: Unit with the parameters.
-        scope: Module whose forward computes with them; see ``Distribution.scope``.
-    """
-
-    def __init__(self, unit: Unit, scope: nn.Module) -> None:
-        self._unit, self._scope = unit, scope
-        self._calls = 0  # of the module that have not returned
-        unit.set_scope(scope, False)
-        self._handles = [
-            scope.register_forward_pre_hook(self.enter),
-            scope.register_forward_hook(self.leave, prepend=True, always_call=True),
-        ]
-
-    @_eager_inside
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook, called after those that gather the unit."""
-        if module is self._scope:
-            self._calls += 1
-            self._unit.set_scope(module, True)
-
-    @_eager_inside
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook, also called after an exception in the forward or in a pre-hook."""
-        if module is self._scope and self._calls:
-            self._calls -= 1
-            self._unit.set_scope(module, self._calls > 0)
-
-    def reset(self) -> None:
-        """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
-        self._calls = 0
-        self._unit.set_scope(self._scope, False)
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __deepcopy__(self, memo: Any) -> ScopeHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopUnitHook, ()
-
 
 class EncoderHook:
     """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, before its forward.
@@ -212,12 +47,12 @@ class EncoderHook:
     """
 
     def __init__(
-        self, runtime: _Listener, encoder: nn.Module, first: Sequence[UnitProgress]
+        self, runtime: _Runtime, encoder: nn.Module, first: Sequence[UnitProgress]
     ) -> None:
         self.runtime, self._encoder, self._first = runtime, encoder, first
         self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
 
-    @_never_traced
+    @outside_of_graphs
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if (
@@ -235,32 +70,7 @@ class EncoderHook:
         return self
 
     def __reduce__(self) -> Any:
-        return NoopUnitHook, ()
-
-
-class NoopUnitHook:
-    """Hook of an unpickled module, without effect because its parameters are whole."""
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Do nothing."""
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that a compiled module's call runs; None if it is not compiled."""
-    if module._compiled_call_impl is not None:
-        return module._compiled_call_impl
-    return module.forward if isinstance(module, OptimizedModule) else None
-
-
-def _not_only_forward(module: nn.Module, args: Any) -> None:
-    """Do nothing; the presence of a hook changes the tracing of code around the module.
-
-    Without hooks, dynamo traces the module's ``forward``. With one, it uses the module's compiled
-    call, which has a graph break around it.
-    """
+        return NoopHook, ()
 
 
 def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
@@ -278,12 +88,15 @@ def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Non
 
 def is_unit_hook(hook: Any) -> bool:
     """Return whether a hook reports to a runtime: the module's own, or a deep copy's original."""
-    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook | ScopeHook)
+    return isinstance(getattr(hook, "__self__", None), CallHook | EncoderHook)
 
 
-def attach_hooks(runtime: _Listener, progress: UnitProgress) -> UnitHook:
+def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
     """Report forwards of a unit's module and gradients of its parameters to the runtime."""
-    hook = UnitHook(runtime, progress)
+    hook = CallHook(progress.unit.spec.module)
+    hook.listeners.append(
+        Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
+    )
     hook.follow()
     parameters = progress.unit.unsharded_parameters()
     progress.expected = set(range(len(parameters)))
@@ -315,7 +128,7 @@ def attach_hooks(runtime: _Listener, progress: UnitProgress) -> UnitHook:
     return hook
 
 
-def _outside_hook(runtime: _Listener, unit: int, first: int) -> Callable[[int], None]:
+def _outside_hook(runtime: _Runtime, unit: int, first: int) -> Callable[[int], None]:
     reference = weakref.ref(runtime)
 
     def ready(index: int) -> None:
@@ -326,7 +139,7 @@ def _outside_hook(runtime: _Listener, unit: int, first: int) -> Callable[[int], 
     return ready
 
 
-def _gradient_hook(runtime: _Listener, unit: int, index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(runtime: _Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:
     # Weak: autograd's reference to the hook is hidden from the garbage collector, and would keep
     # the model alive for ever.
     reference = weakref.ref(runtime)
@@ -399,7 +212,7 @@ def _is_reached(node: Node) -> bool:
 
 
 def weak_node_hook(
-    runtime: _Listener, method: Callable[..., None], progress: UnitProgress, *args: object
+    runtime: _Runtime, method: Callable[..., None], progress: UnitProgress, *args: object
 ) -> Callable[[Any], None]:
     """Return a hook for a graph node that calls a runtime's method, with a weak reference to it.
 

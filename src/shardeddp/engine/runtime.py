@@ -24,10 +24,9 @@ from shardeddp.comm.desync import refuse_traced
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
 from shardeddp.engine.buffers import BufferSync
+from shardeddp.engine.calls import CallHook
 from shardeddp.engine.hooks import (
     EncoderHook,
-    ScopeHook,
-    UnitHook,
     attach_hooks,
     call_when_complete,
     find_tensors,
@@ -37,6 +36,7 @@ from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
+from shardeddp.engine.scopes import Scope, scopes_of
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
@@ -134,17 +134,18 @@ class Runtime:
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit gathers or reduces: training on one rank."""
 
-        self._hooks: list[UnitHook] = []
+        # By module: of units, and of compiled modules around scopes.
+        self._hooks: dict[int, CallHook] = {}
         self._encoder_hooks: list[EncoderHook] = []
-        self._scope_hooks: list[ScopeHook] = []
+        self._scopes: list[Scope] = []
         if not self.passthrough:
-            self._hooks = [attach_hooks(self, progress) for progress in self.progresses]
-            self._encoder_hooks = [*self._hooks_of_encoders()]
-            self._scope_hooks = [
-                ScopeHook(progress.unit, scope)
+            self._hooks = {
+                id(progress.unit.spec.module): attach_hooks(self, progress)
                 for progress in self.progresses
-                for scope in progress.unit.scopes()
-            ]
+            }
+            self._encoder_hooks = [*self._hooks_of_encoders()]
+            self._scopes = [*scopes_of(self.root_module, (it.unit for it in self.progresses))]
+            self._follow_calls()
 
         self.precision: object = None
         """Precision plugin that chose the dtypes, compared when the model is set up again."""
@@ -231,11 +232,12 @@ class Runtime:
             )
         if not self.passthrough:
             self.reset()
-        for hook in (*self._hooks, *self._encoder_hooks, *self._scope_hooks):
+        for hook in (*self._scopes, *self._hooks.values(), *self._encoder_hooks):
             hook.detach()
         for progress in self.progresses:
             progress.unit.dissolve()
-        self._hooks, self._encoder_hooks, self._scope_hooks, self.progresses = [], [], [], []
+        self._hooks.clear()
+        self._encoder_hooks, self._scopes, self.progresses = [], [], []
         self._progress_of.clear()
         _RUNTIMES.pop(id(self.root_module), None)
 
@@ -326,7 +328,7 @@ class Runtime:
         self._reducer.abort()
         self.agreement.reset()
         self._saved.clear()
-        for hook in (*self._hooks, *self._scope_hooks):
+        for hook in (*self._hooks.values(), *self._scopes):
             hook.reset()
         for progress in self.progresses:
             progress.active = 0
@@ -395,6 +397,13 @@ class Runtime:
             if progress.unit.gathers:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
             self._ensure_unsharded(progress)
+
+    def _follow_calls(self) -> None:
+        """Attach hooks to modules' current calls, which users may compile after sharding."""
+        for hook in self._hooks.values():
+            hook.follow()
+        for scope in self._scopes:
+            scope.follow(self._hooks)
 
     def _hooks_of_encoders(self) -> Iterator[EncoderHook]:
         for encoder in self.root_module.modules():
@@ -502,8 +511,7 @@ class Runtime:
             if progress.unit.has_views and progress.unit.stale:
                 progress.unit.renew_views()  # after writes between steps
         self.agreement.begin(self._step_name)
-        for hook in self._hooks:
-            hook.follow()
+        self._follow_calls()
         if self.root_module.training:
             if self._buffers_are_due:
                 self.sync_buffers()

@@ -127,7 +127,8 @@ class Unit:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
                     split = parameter.distribution
-                    scope = None if split is None or copies is not None else split.scope
+                    is_limited = split is not None and copies is None
+                    scope = split.scope if is_limited and len(parameter.owners) == 1 else None
                     self._registrations.append(
                         _Registration(
                             owner,
@@ -297,16 +298,19 @@ class Unit:
         """
         self.registration_pending = False
         for slot in self._registrations:
-            wanted, other = slot.resting, slot.unsharded
-            if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
-                wanted, other = other, wanted
-            found = slot.owner._parameters.get(slot.attribute)
-            if found is None:
-                found = self._moved(slot)
-            if other is not None and found is other:
-                register(slot.owner, slot.attribute, wanted)
-            elif found is not wanted:
-                self.registration_pending = True
+            self._restore(slot)
+
+    def _restore(self, slot: _Registration) -> None:
+        wanted, other = slot.resting, slot.unsharded
+        if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
+            wanted, other = other, wanted
+        found = slot.owner._parameters.get(slot.attribute)
+        if found is None:
+            found = self._moved(slot)
+        if other is not None and found is other:
+            register(slot.owner, slot.attribute, wanted)
+        elif found is not wanted:
+            self.registration_pending = True
 
     def scopes(self) -> list[nn.Module]:
         """Return the modules whose forwards alone compute with some of the parameters."""
@@ -316,9 +320,9 @@ class Unit:
     def set_scope(self, scope: nn.Module, runs: bool) -> None:
         """Register the parameters of a scope, as its forward runs or not."""
         for slot in self._registrations:
-            if slot.scope is scope:
+            if slot.scope is scope and slot.in_scope is not runs:
                 slot.in_scope = runs
-        self.restore_registration()
+                self._restore(slot)
 
     def _moved(self, slot: _Registration) -> torch.Tensor | None:
         """Find the parameter of a slot under a new module or name in the unit, and move the slot.

@@ -72,8 +72,7 @@ from shardeddp.lightning.process_group import ProcessGroup, Ranks, environment_w
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import (
-    compare_gradients,
-    compare_losses,
+    TensorRankChecks,
     explain_missing_mesh,
     explain_shapes,
     refuse_uncalled_layers,
@@ -253,7 +252,7 @@ class ShardedDP(ParallelStrategy):
         )
         self.chosen: Chosen | None = None
         """Choice of ``auto`` with its reason; set in ``setup_environment``."""
-        self._num_backwards = 0  # that have synchronised gradients, with split layers
+        self._tensor_ranks = TensorRankChecks()
         self.planned: Plan | None = None
         """Plan made under ``plan_only``."""
         self.num_nodes = 1  # set by the Trainer
@@ -721,6 +720,7 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
         self._is_first_step = True
+        self._tensor_ranks = TensorRankChecks()
 
     # -- Steps
 
@@ -767,6 +767,8 @@ class ShardedDP(ParallelStrategy):
     ) -> Any:
         with self._during("compute"), precision, self.runtime.step(name) as outputs:
             try:
+                if self.options.tensor_parallel_size > 1:
+                    self._tensor_ranks.begin_step(name, (args, kwargs), self.mesh)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
             except Exception as error:
                 explain_memory(error, self._describe_memory)  # before units are released
@@ -790,17 +792,14 @@ class ShardedDP(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
         self._callbacks.zero_repeated_loss(closure_loss)
-        # The backwards 1, 2, 4, ... are compared: at no cost in the long run.
-        if self.options.tensor_parallel_size > 1 and (self._num_backwards + 1).bit_count() == 1:
-            compare_losses(closure_loss, self.mesh)
+        if self.options.tensor_parallel_size > 1:
+            self._tensor_ranks.begin_backward(closure_loss, self.mesh)
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Check split layers and experts after a backward: gradients, calls and token dispatch."""
         if self.options.tensor_parallel_size > 1 and self.runtime.sync_gradients:
-            self._num_backwards += 1
-            if self._num_backwards.bit_count() == 1:
-                compare_gradients(self.runtime.root_module.parameters(), self.mesh)
+            self._tensor_ranks.end_backward(self.runtime.root_module.parameters(), self.mesh)
         if self._is_first_step:
             self._is_first_step = False
             refuse_uncalled_layers(self.runtime.root_module)
@@ -818,6 +817,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._tensor_ranks = TensorRankChecks()
         self.runtime.sync_buffers()
         self._callbacks.begin_evaluation(self._trainer_at_work())
 

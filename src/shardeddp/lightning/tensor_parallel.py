@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from traceback import extract_tb
@@ -17,6 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
@@ -125,20 +127,82 @@ def explain_shapes(error: BaseException, size: int) -> None:
         return
     text = (
         f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
-        f"this rank's 1/{size} of its features, and so is the weight of a split layer where "
-        f"it is used without calling the layer. Behind it has to be a 'rowwise' layer and "
+        f"this rank's 1/{size} of its features. Behind it has to be a 'rowwise' layer and "
         f"nothing that needs all features (a norm, a parameter of their size); or leave the "
         f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
     )
     error.args = (text, *error.args[1:])
 
 
-def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
+class TensorRankChecks:
+    """Checks that ranks which split layers compute the same, in a step or backward of a run.
+
+    The checks are collectives of these ranks. They run in the events 1, 2, 4, 8, ... of each kind:
+    at no cost in the long run.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def begin_step(self, name: str, inputs: object, mesh: Mesh) -> None:
+        """Compare the batches of a step; ``inputs`` are its arguments."""
+        self._counts[name] += 1
+        if self._is_due(name):
+            _compare_batches(name, inputs, mesh)
+
+    def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
+        """Compare the losses of a backward."""
+        self._counts["backward"] += 1
+        if self._is_due("backward"):
+            _compare_losses(loss, mesh)
+
+    def end_backward(self, parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+        """Compare the gradients of a backward that has reduced them."""
+        self._counts["reduced backward"] += 1
+        if self._is_due("reduced backward"):
+            _compare_gradients(parameters, mesh)
+
+    def _is_due(self, kind: str) -> bool:
+        return self._counts[kind].bit_count() == 1
+
+
+_COMPARED = 1 << 20
+"""Number of elements of a tensor of a batch that are compared, evenly spaced in it."""
+
+
+def _compare_batches(step: str, inputs: object, mesh: Mesh) -> None:
+    """Check that tensors of a batch are equal in the tensor-parallel group.
+
+    Raises:
+        RuntimeError: They differ in number, size or values.
+    """
+    described = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    for number, tensor in enumerate(find_tensors(inputs), 1):
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            flat = values.detach().reshape(-1)[:: 1 + values.numel() // _COMPARED]
+            flat = flat.to(mesh.device, torch.float64, copy=True).nan_to_num_()
+            direction = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
+            projection = flat @ direction.mul_(12.9898 * number).sin_()
+            described += torch.stack(
+                [projection, flat.new_tensor(values.numel()), flat.new_tensor(1)]
+            )
+    greatest, least = _extremes(described, mesh)
+    if not torch.equal(greatest, least):
+        raise RuntimeError(
+            f"tensor_parallel_size={mesh.tensor.size}: expected one batch on all ranks that split "
+            f"layers, found different ones in {step}. These ranks compute one forward together. Give "
+            f"a sampler strategy.distributed_sampler_kwargs, divide an iterable dataset by its rank "
+            f"and num_replicas as well, and seed random augmentations alike (seed_everything)"
+        )
+
+
+def _compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     """Check that the loss is equal in the tensor-parallel group; a collective of the group.
 
     Raises:
-        RuntimeError: Losses differ by more than 0.01 %: ranks have different batches or random
-            numbers, or use a part of the features as if it were all of them.
+        RuntimeError: Losses differ by more than 0.01 %: ranks have different random numbers, or use
+            a part of the features as if it were all of them.
     """
     if isinstance(loss, DTensor):
         return
@@ -146,15 +210,13 @@ def compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
     if greatest - least > 1e-4 * max(abs(greatest), abs(least)):
         raise RuntimeError(
             f"expected one loss on the {mesh.tensor.size} ranks that split layers, found {least:g} to "
-            f"{greatest:g}: either they have different batches (a sampler takes "
-            f"strategy.distributed_sampler_kwargs) or different random numbers (seed_everything), or "
+            f"{greatest:g}: either they have different random numbers (seed_everything), or "
             f"tensor_parallel_plan leaves each with a part of features that is taken for all of them: a "
-            f"'colwise' layer without a 'rowwise' one behind it ('colwise_gather_output' has all), "
-            f"or weights of a split layer that are used without calling it"
+            f"'colwise' layer without a 'rowwise' one behind it ('colwise_gather_output' has all)"
         )
 
 
-def compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+def _compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Check that whole parameters have equal gradients in the tensor-parallel group; a collective.
 
     Each rank steps on a copy of them, so that different gradients make different models. Compared

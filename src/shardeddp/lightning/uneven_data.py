@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes
-from shardeddp.comm.host_group import HostGroup
 from shardeddp.config import UnevenBatches
 from shardeddp.engine.order import OrderAgreement
 from shardeddp.errors import ConfigurationError
@@ -41,34 +41,29 @@ class UnevenEvaluation:
     def begin(self, trainer: Trainer) -> None:
         """Let each rank run its own batches if their numbers differ or are unknown.
 
-        With expert parallelism a rank without a batch would not answer the tokens of others. Then
-        unknown numbers are compared before every batch.
+        Ranks that divide layers or experts need a batch each for a forward. Their unknown numbers
+        are compared before every batch.
 
         Raises:
-            ConfigurationError: With expert parallelism, numbers of batches differ; or they are
-                unknown, and the module takes batches from ``dataloader_iter``.
+            ConfigurationError: Ranks that divide layers or experts have different numbers of
+                batches; or they are unknown, and the module takes batches from
+                ``dataloader_iter``.
         """
-        loop = _loop_of(trainer)
-        sends = self._mesh.experts is not None
-        if private.combined_loader(loop) is None or not (self._agreement.gathers or sends):
+        loop, mesh = _loop_of(trainer), self._mesh
+        divided = _Divided.of(mesh)
+        if private.combined_loader(loop) is None or not (self._agreement.gathers or divided):
             return
         lengths = [*_lengths(loop)]
-        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.control)
+        texts = all_gather_bytes(json.dumps(lengths).encode(), mesh.control)
         if len(set(texts)) == 1 and None not in lengths:
             return
-        if sends and len(set(texts)) == 1:
-            self._compare_batches(trainer, loop)
-            return
-        if sends:
-            counts = ", ".join(it.decode() for it in texts)
-            raise ConfigurationError(
-                f"expert_parallel_size needs equal numbers of batches on all ranks in an evaluation, "
-                f"found by rank {counts}: each forward sends tokens to other ranks. Use a "
-                f"DistributedSampler of your own, which repeats samples "
-                f"(Trainer(use_distributed_sampler=False)), or limit_predict_batches and the like"
-            )
-        self._agreement.open()
-        self._restore = private.delay_ends(loop, self._wait)
+        if divided is not None:
+            divided.refuse_lengths(texts)
+            if None in lengths:
+                _compare_batches(trainer, loop, divided)
+        if mesh.experts is None and self._agreement.gathers:
+            self._agreement.open()
+            self._restore = private.delay_ends(loop, self._wait)
 
     def end(self) -> None:
         """Drop the state of an evaluation that has ended or failed."""
@@ -81,19 +76,97 @@ class UnevenEvaluation:
         self._agreement.wait()
         return then()
 
-    def _compare_batches(self, trainer: Trainer, loop: Any) -> None:
-        """Check before each batch that all ranks have one."""
-        name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
-        fetcher = private.data_fetcher(loop)
-        if not isinstance(fetcher, PrefetchDataFetcher):
-            raise ConfigurationError(
-                f"expert_parallel_size compares the ranks' batches before each of them where the "
-                f"loaders of {name}_dataloader do not know their number, and a step(self, "
-                f"dataloader_iter) takes its batches itself: write a step(self, batch, batch_idx), "
-                f"or give the loaders a length"
+
+@dataclass(frozen=True, kw_only=True)
+class _Divided:
+    """Ranks that divide layers or experts: a forward takes a batch of each."""
+
+    option: str
+    reason: str
+    advice: str
+    groups: list[list[int]]
+    any_of: Callable[[list[bool]], list[bool]]
+    """Returns for each flag whether any rank of this rank's group has it set; a collective."""
+
+    gather: Callable[[int], list[int]]
+    """Returns the numbers of the group's ranks; a collective."""
+
+    own: list[int]
+    """Ranks of this rank's group."""
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> _Divided | None:
+        """Return the ranks that divide layers or experts with this one; None: there are none."""
+        if mesh.experts is not None:  # the rest of the model is gathered by all ranks
+
+            def gather(number: int) -> list[int]:
+                texts = all_gather_bytes(json.dumps(number).encode(), mesh.control)
+                return [json.loads(it) for it in texts]
+
+            every = [*range(mesh.topology.world_size)]
+            return cls(
+                option="expert_parallel_size",
+                reason="each forward sends tokens to other ranks",
+                advice="Use a DistributedSampler of your own, which repeats samples "
+                "(Trainer(use_distributed_sampler=False)), or limit_predict_batches and the like",
+                groups=[every],
+                own=every,
+                any_of=lambda flags: agree_on_any(flags, mesh.control),
+                gather=gather,
             )
-        even = EvenFetcher(fetcher, f"{name}_dataloader", self._mesh.control)
-        private.replace_data_fetcher(loop, even)
+        if mesh.tensor.size == 1:
+            return None
+
+        def largest(numbers: list[int]) -> list[int]:
+            tensor = torch.tensor(numbers, device=mesh.device)
+            mesh.tensor.all_reduce_(tensor, "max").wait()
+            return tensor.tolist()
+
+        def gather_in_group(number: int) -> list[int]:
+            own = [-1] * mesh.tensor.size
+            own[mesh.tensor.rank] = number
+            return largest(own)
+
+        groups = mesh.topology.tensor_groups()
+        return cls(
+            option="tensor_parallel_size",
+            reason="the ranks that split layers run each forward together",
+            advice="Give them the same batches: a sampler takes "
+            "strategy.distributed_sampler_kwargs",
+            groups=groups,
+            own=next(it for it in groups if mesh.rank in it),
+            any_of=lambda flags: [*map(bool, largest([*map(int, flags)]))],
+            gather=gather_in_group,
+        )
+
+    def refuse_lengths(self, texts: Sequence[bytes]) -> None:
+        """Raise ConfigurationError if ranks that divide something have other numbers of batches."""
+        for group in self.groups:
+            if len({texts[rank] for rank in group}) > 1:
+                counts = ", ".join(f"{texts[rank].decode()} on rank {rank}" for rank in group)
+                raise ConfigurationError(
+                    f"{self.option} needs equal numbers of batches on {_ranks(group, len(texts))} in "
+                    f"an evaluation, found {counts}: {self.reason}. {self.advice}"
+                )
+
+
+def _ranks(group: Sequence[int], count: int) -> str:
+    return "all ranks" if len(group) == count else f"ranks {group[0]} to {group[-1]}"
+
+
+def _compare_batches(trainer: Trainer, loop: Any, divided: _Divided) -> None:
+    """Check before each batch that all ranks that divide layers or experts have one."""
+    name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
+    fetcher = private.data_fetcher(loop)
+    if not isinstance(fetcher, PrefetchDataFetcher):
+        raise ConfigurationError(
+            f"{divided.option} compares the ranks' batches before each of them where the "
+            f"loaders of {name}_dataloader do not know their number, and a step(self, "
+            f"dataloader_iter) takes its batches itself: write a step(self, batch, batch_idx), "
+            f"or give the loaders a length"
+        )
+    even = EvenFetcher(fetcher, f"{name}_dataloader", divided)
+    private.replace_data_fetcher(loop, even)
 
 
 class EvenFetcher(PrefetchDataFetcher):
@@ -102,12 +175,12 @@ class EvenFetcher(PrefetchDataFetcher):
     Args:
         fetcher: Fetcher to replace; its state, with prefetched batches, is taken over.
         hook: Name of the hook that has made the loaders.
-        group: Host group of all ranks.
+        divided: Ranks that need a batch each.
     """
 
-    def __init__(self, fetcher: PrefetchDataFetcher, hook: str, group: HostGroup) -> None:
+    def __init__(self, fetcher: PrefetchDataFetcher, hook: str, divided: _Divided) -> None:
         vars(self).update(vars(fetcher))
-        self._hook, self._group = hook, group
+        self._hook, self._divided = hook, divided
 
     @override
     def __next__(self) -> Any:
@@ -118,7 +191,7 @@ class EvenFetcher(PrefetchDataFetcher):
         loaders = len(self.combined_loader.flattened)
         _, batch, loader = found or (None, 0, loaders)
         # Each rank sets one flag; several flags in the result mean that ranks differ.
-        flags = agree_on_any([it == loader for it in range(loaders + 1)], self._group)
+        flags = self._divided.any_of([it == loader for it in range(loaders + 1)])
         if sum(flags) > 1:
             self._refuse(loader, batch, flags.index(True))
         if found is None:
@@ -127,24 +200,21 @@ class EvenFetcher(PrefetchDataFetcher):
 
     def _refuse(self, loader: int, batch: int, uneven: int) -> None:
         """Raise on all ranks, because only some have a batch of the uneven loader."""
-        mine = batch if loader == uneven else None
-        told: list[int | None] = [
-            json.loads(it) for it in all_gather_bytes(json.dumps(mine).encode(), self._group)
-        ]
-        before = next(it for it in told if it is not None)
+        divided = self._divided
+        counts = divided.gather(batch if loader == uneven else -1)
+        before = max(counts)
         listed = ", ".join(
-            f"rank {rank} has {f'{before}' if it is None else f'more than {before}'}"
-            for rank, it in enumerate(told)
+            f"rank {rank} has {f'{before}' if count < 0 else f'more than {before}'}"
+            for rank, count in zip(divided.own, counts, strict=True)
         )
         source: Any = self.combined_loader.flattened[uneven]
         kind = type(getattr(source, "dataset", source)).__name__  # loaders may be any iterable
         limit = f"limit_{self._hook.removesuffix('_dataloader')}_batches"
         raise ConfigurationError(
-            f"expert_parallel_size needs equal numbers of batches on all ranks in an evaluation, and "
-            f"loader {uneven} of {self._hook} (of a {kind}) has others: {listed}. Each forward sends "
-            f"tokens to other ranks, so none can go on when one has no batch left. Set "
-            f"Trainer({limit}={before}) or a lower number, or let the stream end with the same "
-            f"batch on all ranks"
+            f"{divided.option} needs equal numbers of batches on these ranks in an evaluation, and "
+            f"loader {uneven} of {self._hook} (of a {kind}) has others: {listed}. None can go on when "
+            f"one has no batch left: {divided.reason}. Set Trainer({limit}={before}) or a lower "
+            f"number, or let the stream end with the same batch on all of them"
         )
 
 

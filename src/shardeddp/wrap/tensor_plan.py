@@ -171,6 +171,13 @@ def split_layers(
     inside = {id(child) for module in gathered for child in module.modules()}
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
     siblings: dict[int, Siblings] = {}
+
+    def called(module: nn.Module) -> nn.Module:
+        """Return a module, or the first one around it that has a forward: a list has none."""
+        while module is not root and not has_forward(module):
+            module = parents.get(id(module), root)
+        return module
+
     for layer in layers:
         style, sizes = layer.style, linear_sizes(layer.module)
         if isinstance(style, TorchStyle):
@@ -178,6 +185,8 @@ def split_layers(
         for name, parameter in _own_parameters(layer, layers):
             distribution = distribution_of(name, layer.module, parameter, style, axis)
             if distribution is not None and id(parameter) not in made:
+                scope = called(layer.module)
+                distribution = replace(distribution, scope=None if scope is root else scope)
                 local = local_part(parameter, distribution, axis.rank)
                 made[id(parameter)] = local, distribution
         if layer.style_name == DIVIDE:
@@ -187,9 +196,7 @@ def split_layers(
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
-        around = parent  # the module with a forward that runs them: a list has none
-        while around is not root and not has_forward(around):
-            around = parents.get(id(around), root)
+        around = called(parent)
         if around is not root and id(around) not in siblings:
             siblings[id(around)] = Siblings()
             forget_inputs_after(around, siblings[id(around)])

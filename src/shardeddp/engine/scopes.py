@@ -1,0 +1,107 @@
+"""Scopes: modules whose forwards alone compute with this rank's parts of parameters.
+
+Where ranks divide a layer, its forward computes with a part of its weight, and all other code (a
+penalty, a logged norm, a hook) must see the whole weight, as in one process. So modules hold the
+sharded parameter, and the part only while the forward of its scope runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from shardeddp.engine.calls import CallHook, Listener, compiled_call
+from shardeddp.engine.unit import Unit
+
+
+class Scope:
+    """Registers parameters of a unit with their modules for the forward of one module alone.
+
+    Within compiled code modules cannot change what they hold: there the parts are registered for
+    the whole call of the outermost compiled module, of the unit's module at most.
+
+    Args:
+        unit: Unit with the parameters.
+        path: Modules from the root to the scope, both included.
+    """
+
+    def __init__(self, unit: Unit, path: list[nn.Module]) -> None:
+        self._unit, self._path = unit, path
+        self._listener = Listener(self._enter, self._leave)
+        self._hook: CallHook | None = None
+        self._own: CallHook | None = None  # the hook, unless others listen to it as well
+        self._calls = 0  # that have not returned
+
+    def follow(self, compiled: dict[int, CallHook]) -> None:
+        """Attach to the call that the parts are registered for; users may compile modules any time.
+
+        Args:
+            compiled: Hooks of units' modules and of compiled ones, by the module's identity; gets
+                the hook of a compiled module without one.
+        """
+        boundary = self._boundary()
+        if boundary is self._path[0]:  # the root's call is not a module's: its step
+            self.detach()
+            self._unit.set_scope(self._path[-1], True)
+        elif compiled_call(boundary) is None:
+            if self._own is None:
+                self.detach()
+                self._hook = self._own = CallHook(boundary, innermost=True)
+                self._hook.listeners.append(self._listener)
+                self._hook.follow()
+        else:
+            hook = compiled.get(id(boundary))
+            if hook is None:
+                hook = compiled[id(boundary)] = CallHook(boundary)
+                hook.follow()
+            if hook is not self._hook:
+                self.detach()
+                self._hook = hook
+                hook.listeners.append(self._listener)
+
+    def reset(self) -> None:
+        """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
+        if self._hook is not None:
+            self._hook.reset()
+            self._calls = 0
+            self._unit.set_scope(self._path[-1], False)
+
+    def detach(self) -> None:
+        """Remove the hook; the parts are not registered."""
+        if self._hook is not None:
+            self._hook.listeners.remove(self._listener)
+        if self._own is not None:
+            self._own.detach()
+        self._hook = self._own = None
+        self._calls = 0
+        self._unit.set_scope(self._path[-1], False)
+
+    def _boundary(self) -> nn.Module:
+        """Return the scope, or the compiled module around it."""
+        numbers = range(len(self._path))
+        of_unit = next((it for it in numbers if self._path[it] is self._unit.spec.module), 0)
+        for number in numbers:
+            if compiled_call(self._path[number]) is not None:
+                return self._path[max(number, of_unit)]
+        return self._path[-1]
+
+    def _enter(self) -> None:
+        self._calls += 1
+        self._unit.set_scope(self._path[-1], True)
+
+    def _leave(self, inputs: Any, output: Any) -> None:
+        self._calls -= 1
+        self._unit.set_scope(self._path[-1], self._calls > 0)
+
+
+def scopes_of(root: nn.Module, units: Iterable[Unit]) -> Iterator[Scope]:
+    """Yield the scopes of units of a model."""
+    parents = {id(child): parent for parent in root.modules() for child in parent.children()}
+    for unit in units:
+        for scope in unit.scopes():
+            path = [scope]
+            while path[0] is not root:
+                path.insert(0, parents[id(path[0])])
+            yield Scope(unit, path)
