@@ -971,6 +971,12 @@ class Borrowing(Planned):
         self.blocks = nn.Sequential(*(BorrowingBlock() for _ in range(2)))
 
 
+class BorrowingHead(HalfOutput):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        made = nn.functional.linear(self.blocks(x), self.head.weight, self.head.bias)
+        return (made - x.sum(-1, keepdim=True)).pow(2).mean()
+
+
 class ScaledBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.scale * torch.relu(self.up(self.norm(x))))
@@ -987,25 +993,58 @@ class Scaled(Planned):
             object.__setattr__(block, "scale", self.scale)
 
 
-class CalledEarly(HalfOutput):
-    """Calls a split layer before there is a step."""
-
-    def on_train_start(self) -> None:
-        self.head(torch.ones(8))
-
-
-class LooksUpEarly(HalfOutput):
-    """Calls a split embedding between steps."""
+class CalledOutside(HalfOutput):
+    """Calls split layers outside of steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(8, 8)
+        self.returned: list[torch.Tensor] = []
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return super().loss(x + self.table(torch.arange(x.shape[-2])))
+        return super().loss(x + self.table(torch.arange(x.shape[-2]) % 8))
+
+    def call(self) -> None:
+        block: Any = self.blocks[0]
+        x = torch.linspace(-1, 1, 16).view(2, 8)
+        made = self.head(x), self.table(torch.arange(8)), block.down(block.up(x).relu())
+        whole = (
+            nn.functional.linear(x, self.head.weight, self.head.bias),
+            self.table.weight,
+            nn.functional.linear(x, block.up.weight, block.up.bias).relu() @ block.down.weight.T
+            + block.down.bias,
+        )
+        for mine, expected in zip(made, whole, strict=True):
+            torch.testing.assert_close(mine.detach(), torch.as_tensor(expected).detach())
+
+    def on_train_start(self) -> None:
+        self.call()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.table(torch.arange(4))
+        self.call()
+
+
+def call_outside() -> None:
+    warnings.simplefilter("ignore")  # parameters are gathered for each call
+    plan = {**PLAN, "head": "colwise_gather_output", "table": "embedding_rowwise"}
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=plan)
+    trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
+    trainer.fit(CalledOutside())
+
+
+def test_split_layers_may_be_called_outside_of_a_step(world: Worlds) -> None:
+    world(2).run(call_outside)
+
+
+class CalledEarly(HalfOutput):
+    """Calls a split layer with a forward of its own before there is a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = OwnLinear(8, 2)
+
+    def on_train_start(self) -> None:
+        self.head(torch.ones(8))
 
 
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
@@ -1106,6 +1145,12 @@ def test_layers_with_forwards_of_their_own_are_named(world: Worlds) -> None:
     (said,), _ = world(2).run(warned_of_forwards, OwnForwards)
     assert "blocks.0.down, blocks.1.down" in said
     assert world(2).run(warned_of_forwards, Planned) == [[], []]
+
+
+class OfTorch(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
 
 
 def refused(kind: type[Split], plan: Any = None, average: bool = False, **options: Any) -> str:
@@ -1221,13 +1266,19 @@ REFUSED = [
     ((Piled, {"gated.both": "colwise", "gated.down": "rowwise"}), "'packed_colwise:n'"),
     ((Piled, {"attention.qkv": "colwise", "attention.out": "rowwise"}), "'packed_colwise:n'"),
     ((Piled, {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}), "fewer key-value"),
+    (
+        (Planned, {"blocks.*.up": "packed_colwise", "blocks.*.down": "rowwise"}),
+        "12 output features, as many as a layer split by rows beside it takes",
+    ),
+    ((OfTorch, {"attention.out_proj": "rowwise"}), "belongs to an nn.MultiheadAttention"),
+    ((OfTorch, {"attention.in_proj_weight": "packed_colwise:3"}), "nn.MultiheadAttention"),
     ((OnlyRows, {"blocks.*.down": "rowwise"}), "'blocks.0.down' is split by rows"),
     ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
-    ((Borrowing, PLAN), "'blocks.0.up', whose weight was used without calling"),
+    ((Borrowing, PLAN), "Split the layer before it with 'colwise' and call it as a module"),
+    ((BorrowingHead, {"head": "colwise_gather_output"}), "weight was used without calling"),
     ((Scaled, PLAN), "different ones of scale, which every rank has whole"),
     ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
-    ((LooksUpEarly, {"table": "embedding_rowwise"}), "'table', which tensor_parallel_plan splits"),
 ]
 
 

@@ -127,8 +127,8 @@ class Unit:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
                     split = parameter.distribution
-                    is_limited = split is not None and copies is None
-                    scope = split.scope if is_limited and len(parameter.owners) == 1 else None
+                    is_limited = copies is None and len(parameter.owners) == 1
+                    scope = split.scope if split is not None and is_limited else None
                     self._registrations.append(
                         _Registration(
                             owner,

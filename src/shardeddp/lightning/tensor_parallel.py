@@ -264,7 +264,7 @@ def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Ten
 
 
 def refuse_uncalled_layers(module: nn.Module) -> None:
-    """Check that split layers were called, because only their forwards run the exchanges.
+    """Check that split layers were called: other uses of their weights gain nothing by a split.
 
     Raises:
         RuntimeError: The weight of a split layer was used without a call of the layer.
@@ -273,7 +273,7 @@ def refuse_uncalled_layers(module: nn.Module) -> None:
     if name is not None:
         raise RuntimeError(
             f"tensor_parallel_plan splits {name!r}, whose weight was used without calling the layer, as "
-            f"in F.linear(x, layer.weight): what ranks exchange around its forward is missing. Call "
+            f"in F.linear(x, layer.weight): such a use gathers the whole weight on each rank. Call "
             f"the layer, or leave it out of the plan"
         )
 

@@ -361,8 +361,8 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
             f"{layer.name!r} is split by rows over tensor_parallel_size={layer.axis.size} ranks: "
             f"expected the {layer.num_features} input features that a rank has of its own, found "
-            f"{tensor.shape[-1]}. Split the layer before it with 'colwise', or give it the style "
-            f"'rowwise_split_input', or leave it out of tensor_parallel_plan"
+            f"{tensor.shape[-1]}. Split the layer before it with 'colwise' and call it as a module, or give "
+            f"this one the style 'rowwise_split_input', or leave it out of tensor_parallel_plan"
         )
     return tensor
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
@@ -349,6 +350,13 @@ def _check_undivided(layers: Sequence[PlannedLayer]) -> None:
 def _check_layer(layer: PlannedLayer) -> None:
     """Raise if a style cannot split its layer."""
     style, module = layer.style, layer.module
+    attention = isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear))
+    if attention and (style.splits if isinstance(style, ParallelStyle) else True):
+        raise ConfigurationError(
+            f"{layer.name!r} belongs to an nn.MultiheadAttention, which computes with all heads and "
+            f"does not call its output layer: ranks cannot split it. Leave it out of "
+            f"tensor_parallel_plan, or build the attention of nn.Linear layers"
+        )
     if isinstance(style, TorchStyle) or layer.parameter:
         return
     kind = type(module).__name__
@@ -447,6 +455,7 @@ def _check_fused(layers: Sequence[PlannedLayer]) -> None:
     would have other features than its forward takes them for.
     """
     inputs: dict[str, set[int]] = {}  # input features of layers split by rows, by parent module
+    outputs: dict[str, set[float]] = {}  # output features of each layer split by columns
     split = [
         (layer, layer.style)
         for layer in layers
@@ -457,6 +466,10 @@ def _check_fused(layers: Sequence[PlannedLayer]) -> None:
         if style.splits == "rows" and sizes is not None:
             features = sizes.inputs // style.fused
             inputs.setdefault(layer.name.rpartition(".")[0], set()).add(features)
+        if style.splits == "columns" and sizes is not None:
+            outputs.setdefault(layer.name.rpartition(".")[0], set()).add(
+                sizes.outputs / style.fused
+            )
     for layer, style in split:
         around, _, attribute = layer.name.rpartition(".")
         taken = sorted(inputs.get(around, ()))
@@ -464,6 +477,13 @@ def _check_fused(layers: Sequence[PlannedLayer]) -> None:
             continue
         sizes = linear_sizes(layer.module)
         features = 0 if sizes is None else sizes.outputs
+        if style.fused > 1 and features in taken and features not in outputs[around]:
+            raise ConfigurationError(
+                f"{layer.name!r} has {features} output features, as many as a layer split by rows "
+                f"beside it takes: it seems to be one layer, and style {layer.style_name!r} would "
+                f"give ranks other features than that layer takes. In tensor_parallel_plan write "
+                f"'colwise', or 'packed_rowwise:{style.fused}' for that layer"
+            )
         piles = [features / style.fused / it for it in taken]
         if attribute in _PILES:  # keys and values of fewer heads than queries are no third of it
             odd = style.fused > 1 or max(piles) > 1
