@@ -1,6 +1,7 @@
 """Another sharding strategy in the middle of a run: losses, states and identities are those of a run that keeps one."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.autograd.graph import register_multi_grad_hook
 
 from shardeddp import ReshardSchedule, ShardedDP, ShardTensor, StepMonitor
-from shardeddp.errors import ConfigurationError, LayoutMismatchError
+from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError
 from shardeddp.tensor import shard_tensor
 from support.tasks import Block, EvaluatedGpt, NormalizedDescent, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
@@ -274,6 +275,46 @@ def test_what_cannot_be_is_refused_and_the_run_goes_on() -> None:
     for once, (_, _, kind, words) in zip(tries, REFUSED, strict=True):
         assert isinstance(once.raised, kind) and words in str(once.raised), repr(once.raised)
     compare(found, expected)
+
+
+class Keeps(TinyGpt):
+    """Saves a copy of a parameter from before a change, or changes inside of a save."""
+
+    kept: Any = None
+    when = "before"
+
+    def on_train_start(self) -> None:
+        self.kept = [deepcopy(self.blocks[0].up.weight)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.when == "before":
+            checkpoint["kept"] = self.kept
+        else:
+            self.trainer.strategy.reshard("no_shard")  # type: ignore[attr-defined]
+
+
+class KeepsInside(Keeps):
+    when = "inside"
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsInside])
+def test_shards_from_before_a_change_are_not_saved(
+    world: Worlds, kind: type[Keeps], tmp_path: Path
+) -> None:
+    world(2).run(save_former, kind, str(tmp_path / "a.ckpt"))
+
+
+def save_former(kind: type[Keeps], path: str) -> None:
+    changes = [ReshardSchedule({1: "no_shard"})] if kind is Keeps else []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                with pytest.raises(CheckpointError, match=r"has the shards from before"):
+                    trainer.save_checkpoint(path)
+
+    train([*changes, Saves()], kind, max_steps=2)
+    assert not Path(path).exists()
 
 
 class Holds(TinyGpt):

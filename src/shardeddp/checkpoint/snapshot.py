@@ -462,6 +462,12 @@ class _Collector:
     def add(self, path: ItemPath, tensor: torch.Tensor) -> None:
         """Take this rank's share of a tensor, unless its memory was taken before."""
         key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
+        if isinstance(tensor, ShardTensor) and tensor.spec.mesh.topology not in self._turns_by_box:
+            raise CheckpointError(
+                f"the state cannot be saved: {name_of(path)} has the shards from before "
+                f"strategy.reshard(). Call reshard() outside of a save (not in on_save_checkpoint), "
+                f"and make copies of parameters anew after it"
+            )
         if key not in self._stored:
             sections, shape = self._sections[sharded], tuple(tensor.shape)
             before = first = len(sections)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from shardeddp.torch_private import OptimizedModule, never_traced
 
 outside_of_graphs = never_traced(
-    "a unit of ShardedDP, or a layer that ranks divide, begins or ends here, and its parameters are "
+    "a unit of ShardedDP begins or ends here, or a layer that ranks divide, and its parameters are "
     "gathered or released. Compile units one by one (block.compile()) to have each in one graph, or "
     "compile what contains units without fullgraph=True"
 )
