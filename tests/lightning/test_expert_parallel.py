@@ -1,7 +1,9 @@
 """Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
 
+import io
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -517,6 +519,50 @@ def test_code_outside_of_experts_sees_whole_parameters(world: Worlds, kind: type
         for found, seen in answers:
             assert distance(found, expected) < 1e-5
             assert max(abs(a - b) for a, b in zip(seen, losses, strict=False)) < 1e-5
+
+
+def copies_of(module: nn.Module) -> list[nn.Module]:
+    """Its deep copy, and what is unpickled of it."""
+    stored = io.BytesIO()
+    torch.save(module, stored)
+    stored.seek(0)
+    return [deepcopy(module), torch.load(stored, weights_only=False)]
+
+
+def train_copied(kind: type[Mixture]) -> list[float]:
+    """Differences of what copies of the blocks compute from what an undivided model does."""
+    differences: list[float] = []
+
+    def compare(module: Any, *_: Any) -> None:
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        undivided = kind()
+        undivided.load_state_dict(
+            {name: it.full_tensor() for name, it in module.state_dict().items()}
+        )
+        for copied in copies_of(module.blocks):
+            assert all(
+                it.shape == undivided.state_dict()[f"blocks.{name}"].shape
+                for name, it in copied.named_parameters()
+            )
+            made, expected = copied(x), undivided.blocks(x)
+            differences.append(float((made - expected).detach().abs().max()))
+            made.sum().backward()
+            assert any(it.grad is not None for it in copied.parameters())
+
+    copying = type(
+        f"Copied{kind.__name__}",
+        (kind,),
+        {"on_train_start": compare, "on_train_batch_end": compare},
+    )
+    experts = {WithRaw: Raw, Stacked: None}.get(kind, "blocks.*.experts")
+    train("full_shard", 2, copying, steps=1, experts=experts)
+    return differences
+
+
+@pytest.mark.parametrize("kind", [WithRows, WithPairs, WithRaw, Stacked])
+def test_copies_of_a_model_have_all_experts(world: Worlds, kind: type[Mixture]) -> None:
+    for differences in world(2).run(train_copied, kind):
+        assert len(differences) == 6 and max(differences) < 1e-6
 
 
 class Penalized(WithRows):

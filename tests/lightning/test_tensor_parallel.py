@@ -1,5 +1,6 @@
 """Layers split over tensor-parallel ranks train as one process does, under every strategy; the rest is refused."""
 
+import io
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -481,6 +482,10 @@ class OwnNorm(nn.Module):
         return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
 
 
+def squash(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(output)
+
+
 class PenalisedOwn(Penalised):
     """The same, with layers of classes of its own."""
 
@@ -489,7 +494,7 @@ class PenalisedOwn(Penalised):
         for block in self.blocks:
             block.norm = OwnNorm()
             block.up, block.down = OwnLinear(8, 12), OwnLinear(12, 8)
-            block.down.register_forward_hook(lambda _, __, y: torch.tanh(y))
+            block.down.register_forward_hook(squash)
 
 
 @pytest.mark.parametrize("kind", [Penalised, PenalisedOwn], ids=["torch", "own"])
@@ -1034,6 +1039,61 @@ def call_outside() -> None:
 
 def test_split_layers_may_be_called_outside_of_a_step(world: Worlds) -> None:
     world(2).run(call_outside)
+
+
+def train_copied(kind: type[Planned], plan: dict[str, Any]) -> list[float | str]:
+    """Differences of what copies of a model compute from what a whole model does, or their errors."""
+    differences: list[float | str] = []
+
+    def compare(module: Any, *_: Any) -> None:
+        x = torch.linspace(-1, 1, 32).view(1, 4, 8)
+        whole = kind()
+        whole.load_state_dict({name: it.full_tensor() for name, it in module.state_dict().items()})
+        stored = io.BytesIO()
+        torch.save(module.blocks, stored)
+        stored.seek(0)
+        for copied in (deepcopy(module.blocks), torch.load(stored, weights_only=False)):
+            try:
+                differences.append(float((copied(x) - whole.blocks(x)).detach().abs().max()))
+                copied(x).sum().backward()
+                assert next(copied.parameters()).grad is not None
+            except RuntimeError as error:
+                differences.append(str(error))
+
+    copying = type("Copying", (kind,), {"on_train_start": compare, "on_train_batch_end": compare})
+    warnings.simplefilter("ignore")
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=plan)
+    make_trainer(strategy, max_steps=1, use_distributed_sampler=False).fit(copying())
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [(Planned, PLAN), (Planned, SEQUENCE_PLAN), (PenalisedOwn, PLAN)],
+    ids=["whole", "sequences", "own layers"],
+)
+def test_copies_of_split_layers_are_whole(
+    world: Worlds, kind: type[Planned], plan: dict[str, Any]
+) -> None:
+    for differences in world(2).run(train_copied, kind, plan):
+        assert len(differences) == 4 and max(differences) < 1e-6
+
+
+class AttendingBlocks(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(FusedAttention())
+
+
+def test_copies_of_layers_with_divided_numbers_are_refused(world: Worlds) -> None:
+    plan = {
+        "blocks.0.qkv": "packed_colwise:3",
+        "blocks.0.out": "rowwise",
+        "blocks.0.num_heads": "divide",
+    }
+    for messages in world(2).run(train_copied, AttendingBlocks, plan):
+        assert len(messages) == 4
+        assert all("a copy of 'blocks.0.num_heads' was called" in str(it) for it in messages)
 
 
 class CalledEarly(HalfOutput):

@@ -318,14 +318,14 @@ def compute_with_copies(
         name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None
     }
     vars(module)[_COPIES] = AutocastCopies(module, names, children, by_autocast)
-    vars(module)["forward"] = MethodType(_forward, module)
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 def compute_with_parameters(module: nn.Module) -> None:
     """Undo :func:`compute_with_copies`, also for a deep copy of such a module."""
     state = vars(module)
-    forward = state.get("forward")
-    if isinstance(forward, MethodType) and forward.__func__ is _forward:
+    its_forward = state.get("forward")
+    if isinstance(its_forward, MethodType) and its_forward.__func__ is forward:
         del state["forward"]
     state.pop(_COPIES, None)
 
@@ -343,7 +343,8 @@ def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Mo
     return shadow
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module with copies; pickle finds its class's forward by this name."""
     copies: AutocastCopies = self.__dict__[_COPIES]
     if not copies.are_current(self) or _is_watched(args, kwargs):
         return type(self).forward(copies.without(self), *args, **kwargs)

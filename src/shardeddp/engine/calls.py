@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardeddp.tensor.one_module import OfOneModule
 from shardeddp.torch_private import OptimizedModule, never_traced
 
 outside_of_graphs = never_traced(
@@ -26,7 +27,7 @@ class Listener(NamedTuple):
     """Receives the call's inputs, ``(args, kwargs)``, and its output; None after an exception."""
 
 
-class CallHook:
+class CallHook(OfOneModule):
     """Calls listeners before and after each call of a module, outside of compiled code.
 
     Dynamo could specialize on traced hooks, or skip them: it replaces a module without hooks by its
@@ -45,7 +46,7 @@ class CallHook:
     """
 
     def __init__(self, module: nn.Module, *, innermost: bool = False) -> None:
-        self._module, self._innermost = module, innermost
+        self.module, self._innermost = module, innermost
         self.listeners: list[Listener] = []
         """Entered in this order, left in the reverse one."""
 
@@ -60,7 +61,7 @@ class CallHook:
     @outside_of_graphs
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
-        if module is self._module:  # a deep copy keeps the hook
+        if module is self.module:
             entered = list[Listener]()
             try:
                 for listener in self.listeners:
@@ -72,7 +73,7 @@ class CallHook:
     @outside_of_graphs
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook, also called after an exception in the forward or in a pre-hook."""
-        if module is self._module and self._calls:
+        if module is self.module and self._calls:
             for listener in reversed(self._calls.pop()):
                 listener.leave((args, kwargs), output)
 
@@ -82,7 +83,7 @@ class CallHook:
 
     def follow(self) -> None:
         """Attach to the module's current call, which users may compile after sharding."""
-        module, compiled = self._module, compiled_call(self._module)
+        module, compiled = self.module, compiled_call(self.module)
         if self._handles is not None and compiled is self._bracketed:
             return
         for handle in self._handles or ():
@@ -105,7 +106,7 @@ class CallHook:
 
     def detach(self) -> None:
         """Restore the module's call from before :meth:`follow`."""
-        module = self._module
+        module = self.module
         for handle in self._handles or ():
             handle.remove()
         if self._bracketed is not None and compiled_call(module) is self._bracketed:
@@ -131,22 +132,6 @@ class CallHook:
             return output
 
         return call
-
-    def __deepcopy__(self, memo: Any) -> CallHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopHook, ()
-
-
-class NoopHook:
-    """Hook of an unpickled module, without effect because its parameters are whole."""
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Do nothing."""
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

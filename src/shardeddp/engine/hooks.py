@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from shardeddp.engine.calls import CallHook, Listener, NoopHook, outside_of_graphs
+from shardeddp.engine.calls import CallHook, Listener, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.tensor.one_module import OfOneModule
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     are_transforms_active,
@@ -39,7 +40,7 @@ class _Runtime(Protocol):
 # -- Hooks of units: forwards and gradients
 
 
-class EncoderHook:
+class EncoderHook(OfOneModule):
     """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, before its forward.
 
     The encoder inspects weights of its first layer. If they are plain tensors, it skips padded
@@ -49,14 +50,14 @@ class EncoderHook:
     def __init__(
         self, runtime: _Runtime, encoder: nn.Module, first: Sequence[UnitProgress]
     ) -> None:
-        self.runtime, self._encoder, self._first = runtime, encoder, first
+        self.runtime, self.module, self._first = runtime, encoder, first
         self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
 
     @outside_of_graphs
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if (
-            module is self._encoder
+            module is self.module
             and not (module.training or torch.is_grad_enabled())
             and not are_transforms_active()
         ):
@@ -65,12 +66,6 @@ class EncoderHook:
     def detach(self) -> None:
         """Remove the hook."""
         self._handle.remove()
-
-    def __deepcopy__(self, memo: Any) -> EncoderHook:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopHook, ()
 
 
 def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.activations import all_to_all
-from shardeddp.tensor.parallel_styles import MARK, TensorAxis
+from shardeddp.tensor.one_module import OfOneModule, state_of
+from shardeddp.tensor.parallel_styles import TensorAxis
 
 _Counts = tuple[int, ...]
 
@@ -59,10 +60,11 @@ def _exchange(
     return made
 
 
-@dataclass(kw_only=True)
-class DividedExperts:
+@dataclass(kw_only=True, eq=False)
+class DividedExperts(OfOneModule):
     """State of a module of experts that are divided over ranks."""
 
+    module: nn.Module
     count: int
     axis: TensorAxis
     is_sent: bool
@@ -77,17 +79,19 @@ class DividedExperts:
     was_called: bool = True
     """Whether the module was called since tokens were last sent to it."""
 
-    def check_calls(self, name: str, module: nn.Module) -> None:
+    def check_calls(self, name: str) -> None:
         """Refuse outputs that a dispatch combines without a call of the module before."""
         self.name = name
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end, always_call=True)
+        self.module.register_forward_pre_hook(self._begin)
+        self.module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        self.is_running = self.was_called = True
+        if self.is_of(module):
+            self.is_running = self.was_called = True
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
-        self.is_running = False
+        if self.is_of(module):
+            self.is_running = False
 
     def expect_call(self) -> None:
         """Expect a call of the module from now on, unless it sends the tokens itself."""
@@ -114,16 +118,25 @@ def is_unsent(module: nn.Module) -> bool:
     return divided is not None and not divided.is_sent
 
 
-def refuse_call(name: str, module: nn.Module, args: object) -> None:
-    """Refuse the forward of an expert in a list that belongs to another rank; a pre-hook.
+@dataclass(kw_only=True, eq=False)
+class ForeignExpert(OfOneModule):
+    """An expert in a list that belongs to another rank."""
 
-    Raises:
-        RuntimeError: Always.
-    """
-    raise RuntimeError(
-        f"{name!r} is an expert of another rank: its parameters have no elements here. Send tokens with "
-        f"routed = TokenDispatch(index, experts), and call the experts of routed.experts alone"
-    )
+    module: nn.Module
+    name: str
+
+    def refuse_call(self, module: nn.Module, args: object) -> None:
+        """Refuse the forward of the expert; a pre-hook.
+
+        Raises:
+            RuntimeError: The module is no copy.
+        """
+        if self.is_of(module):
+            raise RuntimeError(
+                f"{self.name!r} is an expert of another rank: its parameters have no elements here. Send "
+                f"tokens with routed = TokenDispatch(index, experts), and call the experts of "
+                f"routed.experts alone"
+            )
 
 
 class TokenDispatch:
@@ -246,7 +259,7 @@ class TokenDispatch:
 
 
 def _divided(experts: nn.Module) -> DividedExperts | None:
-    divided = vars(experts).get(MARK)
+    divided = state_of(experts)
     return divided if isinstance(divided, DividedExperts) else None
 
 
@@ -288,29 +301,35 @@ def expert_axis(mesh: DeviceMesh) -> TensorAxis:
     return TensorAxis(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
-class Routing:
+class Routing(OfOneModule):
     """Hooks of a transformers module of stacked experts, with a forward written for one rank alone.
 
     Its forward takes ``hidden_states`` (tokens, features), ``top_k_index`` and ``top_k_weights``
     (tokens, k), and returns the weighted sum of the experts' outputs for each token.
 
     Args:
-        num_experts: Number of experts on all ranks.
+        module: Module of the experts.
         axis: Expert ranks.
     """
 
     ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
-    def __init__(self, num_experts: int, axis: TensorAxis) -> None:
-        self._num_experts, self._axis = num_experts, axis
+    def __init__(self, module: Any, axis: TensorAxis) -> None:
+        self.module, self._axis = module, axis
+        self._num_experts: int = module.num_experts
         self._under_way: tuple[TokenDispatch, torch.Tensor] | None = None
 
-    def install(self, module: nn.Module) -> None:
+    def install(self) -> None:
         """Set the hooks."""
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after)
+        self.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.module.register_forward_hook(self._after)
+        self.module.register_forward_hook(self._end, always_call=True)
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not self.is_of(module):
+            return None
+        # Its forward alone has the experts of this rank; other code and copies have all of them.
+        module.num_experts = self._num_experts // self._axis.size  # type: ignore[assignment]
         tokens, index, weights = (*args, *(kwargs[it] for it in self.ARGUMENTS[len(args) :]))
         routed = TokenDispatch(index, self._num_experts, self._axis)
         arrived = routed.dispatch(tokens)
@@ -318,7 +337,13 @@ class Routing:
         ones = weights.new_ones(arrived.shape[0], 1)
         return (arrived, routed.index.to(index.dtype).unsqueeze(1), ones), {}
 
-    def _after(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        if self.is_of(module):
+            module.num_experts = self._num_experts  # type: ignore[assignment]
+
+    def _after(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not self.is_of(module):
+            return None
         assert self._under_way is not None
         (routed, weights), self._under_way = self._under_way, None
         each = routed.combine(output)

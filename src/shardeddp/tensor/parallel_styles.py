@@ -20,6 +20,7 @@ from torch import nn
 from shardeddp.comm.activations import all_gather, all_reduce, reduce_scatter
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, boxes_along
+from shardeddp.tensor.one_module import MARK, OfOneModule, state_of
 
 # -- Exchanges: pairs of functions, each the backward of the other
 
@@ -195,17 +196,6 @@ STYLES: Mapping[str, ParallelStyle] = {
 
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-MARK = "_shardeddp_parallel_style"  # key in the dictionary of a module that has been split
-
-
-def refuse_split(root: nn.Module) -> None:
-    """Raise ConfigurationError for a model with a module that has been split before."""
-    split = next((name for name, it in root.named_modules() if MARK in vars(it)), None)
-    if split is not None:
-        raise ConfigurationError(
-            f"{split!r} was split for an earlier run, which has failed: build the module anew"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
@@ -318,9 +308,10 @@ class Siblings:
 
 
 @dataclass(eq=False)
-class SplitLayer:
-    """State of the hooks of one layer."""
+class SplitLayer(OfOneModule):
+    """Hooks of one layer, with their state."""
 
+    module: nn.Module
     axis: TensorAxis
     siblings: Siblings | None
     """Layers with the same input; None: no module around marks the end of their forward."""
@@ -348,6 +339,68 @@ class SplitLayer:
 
     outside: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Masks of other ranks' indices, one per embedding forward under way."""
+
+    before: str = ""
+    """Exchange of the forward's input tensors; see ``_BEFORE``."""
+
+    after: str = ""
+    """Exchange of the forward's output tensor; see ``_AFTER``."""
+
+    def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
+        """Surround the forward of the layer with the exchanges of its style.
+
+        Args:
+            style: Style of the layer.
+            sums_input: True if gradients of its input are summed here, not by a module around it.
+        """
+        vars(self.module)[MARK] = self
+        self.before = style.before if sums_input or style.before != "sum_gradient" else ""
+        self.after = style.after
+        self.was_called = not (self.before or self.after)  # nothing is missing without a call
+        if self.before:
+            self.module.register_forward_pre_hook(self.exchange_inputs, with_kwargs=True)
+        if self.after:
+            # Before hooks of users, which see the output of the whole layer; a split for the layers
+            # behind comes after them.
+            first = self.after != "split_sequence"
+            self.module.register_forward_hook(self.exchange_output, prepend=first)
+
+    def exchange_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook."""
+        if not self.is_of(module):
+            return None
+        self.was_called = True
+        is_index = self.before == "own_rows"
+        # The forward of a frozen layer, in its dictionary, selects this rank's part of a weight itself.
+        weight = None if "forward" in vars(module) else module._parameters.get("weight")
+        if weight is not None and is_index and weight.shape[0] != self.num_rows:
+            _refuse_whole(self)
+        if weight is not None and self.num_columns and weight.shape[1] != self.num_columns:
+            _refuse_whole(self)
+        keys = [*range(len(args)), *kwargs]
+        values = [*args, *kwargs.values()]
+        wanted = [
+            number
+            for number, it in enumerate(values)
+            if isinstance(it, torch.Tensor) and it.is_floating_point() != is_index
+        ]
+        # Experts get weights of the router as well; other layers have one input.
+        every = self.before == "sum_gradient" and "weight" not in module._parameters
+        for number in wanted if every else wanted[:1]:
+            values[number] = _BEFORE[self.before](self, values[number])
+        return tuple(values[: len(args)]), dict(
+            zip(keys[len(args) :], values[len(args) :], strict=True)
+        )
+
+    def exchange_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        if not self.is_of(module):
+            return output
+        self.was_called = True
+        if isinstance(output, tuple):
+            first, *others = cast("tuple[Any, ...]", output)
+            return (_AFTER[self.after](self, first), *others)
+        return _AFTER[self.after](self, output)
 
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
@@ -426,69 +479,13 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    layer.was_called = True
-    is_index = kind == "own_rows"
-    # The forward of a frozen layer, in its dictionary, selects this rank's part of a weight itself.
-    weight = None if "forward" in vars(module) else module._parameters.get("weight")
-    if weight is not None and is_index and weight.shape[0] != layer.num_rows:
-        _refuse_whole(layer)
-    if weight is not None and layer.num_columns and weight.shape[1] != layer.num_columns:
-        _refuse_whole(layer)
-    keys = [*range(len(args)), *kwargs]
-    values = [*args, *kwargs.values()]
-    wanted = [
-        number
-        for number, it in enumerate(values)
-        if isinstance(it, torch.Tensor) and it.is_floating_point() != is_index
-    ]
-    # Experts get weights of the router as well; other layers have one input.
-    every = kind == "sum_gradient" and "weight" not in module._parameters
-    for number in wanted if every else wanted[:1]:
-        values[number] = _BEFORE[kind](layer, values[number])
-    return tuple(values[: len(args)]), dict(
-        zip(keys[len(args) :], values[len(args) :], strict=True)
-    )
-
-
-def _after(kind: str, layer: SplitLayer, module: nn.Module, args: Any, output: Any) -> Any:
-    layer.was_called = True
-    if isinstance(output, tuple):
-        first, *others = cast("tuple[Any, ...]", output)
-        return (_AFTER[kind](layer, first), *others)
-    return _AFTER[kind](layer, output)
-
-
 def _clear(siblings: Siblings, module: nn.Module, args: Any, output: Any) -> None:
     siblings.clear()
 
 
-def install(
-    module: nn.Module, style: ParallelStyle, layer: SplitLayer, *, sums_input: bool = True
-) -> None:
-    """Surround the forward of a layer with the exchanges of its style.
-
-    Args:
-        module: Layer.
-        style: Style of the layer.
-        layer: State of its hooks.
-        sums_input: True if gradients of its input are summed here, not by a module around it.
-    """
-    before = style.before if sums_input or style.before != "sum_gradient" else ""
-    vars(module)[MARK] = layer if before or style.after else True
-    if before:
-        hook = partial(_before, before, layer)
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    if style.after:
-        # Before hooks of users, which see the output of the whole layer; a split for the layers behind
-        # comes after them.
-        first = style.after != "split_sequence"
-        module.register_forward_hook(partial(_after, style.after, layer), prepend=first)
-
-
 def used_without_call(module: nn.Module) -> bool:
     """Return whether parameters of a split layer have gradients although its forward never ran."""
-    layer = vars(module).get(MARK)
+    layer = state_of(module)
     return (
         isinstance(layer, SplitLayer)
         and not layer.was_called

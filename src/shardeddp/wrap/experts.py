@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -20,8 +19,9 @@ from shardeddp.tensor.distributed import (
     local_part,
     replace_parameters,
 )
-from shardeddp.tensor.expert_dispatch import DividedExperts, Routing, refuse_call
-from shardeddp.tensor.parallel_styles import MARK, TensorAxis, linear_sizes, refuse_split
+from shardeddp.tensor.expert_dispatch import DividedExperts, ForeignExpert, Routing
+from shardeddp.tensor.one_module import MARK, refuse_split
+from shardeddp.tensor.parallel_styles import TensorAxis, linear_sizes
 from shardeddp.wrap.policy import NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.tree import join
 
@@ -140,15 +140,18 @@ def keep_own(
     for each in experts:
         own = each.count // axis.size
         divided = DividedExperts(
-            count=each.count, axis=axis, is_sent=each.is_routed or not each.stacked
+            module=each.module,
+            count=each.count,
+            axis=axis,
+            is_sent=each.is_routed or not each.stacked,
         )
         vars(each.module)[MARK] = divided
         if each.stacked:
-            divided.check_calls(each.name, each.module)
+            divided.check_calls(each.name)
         for number, expert in enumerate(() if each.stacked else each.module.children()):
             if number // own != axis.rank:
-                name = join(each.name, str(number))
-                expert.register_forward_pre_hook(partial(refuse_call, name))
+                foreign = ForeignExpert(module=expert, name=join(each.name, str(number)))
+                expert.register_forward_pre_hook(foreign.refuse_call)
         for name, parameter in each.module.named_parameters():
             shape, scope = parameter.shape, each.module
             if each.stacked:
@@ -168,8 +171,7 @@ def keep_own(
             )
             made[id(parameter)] = local_part(parameter, distribution, axis.rank), distribution
         if each.is_routed:
-            Routing(each.count, axis).install(each.module)
-            each.module.num_experts = own  # type: ignore[assignment]
+            Routing(each.module, axis).install()
     return replace_parameters(root, made)
 
 

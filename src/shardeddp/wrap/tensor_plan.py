@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
+from shardeddp.tensor.one_module import DividedNumbers, refuse_split
 from shardeddp.tensor.parallel_styles import (
     ALIASES,
     DIVIDE,
@@ -25,9 +26,7 @@ from shardeddp.tensor.parallel_styles import (
     TensorAxis,
     distribution_of,
     forget_inputs_after,
-    install,
     linear_sizes,
-    refuse_split,
 )
 from shardeddp.wrap.tree import first_three, has_forward, join, nearest
 
@@ -194,6 +193,7 @@ def split_layers(
             setattr(
                 layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size
             )
+            _refuse_copies(layer.module, layer.name)
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
@@ -202,20 +202,23 @@ def split_layers(
             siblings[id(around)] = Siblings()
             forget_inputs_after(around, siblings[id(around)])
         # A training step calls layers of the root without calling the root's forward.
-        know = SplitLayer(axis=axis, siblings=siblings.get(id(around)), name=layer.name)
+        know = SplitLayer(
+            module=layer.module, axis=axis, siblings=siblings.get(id(around)), name=layer.name
+        )
         if style.splits == "vocabulary":
-            _prepare_rows(layer.module, know)
+            _prepare_rows(know)
         if style.splits == "rows" and sizes is not None:
             know.num_features = sizes.inputs // axis.size
         if style.splits == "columns" and sizes is not None and sizes.is_transposed:
             know.num_columns = sizes.outputs // axis.size
             vars(layer.module)["nf"] = know.num_columns  # it makes its output's shape of this
+            _refuse_copies(layer.module, f"{layer.name}.nf")
         if style.after == "gather_features":
             outputs = layer.module.embedding_dim if sizes is None else sizes.outputs
             know.num_outputs = cast("int", outputs) // axis.size
         if style.after == "sum_gradient_of_rope":
             know.rope_dim = _rope_dim(layer, parent, root)
-        install(layer.module, style, know, sums_input=id(layer.module) not in inside)
+        know.install(style, sums_input=id(layer.module) not in inside)
     return replace_parameters(root, made)
 
 
@@ -579,13 +582,18 @@ def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
                 )
 
 
-def _prepare_rows(module: nn.Module, know: SplitLayer) -> None:
-    embedding = cast("nn.Embedding", module)
+def _refuse_copies(module: nn.Module, what: str) -> None:
+    module.register_forward_pre_hook(DividedNumbers(module, repr(what)).refuse_copy)
+
+
+def _prepare_rows(know: SplitLayer) -> None:
+    embedding = cast("nn.Embedding", know.module)
     rows = know.num_rows = embedding.num_embeddings // know.axis.size
     if embedding.padding_idx is not None:
         # The kernel compares it with local indices.
         local = embedding.padding_idx - know.axis.rank * rows
         embedding.padding_idx = local if 0 <= local < rows else None
+        _refuse_copies(embedding, f"{know.name}.padding_idx")
 
 
 def _rope_dim(layer: PlannedLayer, parent: nn.Module, root: nn.Module) -> int:
