@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardeddp.tensor.one_module import OfOneModule
+from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import OptimizedModule, never_traced
 
 outside_of_graphs = never_traced(
@@ -27,7 +27,7 @@ class Listener(NamedTuple):
     """Receives the call's inputs, ``(args, kwargs)``, and its output; None after an exception."""
 
 
-class CallHook(OfOneModule):
+class CallHook(ModuleHook):
     """Calls listeners before and after each call of a module, outside of compiled code.
 
     Dynamo could specialize on traced hooks, or skip them: it replaces a module without hooks by its

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardeddp.engine.calls import CallHook, Listener, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.tensor.one_module import OfOneModule
+from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     are_transforms_active,
@@ -40,7 +40,7 @@ class _Runtime(Protocol):
 # -- Hooks of units: forwards and gradients
 
 
-class EncoderHook(OfOneModule):
+class EncoderHook(ModuleHook):
     """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, before its forward.
 
     The encoder inspects weights of its first layer. If they are plain tensors, it skips padded

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.activations import all_to_all
-from shardeddp.tensor.one_module import OfOneModule, state_of
+from shardeddp.tensor.module_hooks import ModuleHook, state_of
 from shardeddp.tensor.parallel_styles import TensorAxis
 
 _Counts = tuple[int, ...]
@@ -61,7 +61,7 @@ def _exchange(
 
 
 @dataclass(kw_only=True, eq=False)
-class DividedExperts(OfOneModule):
+class DividedExperts(ModuleHook):
     """State of a module of experts that are divided over ranks."""
 
     module: nn.Module
@@ -119,7 +119,7 @@ def is_unsent(module: nn.Module) -> bool:
 
 
 @dataclass(kw_only=True, eq=False)
-class ForeignExpert(OfOneModule):
+class ForeignExpert(ModuleHook):
     """An expert in a list that belongs to another rank."""
 
     module: nn.Module
@@ -301,7 +301,7 @@ def expert_axis(mesh: DeviceMesh) -> TensorAxis:
     return TensorAxis(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
-class Routing(OfOneModule):
+class Routing(ModuleHook):
     """Hooks of a transformers module of stacked experts, with a forward written for one rank alone.
 
     Its forward takes ``hidden_states`` (tokens, features), ``top_k_index`` and ``top_k_weights``

@@ -20,7 +20,7 @@ from torch import nn
 from shardeddp.comm.activations import all_gather, all_reduce, reduce_scatter
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, boxes_along
-from shardeddp.tensor.one_module import MARK, OfOneModule, state_of
+from shardeddp.tensor.module_hooks import MARK, ModuleHook, state_of
 
 # -- Exchanges: pairs of functions, each the backward of the other
 
@@ -308,7 +308,7 @@ class Siblings:
 
 
 @dataclass(eq=False)
-class SplitLayer(OfOneModule):
+class SplitLayer(ModuleHook):
     """Hooks of one layer, with their state."""
 
     module: nn.Module

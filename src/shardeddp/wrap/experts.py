@@ -20,7 +20,7 @@ from shardeddp.tensor.distributed import (
     replace_parameters,
 )
 from shardeddp.tensor.expert_dispatch import DividedExperts, ForeignExpert, Routing
-from shardeddp.tensor.one_module import MARK, refuse_split
+from shardeddp.tensor.module_hooks import MARK, refuse_split
 from shardeddp.tensor.parallel_styles import TensorAxis, linear_sizes
 from shardeddp.wrap.policy import NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.tree import join

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
-from shardeddp.tensor.one_module import DividedNumbers, refuse_split
+from shardeddp.tensor.module_hooks import DividedCount, refuse_split
 from shardeddp.tensor.parallel_styles import (
     ALIASES,
     DIVIDE,
@@ -583,7 +583,7 @@ def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
 
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
-    module.register_forward_pre_hook(DividedNumbers(module, repr(what)).refuse_copy)
+    module.register_forward_pre_hook(DividedCount(module, what).refuse_copy)
 
 
 def _prepare_rows(know: SplitLayer) -> None:

@@ -1,0 +1,98 @@
+"""Hooks of a module that its copies keep without effect.
+
+Parameters of a deep copy or an unpickled module are whole, wherever ranks divide those of the
+original. So its forward computes as in one process, if nothing else of it is divided.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardeddp.errors import ConfigurationError
+
+MARK = "_shardeddp_parallel_style"
+"""Key in the dictionary of a module that ranks divide, of an :class:`ModuleHook`."""
+
+
+class NoopHook:
+    """Hooks of an unpickled module: each method does nothing, or raises a RuntimeError.
+
+    Args:
+        refusal: Text of the error; empty: the methods do nothing.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_refusal":
+            raise AttributeError(name)  # for copy and pickle
+        return partial(_refuse, self._refusal)
+
+
+def _refuse(refusal: str, *args: object, **kwargs: object) -> None:
+    if refusal:
+        raise RuntimeError(refusal)
+
+
+class ModuleHook:
+    """Object with hooks of one module; a copy of the module keeps the same object."""
+
+    module: nn.Module
+    refusal: str = ""
+    """Text of the error that calls of an unpickled module raise; empty: they raise none."""
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether a module is the object's own; compiled code is that of the module."""
+        return torch.compiler.is_compiling() or module is self.module
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopHook, (self.refusal,)
+
+
+class DividedCount(ModuleHook):
+    """Refusal of copies of a module with a number that ranks divide, such as ``num_heads``.
+
+    Args:
+        module: Module with the number.
+        name: Name of the number, for messages.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.refusal = (
+            f"a copy of {name!r} was called: tensor_parallel_plan has divided this number, and "
+            f"parameters of the copy are whole. Copy the module before the run, or load its "
+            f"state_dict() into a module that is built anew"
+        )
+
+    def refuse_copy(self, module: nn.Module, args: object) -> None:
+        """Refuse the forward of a copy; a pre-hook.
+
+        Raises:
+            RuntimeError: The module is a copy: its parameters are whole, and its numbers are not.
+        """
+        if not self.is_of(module):
+            raise RuntimeError(self.refusal)
+
+
+def state_of(module: nn.Module) -> ModuleHook | None:
+    """Return the state of a module that ranks divide; None: it is whole, or a copy."""
+    state = vars(module).get(MARK)
+    return state if isinstance(state, ModuleHook) and state.module is module else None
+
+
+def refuse_split(root: nn.Module) -> None:
+    """Raise ConfigurationError for a model with a module that has been split before."""
+    split = next((name for name, it in root.named_modules() if state_of(it) is not None), None)
+    if split is not None:
+        raise ConfigurationError(
+            f"{split!r} was split for an earlier run, which has failed: build the module anew"
+        )
