@@ -1207,6 +1207,12 @@ def test_layers_with_forwards_of_their_own_are_named(world: Worlds) -> None:
     assert world(2).run(warned_of_forwards, Planned) == [[], []]
 
 
+class Normalized(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.blocks[0].up)
+
+
 class OfTorch(Planned):
     def __init__(self) -> None:
         super().__init__()
@@ -1332,6 +1338,7 @@ REFUSED = [
     ),
     ((OfTorch, {"attention.out_proj": "rowwise"}), "belongs to an nn.MultiheadAttention"),
     ((OfTorch, {"attention.in_proj_weight": "packed_colwise:3"}), "nn.MultiheadAttention"),
+    ((Normalized, PLAN), "'blocks.0.up', whose weight is computed of other parameters"),
     ((OnlyRows, {"blocks.*.down": "rowwise"}), "'blocks.0.down' is split by rows"),
     ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),

@@ -1,10 +1,12 @@
 """Models of transformers, split over ranks by the plans that they bring along, lose what one process does."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,6 +55,23 @@ def test_embeddings_are_split_with_the_head_that_they_are_tied_to(world: Worlds)
     tied = {"tie_word_embeddings": True}
     for found in world(2).run(train_split, "llama", tied, 3, 2):
         assert difference(found, train_alone("llama", tied, 3)) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(world: Worlds, tied: bool) -> None:
+    odd = {"tie_word_embeddings": tied, "vocab_size": 101}
+    for found in world(2).run(warn_of_uneven, odd):
+        assert difference(found, train_alone("llama", odd, 3)) < 1e-5
+
+
+def warn_of_uneven(options: dict[str, Any]) -> list[float]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train_split("llama", options, 3, 2)
+    said = [str(it.message) for it in caught if "does not divide the vocabulary" in str(it.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("model.lm_head" in it for it in said)
+    return found
 
 
 class Generating(Family):

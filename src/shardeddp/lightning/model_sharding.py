@@ -50,6 +50,7 @@ from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import build_units
 from shardeddp.wrap.experts import ChosenUnits, Experts, find_experts, keep_own
 from shardeddp.wrap.tensor_plan import (
+    UNEVEN,
     PlannedLayer,
     find_layers,
     parameters_to_cut,
@@ -308,6 +309,14 @@ class ModelSharding:
             lambda: find_layers(module, plan, size),
             mesh.control,
         )
+        uneven = [it.name for it in layers if it.style_name == UNEVEN]
+        if uneven and self._group.is_rank_zero:
+            warnings.warn(
+                f"tensor_parallel_size={size} does not divide the vocabulary or features of "
+                f"{first_three(uneven)}: each rank has this layer whole. Pad it to split it "
+                f"(model.resize_token_embeddings(..., pad_to_multiple_of={size}))",
+                stacklevel=2,
+            )
         own = with_own_forward(layers) if plan != "auto" else []
         if own and self._group.is_rank_zero:
             warnings.warn(

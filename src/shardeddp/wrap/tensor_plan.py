@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -124,6 +125,8 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
                     )
                 found.append(layer)
     _check_undivided(found)
+    if not strict:
+        found = [*map(partial(_whole_if_uneven, size), found)]
     found = _without_repeated(_without_shared(root, found, strict), strict)
     _check_heads(root, found, size, strict)
     if strict:
@@ -340,6 +343,34 @@ def _own_parameters(
             yield join(layer.name, attribute), parameter
 
 
+UNEVEN = "replicate, uneven"
+"""Style of a layer that ``auto`` leaves whole, because the ranks do not divide it."""
+
+_SELF_CONTAINED = {
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+}
+"""Styles with whole inputs and outputs: other layers do not depend on the split."""
+
+
+def _whole_if_uneven(size: int, layer: PlannedLayer) -> PlannedLayer:
+    """Return a layer of a model's own plan, whole if possible where the ranks do not divide it.
+
+    Vocabularies grow by a token or two when a model is fine-tuned.
+    """
+    weight = layer.module._parameters.get("weight")
+    if layer.style_name not in _SELF_CONTAINED or layer.parameter or weight is None:
+        return layer
+    by_output = layer.style_name in ("colwise_gather_output", "embedding_rowwise")
+    sizes = linear_sizes(layer.module)
+    transposed = sizes is not None and sizes.is_transposed
+    if weight.shape[0 if by_output is not transposed else 1] % size == 0:
+        return layer
+    return replace(layer, style=STYLES["replicate"], style_name=UNEVEN)
+
+
 def _check_undivided(layers: Sequence[PlannedLayer]) -> None:
     for layer in layers:
         for name, parameter in _own_parameters(layer, layers):
@@ -363,7 +394,15 @@ def _check_layer(layer: PlannedLayer) -> None:
     if isinstance(style, TorchStyle) or layer.parameter:
         return
     kind = type(module).__name__
-    if style.splits in ("columns", "rows") and linear_sizes(module) is None:
+    linear = style.splits in ("columns", "rows")
+    if linear and "weight" not in module._parameters and hasattr(module, "weight"):
+        raise ConfigurationError(
+            f"expected layers with a parameter 'weight' for style {layer.style_name!r}, found "
+            f"{layer.name!r}, whose weight is computed of other parameters (weight_norm, "
+            f"spectral_norm, pruning): ranks cannot split it. Remove this from the layer, or write "
+            f"a tensor_parallel_plan without it, a mapping of names to styles"
+        )
+    if linear and linear_sizes(module) is None:
         raise ConfigurationError(
             f"expected linear layers with a weight of (out_features, in_features) for style "
             f"{layer.style_name!r}, found {layer.name!r}, a {kind}. Leave it out of "
