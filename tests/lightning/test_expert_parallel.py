@@ -470,6 +470,30 @@ class Raw(nn.Module):
         return x @ self.up
 
 
+def see_norm(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return output * next(module.parameters()).norm()
+
+
+class ReadingExpert(Expert):
+    """An expert that reads the weight of a layer in it, and that has a hook which does so as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(see_norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * nn.functional.linear(x, self.up.weight).sum(
+            -1, keepdim=True
+        )
+
+
+class ReadingBlock(ListBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([ReadingExpert() for _ in range(EXPERTS)])
+
+
 class RawBlock(ListBlock):
     def __init__(self) -> None:
         super().__init__()
@@ -502,17 +526,21 @@ class WithRaw(Watching):
     block = RawBlock
 
 
+class WithReading(Watching):
+    block = ReadingBlock
+
+
 class WithStacked(Watching):
     block = StackedBlock
 
 
 def watch(kind: type[Watching]) -> list[Any]:
-    experts = Raw if kind is WithRaw else "blocks.*.experts"
+    experts = {WithRaw: Raw, WithReading: ReadingExpert}.get(kind, "blocks.*.experts")
     run = partial(train, size=2, kind=kind, steps=FEWER_STEPS, experts=experts)
     return [*(run(it) for it in STRATEGIES), run("full_shard", auto_wrap_policy=None)]
 
 
-@pytest.mark.parametrize("kind", [WithRows, WithPairs, WithRaw, WithStacked])
+@pytest.mark.parametrize("kind", [WithRows, WithPairs, WithRaw, WithReading, WithStacked])
 def test_code_outside_of_experts_sees_whole_parameters(world: Worlds, kind: type[Watching]) -> None:
     expected, losses = train_whole(kind, steps=FEWER_STEPS)
     for answers in world(2).run(watch, kind):
@@ -615,7 +643,7 @@ def predict(name: str, limit: int) -> int:
 
 def predict_unevenly(name: str) -> None:
     assert predict(name, 2) == 2
-    with pytest.raises(ConfigurationError, match=r"found by rank \[2\], \[3\]"):
+    with pytest.raises(ConfigurationError, match=r"found \[2\] on rank 0, \[3\] on rank 1"):
         predict(name, 4)
 
 

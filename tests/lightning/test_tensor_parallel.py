@@ -982,6 +982,88 @@ class BorrowingHead(HalfOutput):
         return (made - x.sum(-1, keepdim=True)).pow(2).mean()
 
 
+def borrow() -> tuple[dict[str, torch.Tensor], list[float]]:
+    warnings.simplefilter("ignore")
+    found, losses, _ = train(
+        "full_shard",
+        2,
+        kind=BorrowingHead,
+        steps=FEWER_STEPS,
+        tensor_parallel_plan={**PLAN, "head": "colwise_gather_output"},
+    )
+    return found, losses
+
+
+def test_a_weight_that_is_used_without_its_layer_is_whole(world: Worlds) -> None:
+    expected, losses = train_whole(BorrowingHead, steps=FEWER_STEPS)
+    for found, seen in world(2).run(borrow):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+class BetweenBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))) * self.up.weight.norm())
+
+
+class Between(Planned):
+    """Multiplies features that ranks have parts of by a norm of a whole weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = BetweenBlock
+
+
+class Factored(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 12)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class WithNumber(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up = Factored()
+
+
+class Padded(HalfOutput):
+    """Looks words up, and masks the padding by the number that the embedding has for it."""
+
+    def __init__(self, beyond: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, padding_idx=6)
+        self.beyond = beyond
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        words = (torch.arange(x.shape[-2]) + 4) % 8
+        mask = words.ne(self.table.padding_idx).unsqueeze(-1)
+        return super().loss(x + mask * self.table(words + self.beyond) + self.table(words))
+
+
+class BeyondTheTable(Padded):
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+def look_up() -> Any:
+    plan = {**PLAN, "table": "embedding_rowwise"}
+    found = train("full_shard", 2, kind=Padded, steps=FEWER_STEPS, tensor_parallel_plan=plan)
+    with pytest.raises(IndexError, match="out of range"):
+        train("full_shard", 2, kind=BeyondTheTable, steps=1, tensor_parallel_plan=plan)
+    return found
+
+
+def test_a_split_embedding_pads_and_refuses_as_a_whole_one(world: Worlds) -> None:
+    expected, losses = train_whole(Padded, steps=FEWER_STEPS)
+    for found, seen, _ in world(2).run(look_up):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
 class ScaledBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.scale * torch.relu(self.up(self.norm(x))))
@@ -1343,8 +1425,9 @@ REFUSED = [
     ((HalfOutput, {**PLAN, "head": "colwise"}), "expected one loss on the 2 ranks"),
     ((Planned, {"blocks.*.up": "colwise"}), "this rank's 1/2 of its features"),
     ((Borrowing, PLAN), "Split the layer before it with 'colwise' and call it as a module"),
-    ((BorrowingHead, {"head": "colwise_gather_output"}), "weight was used without calling"),
-    ((Scaled, PLAN), "different ones of scale, which every rank has whole"),
+    ((Between, PLAN), "different ones of blocks.0.up.weight, blocks.1.up.weight"),
+    ((WithNumber, PLAN), "'blocks.0.up.factor', one number"),
+    ((Scaled, PLAN), "different ones of scale, which every rank uses whole"),
     ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
 ]
 

@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import Protocol
 
+import torch
+
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.step_clock import StepClock
 from shardeddp.torch_private import current_backward
@@ -37,6 +39,12 @@ class RunState:
 
         self.in_step = False
         """Whether a step of the user's module runs."""
+
+        self.observed: dict[str, torch.Tensor] | None = None
+        """Whole gradients of this backward from uses of split parameters outside of their layers.
+
+        By name; kept for a comparison of the ranks that split layers. None: they are not observed.
+        """
 
         self.clock: StepClock | None = None
         """Measures steps; None: no measurement."""

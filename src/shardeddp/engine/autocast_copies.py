@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.overrides import has_torch_function
 
 from shardeddp.tensor.distributed import flatten_boxes
+from shardeddp.tensor.module_hooks import state_of
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import (
@@ -170,8 +171,12 @@ class AutocastCopies:
         self._forward = _forward_of(module) or _Forward(())
         self._code = _code(module, self._forward)
         self._class = type(module)
+        divided = state_of(module)
+        changed = () if divided is None else divided.attributes
         self._settings = tuple(
-            name for name, it in vars(module).items() if it is None or isinstance(it, _SETTING)
+            name
+            for name, it in vars(module).items()
+            if (it is None or isinstance(it, _SETTING)) and name not in changed
         )
         self._compiled = module
         """Shadow that compiled code computes with."""
@@ -336,10 +341,15 @@ def copies_of(module: nn.Module) -> AutocastCopies | None:
 
 
 def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module that shares all attributes with another one, except for some parameters."""
+    """Return a module that shares all attributes with another one, except for some parameters.
+
+    Attributes of a module that ranks divide are those of its forward.
+    """
     shadow = object.__new__(type(module))
     own = module.__dict__
     shadow.__dict__.update(own, _parameters={**own["_parameters"], **parameters})
+    if (divided := state_of(module)) is not None:
+        shadow.__dict__.update(divided.attributes)
     return shadow
 
 

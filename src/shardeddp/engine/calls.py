@@ -42,11 +42,10 @@ class CallHook(ModuleHook):
 
     Args:
         module: Module.
-        innermost: True to leave before the module's other forward hooks, if it is not compiled.
     """
 
-    def __init__(self, module: nn.Module, *, innermost: bool = False) -> None:
-        self.module, self._innermost = module, innermost
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.listeners: list[Listener] = []
         """Entered in this order, left in the reverse one."""
 
@@ -93,9 +92,7 @@ class CallHook(ModuleHook):
         if self._bracketed is None:
             self._handles = [
                 module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-                module.register_forward_hook(
-                    self.leave, prepend=self._innermost, with_kwargs=True, always_call=True
-                ),
+                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
             ]
         elif module._compiled_call_impl is None:
             self._handles = []

@@ -497,8 +497,8 @@ class GroupGradients:
             raise RuntimeError(
                 f"{self._layout.slots[index].fqn} belongs to experts that other ranks do not have, "
                 f"and was used outside of its unit while gradients are recorded: its gradient would "
-                f"leave out their batches. Use it in the forward of the module that holds the "
-                f"experts, on each rank's own part, or under torch.no_grad()"
+                f"leave out their batches. Use it under torch.no_grad(), and weight decay of the "
+                f"optimizer in place of a penalty"
             )
         self._add_outside(index, gradient)
         if self._on_outside is not None:

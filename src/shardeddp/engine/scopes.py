@@ -48,7 +48,7 @@ class Scope:
         elif compiled_call(boundary) is None:
             if self._own is None:
                 self.detach()
-                self._hook = self._own = CallHook(boundary, innermost=True)
+                self._hook = self._own = CallHook(boundary)
                 self._hook.listeners.append(self._listener)
                 self._hook.follow()
         else:

@@ -258,6 +258,7 @@ def _is_layers_own(spec: ParameterSpec) -> bool:
         split is not None
         and (bool(split.boxes) or spec.is_wrapped)
         and not split.is_dtensor
+        and not split.of_experts  # the expert around the layer may use it, too
         and all(
             not isinstance(owner, nn.MultiheadAttention) and is_used_by_torch(owner, name)
             for owner, name in spec.owners

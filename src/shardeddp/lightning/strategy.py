@@ -75,7 +75,6 @@ from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
     explain_shapes,
-    refuse_uncalled_layers,
     refuse_untried_in,
 )
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
@@ -802,7 +801,6 @@ class ShardedDP(ParallelStrategy):
             self._tensor_ranks.end_backward(self.runtime.root_module.parameters(), self.mesh)
         if self._is_first_step:
             self._is_first_step = False
-            refuse_uncalled_layers(self.runtime.root_module)
             expert_parallel.warn_of_unsent_tokens(self.runtime.root_module)
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import extract_tb
 
@@ -26,7 +26,7 @@ from shardeddp.lightning.api import (
     WeightAveraging,
     callbacks_of,
 )
-from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
+from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
@@ -151,19 +151,21 @@ class TensorRankChecks:
             _compare_batches(name, inputs, mesh)
 
     def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
-        """Compare the losses of a backward."""
-        self._counts["backward"] += 1
-        if self._is_due("backward"):
+        """Compare the losses of a backward, and have its gradients observed."""
+        if self._is_due("backward", 1):
             _compare_losses(loss, mesh)
+            if mesh.run.observed is None:
+                mesh.run.observed = {}
 
     def end_backward(self, parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
         """Compare the gradients of a backward that has reduced them."""
-        self._counts["reduced backward"] += 1
-        if self._is_due("reduced backward"):
-            _compare_gradients(parameters, mesh)
+        self._counts["backward"] += 1
+        observed, mesh.run.observed = mesh.run.observed, None
+        if self._is_due("backward"):
+            _compare_gradients(parameters, observed or {}, mesh)
 
-    def _is_due(self, kind: str) -> bool:
-        return self._counts[kind].bit_count() == 1
+    def _is_due(self, kind: str, ahead: int = 0) -> bool:
+        return (self._counts[kind] + ahead).bit_count() == 1
 
 
 _COMPARED = 1 << 20
@@ -216,29 +218,37 @@ def _compare_losses(loss: torch.Tensor, mesh: Mesh) -> None:
         )
 
 
-def _compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
+def _compare_gradients(
+    parameters: Iterable[torch.Tensor], observed: Mapping[str, torch.Tensor], mesh: Mesh
+) -> None:
     """Check that whole parameters have equal gradients in the tensor-parallel group; a collective.
 
-    Each rank steps on a copy of them, so that different gradients make different models. Compared
-    are norms and projections on one vector, two numbers for each parameter.
+    Each rank steps on a copy of them, so that different gradients make different models. So do
+    uses of a split parameter outside of its layer. Compared are norms and projections on one
+    vector, two numbers for each parameter.
+
+    Args:
+        parameters: Parameters of the model.
+        observed: Whole gradients from uses of split parameters outside of their layers, by name.
+        mesh: Mesh of the run.
 
     Raises:
         RuntimeError: Gradients of a parameter differ by more than 1 %.
     """
-    whole = [
-        it
+    gradients = {
+        it.spec.fqn: observed.get(it.spec.fqn) if it.spec.boxes else it.grad
         for it in parameters
-        if isinstance(it, ShardTensor) and it.requires_grad and not it.spec.boxes
-    ]
-    if not whole:
+        if isinstance(it, ShardTensor) and it.requires_grad
+    }
+    if not gradients:
         return
-    described = torch.stack([_described(it.grad, mesh.device) for it in whole])
+    described = torch.stack([_described(it, mesh.device) for it in gradients.values()])
     greatest, least = _extremes(described, mesh)
     differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
-    if names := [it.spec.fqn for it, bad in zip(whole, differ.tolist(), strict=True) if bad]:
+    if names := [name for name, bad in zip(gradients, differ.tolist(), strict=True) if bad]:
         raise RuntimeError(
             f"expected equal gradients on the {mesh.tensor.size} ranks that split layers, found different "
-            f"ones of {first_three(names)}, which every rank has whole: each would train a copy of its "
+            f"ones of {first_three(names)}, which every rank uses whole: each would train a copy of its "
             f"own. It is used where a rank has a part of the features (between 'colwise' and 'rowwise') "
             f"or of the sequence (a norm there needs the style 'sequence_parallel'), or ranks have "
             f"different random numbers. Move it out of there, give its module a style, or leave the "
@@ -261,21 +271,6 @@ def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Ten
     flat = local.detach().reshape(-1).float()
     direction = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
     return torch.stack([flat.norm(), flat @ direction.mul_(12.9898).sin_()]).to(device)
-
-
-def refuse_uncalled_layers(module: nn.Module) -> None:
-    """Check that split layers were called: other uses of their weights gain nothing by a split.
-
-    Raises:
-        RuntimeError: The weight of a split layer was used without a call of the layer.
-    """
-    name = next((name for name, it in module.named_modules() if used_without_call(it)), None)
-    if name is not None:
-        raise RuntimeError(
-            f"tensor_parallel_plan splits {name!r}, whose weight was used without calling the layer, as "
-            f"in F.linear(x, layer.weight): such a use gathers the whole weight on each rank. Call "
-            f"the layer, or leave it out of the plan"
-        )
 
 
 _DATA_GROUPS: list[ProcessGroup] = []

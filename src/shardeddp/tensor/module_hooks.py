@@ -6,7 +6,9 @@ original. So its forward computes as in one process, if nothing else of it is di
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ class ModuleHook:
     module: nn.Module
     refusal: str = ""
     """Text of the error that calls of an unpickled module raise; empty: they raise none."""
+
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    """Attributes that the module's forward sees in place of the module's own."""
 
     def is_of(self, module: nn.Module) -> bool:
         """Return whether a module is the object's own; compiled code is that of the module."""

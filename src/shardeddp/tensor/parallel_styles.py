@@ -20,7 +20,7 @@ from torch import nn
 from shardeddp.comm.activations import all_gather, all_reduce, reduce_scatter
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, boxes_along
-from shardeddp.tensor.module_hooks import MARK, ModuleHook, state_of
+from shardeddp.tensor.module_hooks import MARK, ModuleHook
 
 # -- Exchanges: pairs of functions, each the backward of the other
 
@@ -229,6 +229,12 @@ def distribution_of(
         ConfigurationError: The number of ranks does not divide it.
     """
     shape, ndim = parameter.shape, parameter.dim()
+    if style.splits is not None and ndim == 0:
+        raise ConfigurationError(
+            f"expected parameters with dims in layers that tensor_parallel_plan splits, found {name!r}, "
+            f"one number: ranks would have parts of its gradient. Move it to a module around the "
+            f"layer, or leave the layer out of the plan"
+        )
     wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
     dim = None
     if style.splits == "columns":
@@ -331,9 +337,6 @@ class SplitLayer(ModuleHook):
     num_columns: int = 0
     """Columns on a rank, of a transposed weight; 0: it is not transposed, or split by rows."""
 
-    was_called: bool = False
-    """True once its forward has run; without it the exchanges of its style are missing."""
-
     rope_dim: int = 0
     """Trailing features that go to attention without a split layer between (MLA)."""
 
@@ -346,6 +349,9 @@ class SplitLayer(ModuleHook):
     after: str = ""
     """Exchange of the forward's output tensor; see ``_AFTER``."""
 
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    _former: dict[str, Any] = field(default_factory=dict[str, Any])
+
     def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
         """Surround the forward of the layer with the exchanges of its style.
 
@@ -356,7 +362,6 @@ class SplitLayer(ModuleHook):
         vars(self.module)[MARK] = self
         self.before = style.before if sums_input or style.before != "sum_gradient" else ""
         self.after = style.after
-        self.was_called = not (self.before or self.after)  # nothing is missing without a call
         if self.before:
             self.module.register_forward_pre_hook(self.exchange_inputs, with_kwargs=True)
         if self.after:
@@ -369,7 +374,9 @@ class SplitLayer(ModuleHook):
         """Forward pre-hook."""
         if not self.is_of(module):
             return None
-        self.was_called = True
+        if self.attributes and "forward" not in vars(module):  # else its shadow has them
+            self._former = {name: vars(module)[name] for name in self.attributes}
+            vars(module).update(self.attributes)
         is_index = self.before == "own_rows"
         # The forward of a frozen layer, in its dictionary, selects this rank's part of a weight itself.
         weight = None if "forward" in vars(module) else module._parameters.get("weight")
@@ -396,7 +403,8 @@ class SplitLayer(ModuleHook):
         """Forward hook."""
         if not self.is_of(module):
             return output
-        self.was_called = True
+        if self._former:
+            vars(module).update(self._former)
         if isinstance(output, tuple):
             first, *others = cast("tuple[Any, ...]", output)
             return (_AFTER[self.after](self, first), *others)
@@ -438,7 +446,9 @@ def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
     local = indices - layer.axis.rank * layer.num_rows
     outside = (local < 0) | (local >= layer.num_rows)
     layer.outside.append(outside)
-    return local.masked_fill(outside, 0)
+    # Indices that no rank has stay out of range: the lookup refuses them, as in one process.
+    exists = (indices >= 0) & (indices < layer.axis.size * layer.num_rows)
+    return local.masked_fill(outside & exists, 0)
 
 
 def _sum_rows(layer: SplitLayer, rows: torch.Tensor) -> torch.Tensor:
@@ -481,16 +491,6 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
 
 def _clear(siblings: Siblings, module: nn.Module, args: Any, output: Any) -> None:
     siblings.clear()
-
-
-def used_without_call(module: nn.Module) -> bool:
-    """Return whether parameters of a split layer have gradients although its forward never ran."""
-    layer = state_of(module)
-    return (
-        isinstance(layer, SplitLayer)
-        and not layer.was_called
-        and any(it.grad is not None for it in module._parameters.values() if it is not None)
-    )
 
 
 def forget_inputs_after(module: nn.Module, siblings: Siblings) -> None:

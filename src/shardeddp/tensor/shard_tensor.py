@@ -673,6 +673,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._former_gradient = stored_gradient(self)
             unit_gradients, index = self._unit_gradients
             unit_gradients.add_outside(index, gradient.detach())
+            observed = self._spec.mesh.run.observed
+            if observed is not None and self._spec.boxes:
+                former = observed.get(self._spec.fqn)
+                own = gradient.detach()
+                observed[self._spec.fqn] = own if former is None else former + own
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:

@@ -144,8 +144,8 @@ def with_own_forward(layers: Iterable[PlannedLayer]) -> list[str]:
         if isinstance(it.style, ParallelStyle)
         and it.style.splits is not None
         and not it.parameter
-        and any(isinstance(it.module, kind) for kind in kinds)
         and all(type(it.module).forward is not kind.forward for kind in kinds)
+        and type(it.module).__name__ != "Conv1D"  # of transformers: as nn.Linear
     ]
 
 
@@ -196,7 +196,8 @@ def split_layers(
             setattr(
                 layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size
             )
-            _refuse_copies(layer.module, layer.name)
+            refusal = DividedCount(layer.module, layer.name)
+            layer.module.register_forward_pre_hook(refusal.refuse_copy)
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
@@ -214,8 +215,7 @@ def split_layers(
             know.num_features = sizes.inputs // axis.size
         if style.splits == "columns" and sizes is not None and sizes.is_transposed:
             know.num_columns = sizes.outputs // axis.size
-            vars(layer.module)["nf"] = know.num_columns  # it makes its output's shape of this
-            _refuse_copies(layer.module, f"{layer.name}.nf")
+            know.attributes = {"nf": know.num_columns}  # it makes its output's shape of this
         if style.after == "gather_features":
             outputs = layer.module.embedding_dim if sizes is None else sizes.outputs
             know.num_outputs = cast("int", outputs) // axis.size
@@ -621,18 +621,13 @@ def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
                 )
 
 
-def _refuse_copies(module: nn.Module, what: str) -> None:
-    module.register_forward_pre_hook(DividedCount(module, what).refuse_copy)
-
-
 def _prepare_rows(know: SplitLayer) -> None:
     embedding = cast("nn.Embedding", know.module)
     rows = know.num_rows = embedding.num_embeddings // know.axis.size
     if embedding.padding_idx is not None:
         # The kernel compares it with local indices.
         local = embedding.padding_idx - know.axis.rank * rows
-        embedding.padding_idx = local if 0 <= local < rows else None
-        _refuse_copies(embedding, f"{know.name}.padding_idx")
+        know.attributes = {"padding_idx": local if 0 <= local < rows else None}
 
 
 def _rope_dim(layer: PlannedLayer, parent: nn.Module, root: nn.Module) -> int:
