@@ -14,7 +14,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import local_or_whole
 
 _SIGNS = ("not enough memory", "can't allocate memory", "out of memory")
 _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
@@ -143,5 +143,5 @@ def _states(optimizers: Iterable[Optimizer], device: torch.device) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    local = [value.to_local() if isinstance(value, ShardTensor) else value for value in found]
+    local = [local_or_whole(value) for value in found]
     return sum(each.nbytes for each in local if each.device.type == device.type)

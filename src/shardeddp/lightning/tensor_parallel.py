@@ -27,7 +27,7 @@ from shardeddp.lightning.api import (
     callbacks_of,
 )
 from shardeddp.tensor.parallel_styles import TensorAxis, used_without_call
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
 from shardeddp.wrap.tree import first_three
@@ -255,7 +255,7 @@ def _extremes(values: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Ten
 
 def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Return norm and a projection of a gradient's local elements; zeros if there are none."""
-    local = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+    local = local_or_whole(gradient)
     if local is None or not local.numel():
         return torch.zeros(2, device=device)
     flat = local.detach().reshape(-1).float()

@@ -18,7 +18,7 @@ from shardeddp.engine.storage import allocate, release
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
-from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 from shardeddp.torch_private import pytree
 
@@ -184,7 +184,7 @@ class OwnedParameter:
         """Set the whole parameter's gradient; return the transfers that this needs."""
         travels = isinstance(gradient, ShardTensor) and not self.owner_has_all
         if self.tensor is not None:
-            here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+            here = local_or_whole(gradient)
             self.tensor.grad = (
                 torch.empty_like(self.tensor.detach())
                 if travels

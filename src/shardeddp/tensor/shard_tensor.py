@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -65,6 +65,8 @@ from shardeddp.torch_private import (
     refuse_data_pointer,
     without_torch_function,
 )
+
+T = TypeVar("T")
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a function or an operation of torch with arguments and keyword arguments."""
@@ -904,6 +906,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
 
 # Called for all parameters of an optimizer or a model in every step: no call for each parameter.
+
+
+def local_or_whole(tensor: T) -> T | torch.Tensor:
+    """Return this rank's elements of a sharded tensor; a plain tensor or None unchanged."""
+    return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 
 def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:
