@@ -202,14 +202,14 @@ class Restore:
                 content, found = self._group.run_on_all_ranks("reading the checkpoint", read)
             except CheckpointError as error:
                 raise self._with_advice(error) from error
-            if self._is_what_all_have(content, place):
+            if self._all_ranks_read_same(content, place):
                 return found
         raise CheckpointError(
             f"{path} is being replaced again and again: ranks have read different checkpoints "
             f"{_ATTEMPTS} times. Load one that nothing writes to any more, such as a copy"
         )
 
-    def _is_what_all_have(self, read: bytes, path: Location) -> bool:
+    def _all_ranks_read_same(self, read: bytes, path: Location) -> bool:
         """True if all ranks have read the same checkpoint, and it was not replaced meanwhile."""
         stays, mesh = content_id(path) == read, self._group.current
         if mesh is None:
