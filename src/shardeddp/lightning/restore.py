@@ -37,9 +37,7 @@ from shardeddp.checkpoint.find import (
     what_lies_beside,
 )
 from shardeddp.checkpoint.full_read import require_data
-from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
-from shardeddp.checkpoint.restore import (
+from shardeddp.checkpoint.load_states import (
     Replaced,
     load_model,
     load_optimizer,
@@ -48,6 +46,8 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
     rename_weights,
 )
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import (
     KEY,

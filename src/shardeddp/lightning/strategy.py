@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.full_write import gather_full
-from shardeddp.checkpoint.restore import parameter_names
+from shardeddp.checkpoint.load_states import parameter_names
 from shardeddp.checkpoint.schema import KEY
 from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
 from shardeddp.comm.rendezvous import leave_loopback
