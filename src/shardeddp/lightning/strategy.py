@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -59,7 +59,7 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.out_of_memory import explain_memory, memory_lines
+from shardeddp.lightning.out_of_memory import MemoryGuard, explain_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
@@ -730,9 +730,10 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_batch()
         self._callbacks.begin_batch(self._trainer_at_work())
 
-    def _during(self, part: str) -> _Part:
+    def _during(self, part: str) -> MemoryGuard:
         mesh = self._group.current
-        return _Part(during(None if mesh is None else mesh.run.clock, part), self._describe_memory)
+        timed = during(None if mesh is None else mesh.run.clock, part)
+        return MemoryGuard(timed, self._describe_memory)
 
     @override
     def batch_to_device(
@@ -971,27 +972,3 @@ class ShardedDP(ParallelStrategy):
 
 
 register_names(ShardedDP)
-
-
-class _Part:
-    """Context of a part of a step: times it, and explains an out-of-memory error in it.
-
-    A class and not a generator, for speed: a step of a small model enters several.
-    """
-
-    def __init__(
-        self,
-        timed: AbstractContextManager[None],
-        describe: Callable[[BaseException], list[str]],
-    ) -> None:
-        self._timed, self._describe = timed, describe
-
-    def __enter__(self) -> None:
-        """Start the clock."""
-        self._timed.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Stop the clock; add the memory in use to an out-of-memory error."""
-        self._timed.__exit__(kind, error, traceback)
-        if error is not None:
-            explain_memory(error, self._describe)
