@@ -13,7 +13,7 @@ from torch import nn
 from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
-from shardeddp.lightning import strategy as module
+from shardeddp.lightning import planning as module
 from shardeddp.lightning.planning import (
     RunSetting,
     by_states,

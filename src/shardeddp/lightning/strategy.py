@@ -49,7 +49,6 @@ from shardeddp.lightning.api import (
     Trainer,
     TrainerFn,
     introduction,
-    rank_zero_info,
     rank_zero_only,
     register_names,
     reset_seed,
@@ -64,7 +63,7 @@ from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
     RunSetting,
-    choose,
+    choose_on_rank_zero,
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
@@ -529,7 +528,10 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         self._group.connect(self._ranks)
         if AUTO in (self.options.sharding_strategy, self.options.shard_size):
-            self._choose_sharding()
+            self.chosen, options = choose_on_rank_zero(
+                self._group, self.lightning_module, self.options, self.setting(self.trainer)
+            )
+            self._use(options)
         self._group.begin_run(self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
@@ -547,19 +549,6 @@ class ShardedDP(ParallelStrategy):
         accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
         precision = self.precision_plugin.precision
         return RunSetting.of(self.options, precision, self._ranks, accumulates)
-
-    def _choose_sharding(self) -> None:
-        """Replace ``auto`` in the options by the choice of rank 0."""
-        module, setting = self.lightning_module, self.setting(self.trainer)
-        options, reach = self.options, self._group.reach or self.num_processes
-        found = self._group.on_rank_zero(
-            "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
-        )
-        self.chosen = chosen = Chosen(**found)
-        size = chosen.shard_size or options.shard_size
-        self._use(replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size))
-        over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
-        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
 
     def _use(self, options: Options) -> None:
         self.options = options
