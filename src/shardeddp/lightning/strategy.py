@@ -21,7 +21,7 @@ from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.full_write import gather_full
 from shardeddp.checkpoint.load_states import parameter_names
 from shardeddp.checkpoint.schema import KEY
-from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
+from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
     ActivationCheckpointingLike,
@@ -37,7 +37,6 @@ from shardeddp.config import (
 )
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
-from shardeddp.errors import ConfigurationError, RankError
 from shardeddp.lightning import expert_parallel, private
 from shardeddp.lightning.api import (
     Accelerator,
@@ -662,7 +661,7 @@ class ShardedDP(ParallelStrategy):
         if not trainer.training:
             raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
         options = replace(self.options, sharding_strategy=sharding_strategy, shard_size=shard_size)
-        self._check_reshard(options)
+        self._model_sharding.check_reshard(options, self._ranks, runtime)
         if options == self.options:
             return
         self.wait_for_checkpoint()
@@ -676,23 +675,6 @@ class ShardedDP(ParallelStrategy):
         self._runtime.go_on_from(runtime)
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
-
-    def _check_reshard(self, options: Options) -> None:
-        """Raise on all ranks, before any state changes, if a reshard is impossible."""
-        split, name = options.tensor_parallel_size, options.sharding_strategy
-        experts = options.expert_parallel_size
-        if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
-            raise ConfigurationError(
-                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split} and "
-                f"expert_parallel_size={experts}: expected the name of a strategy, a number of "
-                f"ranks or None, and layers and experts that are not split"
-            )
-        options.sharding.topology(self.num_nodes, self.num_processes)
-        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.control)
-        try:
-            self._group.run_on_all_ranks("resharding", lambda: self.runtime.check_rest("reshard()"))
-        except RankError as error:
-            raise error.__cause__ or error from None
 
     @override
     def model_to_device(self) -> None:
