@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import torch
@@ -624,6 +625,22 @@ class Options:
         """Options that change the order of gathers, with their values; equal on all ranks."""
         names = "forward_prefetch", "backward_prefetch", "uneven_units"
         return [f"{name}={getattr(self, name)}" for name in names]
+
+
+def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function that differ from their defaults.
+
+    Args:
+        function: Function or class; arguments without a default are left out.
+        values: Values by name, such as the function's ``locals()``.
+    """
+
+    def differs(value: Any, default: Any) -> bool:
+        return value is not default and (type(value) is not type(default) or value != default)
+
+    known = signature(function).parameters.values()
+    defaults = {it.name: it.default for it in known if it.default is not it.empty}
+    return {name: values[name] for name, it in defaults.items() if differs(values[name], it)}
 
 
 def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:

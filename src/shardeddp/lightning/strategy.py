@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from shardeddp.config import (
     StartMethod,
     StateDictType,
     UnevenBatches,
+    changed_arguments,
     parse_options,
 )
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
@@ -102,18 +102,6 @@ _OF_LIGHTNING = (
     "precision_plugin",
 )
 """Arguments of Lightning's own strategies."""
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``ShardedDP`` that differ from their defaults, and unknown ones."""
-    known = signature(ShardedDP).parameters
-
-    def differs(value: Any, default: Any) -> bool:
-        return value is not default and (type(value) is not type(default) or value != default)
-
-    own = {name: it.default for name, it in known.items() if name != "others"}
-    changed = {name: arguments[name] for name, it in own.items() if differs(arguments[name], it)}
-    return {**changed, **arguments["others"]}
 
 
 class ShardedDP(ParallelStrategy):
@@ -242,7 +230,7 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **others: Any,
     ) -> None:
-        given = _given(locals())
+        given = {**changed_arguments(ShardedDP, locals()), **others}
         check_lightning()
         self.options = options = parse_options(given, _OF_LIGHTNING)
         super().__init__(
