@@ -535,5 +535,5 @@ def _describe(
                 f"rank {other} is in "
                 f"{answer['reports'].get('desync', {}).get('what', answer['where'])}"
             )
-    elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
+    elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "at an unknown place"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"

@@ -127,7 +127,7 @@ class GradientMemory:
                 f"the gradient of {self._layout.slots[index].fqn} is not complete before the "
                 f"step's last micro-batch: "
                 f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
-                f"own until then. Look at it there, or set reduce_every_backward=False"
+                f"own until then. Read it after that micro-batch, or set reduce_every_backward=False"
             )
         if self.partial is None:
             self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)

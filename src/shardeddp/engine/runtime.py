@@ -203,8 +203,8 @@ class Runtime:
         if viewed:
             raise RuntimeError(
                 f"{action} while something holds views of parameters that were taken in a step, of "
-                f"{first_three(viewed)}: they would keep their values from here on. Drop them, or "
-                f"clone() what is to be kept"
+                f"{first_three(viewed)}: they would no longer follow the parameters. Drop them, or "
+                f"clone() those to be kept"
             )
         known = [
             sharded.spec.fqn

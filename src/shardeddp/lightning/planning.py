@@ -272,7 +272,7 @@ def plan_of_run(
         gpu = ASSUMED_GPU
         lines.insert(
             0,
-            f"This machine has no GPU, so {gpu} is planned for; say another one: plan_only='A100-80'.",
+            f"This machine has no GPU, so the plan is for {gpu}. For another GPU: plan_only='A100-80'.",
         )
     samples = samples_of(batch)
     sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
@@ -320,7 +320,7 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
     example = module.example_input_array
     if example is None:
         raise ConfigurationError(
-            f"plan_only: what a batch looks like is not known: pass training data to fit(), or set "
+            f"plan_only: expected a batch to plan with, found none: pass training data to fit(), or set "
             f"{type(module).__name__}.example_input_array"
         )
     return example

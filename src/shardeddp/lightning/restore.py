@@ -509,7 +509,7 @@ def open_any(
     if not foreign:
         raise CheckpointError(
             f"{path} was written by another tool, and its index is a pickle. To load it by a "
-            f"reader that runs none, say so: "
+            f"reader that runs no code, set "
             f"ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"

@@ -241,7 +241,7 @@ def _compare_gradients(parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
             f"ones of {first_three(names)}, which every rank has whole: each would train a copy of its "
             f"own. It is used where a rank has a part of the features (between 'colwise' and 'rowwise') "
             f"or of the sequence (a norm there needs the style 'sequence_parallel'), or ranks have "
-            f"different random numbers. Move it out of there, give its module a style, or leave the "
+            f"different random numbers. Move it to another place, give its module a style, or leave the "
             f"layers around it out of tensor_parallel_plan"
         )
 

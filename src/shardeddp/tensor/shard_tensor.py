@@ -254,10 +254,10 @@ class NoRawMemory:
     def _refusal(self, asked: str) -> RuntimeError:
         tensor: Any = self  # both have a spec
         return RuntimeError(
-            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Call "
             f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
-            f"write to it with copy_(). What saves a model by itself (save_pretrained, "
-            f"safetensors) goes into strategy.summon_full_params()"
+            f"write to it with copy_(). Call functions that save a model by themselves "
+            f"(save_pretrained, safetensors) inside of strategy.summon_full_params()"
         )
 
 

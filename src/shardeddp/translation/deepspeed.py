@@ -40,7 +40,7 @@ def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
     return bool({*config} & sizes) or bool(_ITS_OWN & {*config} and not _OF_LIGHTNING & {*config})
 
 
-_AUTO = "'auto' is filled in by transformers; Lightning has to be told"
+_AUTO = "'auto' is filled in by transformers; Lightning needs a value"
 
 
 def _or_auto(rule: Rule) -> Rule:
