@@ -527,7 +527,7 @@ def test_a_probe_that_could_not_be_written_does_not_begin(
 ) -> None:
     status, out, err = run(capsys, "probe", "-o", tmp_path / where)
     assert (status, out) == (2, "")
-    assert "expected a file in a directory that is there" in err
+    assert "expected a file in an existing directory" in err
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

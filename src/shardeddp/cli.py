@@ -275,7 +275,7 @@ def plan(options: argparse.Namespace) -> int:
 def probe(options: argparse.Namespace) -> int:
     """Measure this machine's compute, memory and communication rates."""
     if options.output.is_dir() or not options.output.parent.is_dir():
-        raise UsageError(f"-o {options.output}: expected a file in a directory that is there")
+        raise UsageError(f"-o {options.output}: expected a file in an existing directory")
     found = measure()
     if found is not None:
         write(options.output, found)
@@ -299,7 +299,7 @@ def report(options: argparse.Namespace) -> int:
 def _source(options: argparse.Namespace) -> Source:
     given = [options.module, options.dims, options.transformer]
     if sum(it is not None for it in given) != 1:
-        raise UsageError("say one of: a LightningModule, --transformer CONFIG, --dims SIZES")
+        raise UsageError("expected one of: a LightningModule, --transformer CONFIG, --dims SIZES")
     if options.dims is not None:
         return of_dimensions(Dimensions.of_text(options.dims), options.length)
     if options.transformer is not None:

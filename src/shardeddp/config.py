@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import torch
@@ -492,65 +493,46 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Checked options of a strategy; ``ShardedDP`` takes the same and describes them.
+    """Checked and resolved options of a strategy.
 
-    Components of the strategy and of the engine read their fields of this object. Two objects are
-    equal if they shard a model alike; fields without influence on that are not compared.
+    ``ShardedDP`` describes them, as its arguments of the same names; a field has a docstring where
+    it differs. Components of the strategy and of the engine read their fields of this object. Two
+    objects are equal if they shard a model alike; fields without influence on that are not
+    compared.
 
     Raises:
         ConfigurationError: An option is invalid, or does not work with another one.
     """
 
     sharding_strategy: str = field(default="full_shard", compare=False)
-    """Name of the strategy in lower case; names of other libraries are translated."""
+    """Name in lower case; names of other libraries are translated."""
     shard_size: ShardSizeOption = field(default=None, compare=False)
-    """Number of ranks that share one model under ``hybrid_shard``; None: those of a node."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
-    """Policy that chooses the modules that are units."""
     mixed_precision: MixedPrecision | None = None
-    """Dtypes of gathered parameters and of gradients; None: those of the Trainer's precision."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Modules recomputed in backward, with a Policy as ``modules``; None: no recomputation."""
+    """Its ``modules`` are a policy."""
     cpu_offload: bool | CPUOffload = field(default=False, compare=False)
     """Value as given; ``offload`` is the resolved one."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
-    """True or a number of neighbours: units are gathered again for backward; False: kept."""
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
-    """Ranks that split optimizer states under ``hybrid_shard``: shard group or all ranks."""
     optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
-    """Input of an element's update, by class name of optimizers that torch does not have."""
     tensor_parallel_size: int = 1
-    """Number of neighbouring ranks that split layers."""
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
-    """Layers to split, with their styles; None: those that ``configure_model`` has split."""
     expert_parallel_size: int = 1
-    """Number of neighbouring ranks that have different experts."""
     experts: Policy | None = None
-    """Policy that chooses the modules of experts; None: those of Mixtral-like models."""
     forward_prefetch: int = 1
-    """Number of units gathered ahead of the current one in forward."""
     backward_prefetch: int = 1
-    """Number of units gathered ahead of the current one in backward."""
     reduce_every_backward: bool | None = field(default=None, compare=False)
-    """True: gradients are reduced in every micro-batch; False: once per step."""
     uneven_batches: UnevenBatches = field(default="error", compare=False)
-    """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
-    """True: ranks may use different units in a step."""
     state_dict_type: StateDictType = field(default="auto", compare=False)
-    """Format of checkpoints: one file, or a directory of shards."""
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
-    """Options of writing and reading checkpoints."""
     process_group_backend: str | None = field(default=None, compare=False)
-    """Backend of the process group; None: the device's own."""
     timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
-    """Time after which a collective fails."""
     debug: bool = False
-    """True: collectives of user code are compared over ranks before they run."""
     plan_only: bool | str = field(default=False, compare=False)
-    """True: a fit is planned and not run; for another GPU, its name in the planner's table."""
+    """A GPU has its name in the planner's table."""
     start_method: StartMethod = field(default="popen", compare=False)
-    """Method of starting ranks if the cluster environment does not start them."""
 
     # Derived from several options, or from one that has more than one type.
     sharding: ShardingStrategy = field(init=False)
@@ -637,6 +619,28 @@ class Options:
         }
         for option, value in resolved.items():
             object.__setattr__(self, option, value)
+
+    @property
+    def order_of_gathers(self) -> list[str]:
+        """Options that change the order of gathers, with their values; equal on all ranks."""
+        names = "forward_prefetch", "backward_prefetch", "uneven_units"
+        return [f"{name}={getattr(self, name)}" for name in names]
+
+
+def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function that differ from their defaults.
+
+    Args:
+        function: Function or class; arguments without a default are left out.
+        values: Values by name, such as the function's ``locals()``.
+    """
+
+    def differs(value: Any, default: Any) -> bool:
+        return value is not default and (type(value) is not type(default) or value != default)
+
+    known = signature(function).parameters.values()
+    defaults = {it.name: it.default for it in known if it.default is not it.empty}
+    return {name: values[name] for name, it in defaults.items() if differs(values[name], it)}
 
 
 def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:

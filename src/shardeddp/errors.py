@@ -80,16 +80,16 @@ class LostRankError(RuntimeError):
         if self.places:
             listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
             return (
-                f"these run and have not been interrupted as the others have: {listed}. They do "
-                f"not come to what the others wait for: they are at something that takes longer "
-                f"than the timeout, or somewhere else in the program. ShardedDP(timeout=...) is "
-                f"how long ranks wait for each other"
+                f"ranks that are still running, while the others were interrupted: {listed}. They "
+                f"have not reached the operation that the others wait for: something before it "
+                f"takes longer than the timeout, or their program does not lead to it. "
+                f"ShardedDP(timeout=...) is the time that ranks wait for each other"
             )
         if self.ended:
             return (
                 f"no word from rank {listed}: the process that hosts the store in which ranks "
                 f"leave their errors (rank 0, or torchrun on its machine) has ended or was killed. "
-                f"The output of rank 0 says why"
+                f"Look for the reason in the output of rank 0"
             )
         return (
             f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine) "

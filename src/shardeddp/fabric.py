@@ -125,13 +125,13 @@ class ShardedDP(DDPStrategy):
             (
                 "CheckpointOptions(asynchronous=True)",
                 own.checkpoint_options.asynchronous,
-                "nobody would wait for the last checkpoint of a loop of one's own",
+                "nothing in a custom loop waits for the last checkpoint",
             ),
             ("uneven_batches", "uneven_batches" in options, "your own loop ends epochs by itself"),
             (
                 "'auto' or plan_only",
                 chosen,
-                "it knows the model before a run; ShardedDP.plan(model) says what to write here",
+                "it has the model before a run; ShardedDP.plan(model) prints settings for Fabric",
             ),
             ("tensor_parallel_size", own.tensor_parallel_size != 1, "where it has been tried"),
             ("expert_parallel_size", own.expert_parallel_size != 1, "where it has been tried"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.restore import rename_weights
+from shardeddp.checkpoint.load_states import rename_weights
 from shardeddp.checkpoint.safetensors import (
     Entry,
     index_bytes,

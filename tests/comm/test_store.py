@@ -144,7 +144,7 @@ def test_a_host_that_has_ended_is_said_to_have_ended(store: MemoryStore) -> None
     text = str(pickle.loads(pickle.dumps(broken.__cause__)))
     assert (
         "no word from rank 0" in text
-        and "has ended or was killed. The output of rank 0 says why" in text
+        and "has ended or was killed. Look for the reason in the output of rank 0" in text
     )
     assert not barrier.wait_for_all("batch 1")
 
@@ -247,6 +247,6 @@ def test_answers_of_all_ranks_are_read_at_once(store: MemoryStore) -> None:
 def test_several_ranks_that_run_are_listed() -> None:
     error = LostRankError([1, 2], {1: "a.py:1", 2: "b.py:2"})
     assert (
-        "these run and have not been interrupted as the others have: rank 1 (at a.py:1), rank 2 (at b.py:2). They"
+        "ranks that are still running, while the others were interrupted: rank 1 (at a.py:1), rank 2 (at b.py:2). They"
         in (str(pickle.loads(pickle.dumps(error))))
     )

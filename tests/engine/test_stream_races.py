@@ -157,7 +157,7 @@ MUTANTS = {
         told=["shard.copy_(output, non_blocking=True)", "on host"],
     ),
     "the gradient buffer is given back while it is copied to the host": Mutant(
-        place=REDUCTION + "_arrived",
+        place=REDUCTION + "_after_shard_group",
         line="if memory.is_on_host:",
         becomes="if not memory.is_on_host:",
         scenario=FROM_HOST,

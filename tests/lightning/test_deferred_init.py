@@ -332,7 +332,7 @@ def test_a_copy_that_was_taken_before_the_training_is_named() -> None:
     trainer = make_trainer(ShardedDP(), max_steps=1)
     model = deferred_model(trainer, TinyGpt)
     kept = [it.detach().clone() for it in model.blocks.parameters()]
-    said = f"^{len(kept)} tensors on the meta device.*that are taken between its building"
+    said = f"^{len(kept)} tensors on the meta device.*between its construction"
     with pytest.warns(UserWarning, match=said):
         trainer.fit(model, token_loader(8))
 
@@ -454,7 +454,7 @@ def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name(h
     trainer = make_trainer(ShardedDP(), max_steps=1)
     model = deferred_model(trainer, TinyGpt)
     LOST_WRITES[how](model)
-    said = r"embed.weight: expected nothing to be written on the meta device.*or in setup\(\)"
+    said = r"embed.weight: expected no writes on the meta device.*or in setup\(\)"
     with pytest.raises(ConfigurationError, match=said):
         trainer.fit(model, token_loader(8))
 

@@ -151,7 +151,7 @@ def check(answers: list[Ended], action: Callable[..., object]) -> None:
         assert sum(f"rank {rank}" in ended.said for rank in range(len(answers))) > 1
         assert (
             "All ranks have to communicate alike" in ended.said
-            or "asked by all ranks alike" in ended.said
+            or "used by all ranks alike" in ended.said
         )
 
 

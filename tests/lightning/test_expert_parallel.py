@@ -19,6 +19,7 @@ from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.verify import tensor_rows, verify
 from shardeddp.errors import ConfigurationError
+from support.experts import StackedExperts
 from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
@@ -80,34 +81,14 @@ class ListBlock(nn.Module):
         return x + (routed.combine(rows) * weights.unsqueeze(-1)).sum(1).view_as(x)
 
 
-class StackedExperts(nn.Module):
-    """Experts in one parameter, as transformers has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, 12, 8) / 3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 12) / 3)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        out = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(top_k_index == expert)
-            if token.numel():
-                row = torch.relu(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T
-                out = out.index_add(0, token, row * top_k_weights[token, place, None])
-        return out
-
-
 class StackedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(8), Router(), StackedExperts()
+        self.norm, self.router, self.experts = (
+            nn.LayerNorm(8),
+            Router(),
+            StackedExperts(EXPERTS, 8, 12),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = self.norm(x).flatten(0, -2)

@@ -13,7 +13,7 @@ from torch import nn
 from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
-from shardeddp.lightning import strategy as module
+from shardeddp.lightning import planning as module
 from shardeddp.lightning.planning import (
     RunSetting,
     by_states,
@@ -272,7 +272,7 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 def test_a_dry_run_without_a_batch_or_of_something_else_says_so() -> None:
     trainer = dry_trainer(ShardedDP(plan_only=True))
-    with pytest.raises(ConfigurationError, match="what a batch looks like is not known"):
+    with pytest.raises(ConfigurationError, match="expected a batch to plan with, found none"):
         trainer.fit(TinyGpt())
     with pytest.raises(ConfigurationError, match="plans a training"):
         trainer.predict(TinyGpt(), token_loader(16))

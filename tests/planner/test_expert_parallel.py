@@ -24,6 +24,7 @@ from shardeddp.planner.cost import FITTED, time_collective
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.transformer import Dimensions
 from support.allocations import record_allocations
+from support.experts import StackedExperts
 from support.planned_traffic import LENGTH, check, counted_and_planned
 from support.trainers import make_trainer
 from world import Worlds
@@ -87,38 +88,12 @@ class Block(nn.Module):
         return (routed.combine(torch.cat(rows)) * weights.unsqueeze(-1)).sum(1)
 
 
-class StackedExperts(nn.Module):
-    """Experts in one parameter, as transformers has them."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, hidden, width) / 3)
-        self.down = nn.Parameter(torch.randn(EXPERTS, width, hidden) / 3)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """Shape (rows, width) to the same."""
-        out = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(top_k_index == expert)
-            if token.numel():
-                row = torch.relu(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T
-                row = row * top_k_weights[token, place, None]
-                out = out.index_add(0, token, row.to(out.dtype))
-        return out
-
-
 class StackedBlock(Block):
     """The same with stacked experts."""
 
     def make_experts(self, width: int, hidden: int) -> nn.Module:
         """Stacked ones."""
-        return StackedExperts(width, hidden)
+        return StackedExperts(EXPERTS, width, hidden)
 
     def mix(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As their module does it."""

@@ -132,7 +132,7 @@ class _Sweeper:
             self.left.append(
                 f"{path} is being written by the host {host}, or was left by it less than "
                 f"{SILENT_S / 60:.0f} minutes ago: the host {kernel()[0]} leaves it alone. A later "
-                f"start deletes it, if nobody writes to it any more."
+                f"start deletes it, if no process writes to it any more."
             )
         return silent
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from shardeddp.checkpoint.restore import (
+from shardeddp.checkpoint.load_states import (
     load_module,
     load_optimizer,
     parameter_names,

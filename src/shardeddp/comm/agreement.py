@@ -48,14 +48,14 @@ _LENGTH_NBYTES = 8
 ABOUT_COLLECTIVES = (
     "All ranks have to communicate alike, in one order: move this out of conditions that only "
     "some ranks fulfil, and give tensors one shape and dtype on all ranks. Barriers, gathers, "
-    "self.log(sync_dist=True), saving a checkpoint (trainer.save_checkpoint) and whatever reads a "
+    "self.log(sync_dist=True), saving a checkpoint (trainer.save_checkpoint) and every read of a "
     "sharded parameter are for all ranks"
 )
 ABOUT_PARAMETERS = (
-    "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only "
+    "A sharded parameter has to be used by all ranks alike. Move this out of rank_zero_only "
     "functions and out of conditions that only some ranks fulfil, or put it inside of "
-    "strategy.summon_full_params(), which all ranks enter: there parameters are whole, and each "
-    "rank may do what it likes. Let ShardedDP divide the work of an optimizer that steps on other "
+    "strategy.summon_full_params(), which all ranks enter: inside, parameters are whole, and "
+    "ranks may do different things. Let ShardedDP divide the work of an optimizer that steps on other "
     "parameters on each rank (Muon with an all_gather of its own): use its form for one device, "
     "with ShardedDP(optimizer_scope={'Muon': 'parameter'})"
 )

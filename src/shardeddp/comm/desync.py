@@ -128,7 +128,7 @@ class CallFingerprints:
         if self.thread not in (None, threading.get_ident()) and current_backward() == -1:
             raise DesyncError(
                 f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
-                f"another thread trains: ranks would be asked in another order by each of them. "
+                f"another thread trains: each of them would start collectives in an order of its own. "
                 f"Take the values in the training thread (full_tensor()) and hand them over"
             )
         advice = advice or self.advice

@@ -66,7 +66,7 @@ def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, l
     if regather_size is not None:
         axes["regather"] = topology.subgroups(regather_size)
     if topology.split_replicas:
-        axes |= {"owners": topology.owner_groups(), "collect": replicate}
+        axes |= {"owners": topology.owner_groups(), "gather_slices": replicate}
     shared = {"data": topology.data_groups(), "tensor": tensor}
     if topology.tensor_size > 1:
         shared["holders"] = topology.holder_groups()
@@ -76,7 +76,7 @@ def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, l
 
 def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
     """Return the axes of a mesh of experts; other axes come from the mesh that it is made of."""
-    others = {"data", "owners", "collect"}
+    others = {"data", "owners", "gather_slices"}
     return {name: groups for name, groups in axes_of(topology).items() if name not in others}
 
 
@@ -182,7 +182,7 @@ class Mesh:
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
-        self.collect = make("collect", alone)
+        self.gather_slices = make("gather_slices", alone)
         """All-gathers of the slices of a shard, among the replicas that split it."""
         self.data = make("data", self.world)
         """Collectives of the ranks that train one model on different batches: buffers of the model,
@@ -535,5 +535,5 @@ def _describe(
                 f"rank {other} is in "
                 f"{answer['reports'].get('desync', {}).get('what', answer['where'])}"
             )
-    elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
+    elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "at an unknown place"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"

@@ -169,9 +169,9 @@ class ErrorPropagation:
             f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks
         )
         return DesyncError(
-            f"what ranks sent each other did not fit together or did not arrive, and no rank has "
-            f"an error of its own: {listed}. Where these are different lines, move what only some "
-            f"ranks come to out of its condition; where they are one, tensors differ in shape or "
+            f"data that ranks sent each other did not match or did not arrive, and no rank has "
+            f"an error of its own: {listed}. If these are different lines, move the call that only "
+            f"some ranks reach out of its condition; if it is one line, tensors differ in shape or "
             f"dtype between ranks, or the network has failed"
         )
 

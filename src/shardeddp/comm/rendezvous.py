@@ -186,8 +186,8 @@ def _join(address: str, port: int, timeout: timedelta) -> dist.Store:
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
-            f"nobody answers at {address}:{port} within {timeout.total_seconds():g} s ({error}). "
-            f"Rank 0 hosts the store there: it has not started, or MASTER_ADDR and MASTER_PORT "
+            f"no answer at {address}:{port} within {timeout.total_seconds():g} s ({error}). "
+            f"Rank 0 hosts the store at this address: it has not started, or MASTER_ADDR and MASTER_PORT "
             f"lead elsewhere, or a firewall is between{_advice()}"
         ) from error
 

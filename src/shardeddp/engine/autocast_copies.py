@@ -39,6 +39,7 @@ from shardeddp.torch_private import (
     torch_function_modes,
     without_torch_function,
 )
+from shardeddp.wrap.tree import ParameterSpec
 
 _COPIES = "_shardeddp_autocast_copies"  # attribute of a module
 _SETTING = (bool, int, float, str, tuple, list)
@@ -89,13 +90,20 @@ _WITHOUT_CAST = {
 _FORWARDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": _Forward(("weight", "bias"))}
 
 
-def is_cast_by_autocast(module: nn.Module, name: str) -> bool:
-    """Return whether a module's forward casts a parameter under autocast before any other use.
+def is_cast_by_autocast(spec: ParameterSpec) -> bool:
+    """Return whether autocast casts a parameter before any other use.
 
-    False for a subclass or a patched forward or function: they might compute with the parameter in
-    its own dtype.
+    False for a subclass of torch's module or a patched forward or function: they might compute with
+    the parameter in its own dtype.
     """
-    return type(module) not in _WITHOUT_CAST and is_used_by_torch(module, name)
+    return (
+        spec.dtype is torch.float32
+        and not spec.is_wrapped  # autocast casts the tensor made of it
+        and all(
+            type(owner) not in _WITHOUT_CAST and is_used_by_torch(owner, name)
+            for owner, name in spec.owners
+        )
+    )
 
 
 def is_used_by_torch(module: nn.Module, name: str) -> bool:

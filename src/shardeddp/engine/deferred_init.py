@@ -278,9 +278,9 @@ def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
     lost = [it for it in items if it.view.storage in recording.written]
     parameters = [it.fqn for it in lost if it.is_parameter]
     said = (
-        f"{first_three(parameters or [it.fqn for it in lost])}: expected nothing to be written on "
-        f"the meta device between the building of the model and its training, found that something "
-        f"was, which is lost there. Write under trainer.init_module(empty_init=True), or in setup()"
+        f"{first_three(parameters or [it.fqn for it in lost])}: expected no writes on the meta "
+        f"device between the construction of the model and its training, found some, which are "
+        f"lost. Write under trainer.init_module(empty_init=True), or in setup()"
     )
     if parameters:
         raise ConfigurationError(said)
@@ -502,8 +502,8 @@ def _elsewhere(
         names = sorted({shapes[it.shape] for it in missed})
         warnings.warn(
             f"{len(missed)} tensors on the meta device, with shapes as of {first_three(names)}, have "
-            f"no values and get none. If they are another model that is there for its shapes, nothing "
-            f"is wrong. Copies of a model (deepcopy, clone) that are taken between its building and "
+            f"no values and get none. If they belong to a model that is used for its shapes alone, "
+            f"nothing is wrong. Copies of a model (deepcopy, clone) between its construction and "
             f"its training are not recorded: take them under trainer.init_module(), in setup() or "
             f"in on_fit_start()",
             stacklevel=2,
@@ -598,11 +598,11 @@ class MetaGuard(DispatchMode):
             name = func.name().rpartition("::")[2].partition(".")[0]
             raise RuntimeError(
                 f"{name} has a tensor on the meta device, which has no "
-                f"values: {found.dtype} of shape {tuple(found.shape)}. The model was built there, "
-                f"and this was made after it, or where it was not seen: in a setup hook, by native "
-                f"code, by another Trainer, or on a device that was noted then. Make it of what the "
-                f"step is given (device=x.device), or build it outside of the meta device; see "
-                f"docs/deferred-init.md"
+                f"values: {found.dtype} of shape {tuple(found.shape)}. The model was built on "
+                f"the meta device, and this tensor was made where nothing is recorded: after the "
+                f"construction, in a setup hook, by native code, by another Trainer, or on a device "
+                f"that was read during the construction. Make it on the device of the step's inputs "
+                f"(device=x.device), or outside of the meta device; see docs/deferred-init.md"
             )
         return func(*args, **kwargs)
 
@@ -654,10 +654,10 @@ def _warn_of_resets(missing: Sequence[Deferred], recording: Recording) -> None:
     names = [item.fqn for item in missing if item.fqn in recording.reset_names]
     if names:
         warnings.warn(
-            f"{first_three(names)} are on the meta device, and nobody saw how they got there: "
-            f"built under torch.device() alone, or copied, converted or built under another Trainer. "
-            f"They get the values of their modules' reset_parameters(); whatever else was done "
-            f"to them is lost. Do all of it under init_module(empty_init=True) of the Trainer "
+            f"{first_three(names)} are on the meta device, and their construction was not "
+            f"recorded: it was under torch.device() alone or under another Trainer, or they are "
+            f"copied or converted. They get the values of their modules' reset_parameters(); other "
+            f"changes of them are lost. Do all of it under init_module(empty_init=True) of the Trainer "
             f"that trains the model, or in configure_model, where nothing is lost",
             stacklevel=2,
         )

@@ -127,7 +127,7 @@ class GradientMemory:
                 f"the gradient of {self._layout.slots[index].fqn} is not complete before the "
                 f"step's last micro-batch: "
                 f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
-                f"own until then. Look at it there, or set reduce_every_backward=False"
+                f"own until then. Read it after that micro-batch, or set reduce_every_backward=False"
             )
         if self.partial is None:
             self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)
@@ -195,7 +195,7 @@ class ReduceTarget(Enum):
     IN_SHARD = "in_shard"
     """Gradient shard; there are no replicas."""
 
-    SHARED = "shared"
+    ACROSS_REPLICAS = "across_replicas"
     """Gradient shard, after an average over replicas."""
 
     IN_PARTIAL_SUMS = "in_partial_sums"
@@ -210,7 +210,7 @@ class Reduction:
         buffer: Packed gradients; 1D, padded_numel.
         output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
             the buffer.
-        arrival: Destination of the output.
+        target: Destination of the output.
         kept: Flag per parameter: True to add to its gradient in the gradient shard.
         partial: Sums of earlier micro-batches that are reduced across replicas with these
             gradients; 1D, shard_numel.
@@ -222,24 +222,24 @@ class Reduction:
         memory: GradientMemory,
         buffer: torch.Tensor,
         output: torch.Tensor,
-        arrival: ReduceTarget,
+        target: ReduceTarget,
         kept: Sequence[bool],
         partial: torch.Tensor | None,
         kind: ReduceKind,
     ) -> None:
         self._partial = partial
         self._kind: ReduceKind = kind
-        self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
+        self._memory, self._output, self._target, self._kept = memory, output, target, kept
         # Compute may add to the shard at any time (gradients of parameters used outside of their
         # unit). Additions here run on compute's stream, too: on the reduce stream they would race.
-        self._adds = arrival is not ReduceTarget.IN_PARTIAL_SUMS and any(kept)
+        self._adds = target is not ReduceTarget.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
         # Later stages in other streams, once issued: across replicas, then to host memory.
         self._following: list[StreamHandle] = []
         mesh = memory.mesh
 
         def action() -> CollectiveHandle:
-            return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
+            return mesh.reduce.reduce_scatter(output, buffer).then(self._after_shard_group)
 
         self._handle: StreamHandle = mesh.reduce_stream.issue(action)
 
@@ -292,17 +292,19 @@ class Reduction:
         self._memory.mesh.reduce_stream.follow_compute()
         return True
 
-    def _arrived(self) -> CollectiveHandle:
+    def _after_shard_group(self) -> CollectiveHandle:
         memory = self._memory
-        if self._arrival is ReduceTarget.IN_PARTIAL_SUMS:
+        if self._target is ReduceTarget.IN_PARTIAL_SUMS:
             memory.keep_partial(self._output)
-        elif self._arrival is ReduceTarget.SHARED:
+        elif self._target is ReduceTarget.ACROSS_REPLICAS:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
             self._output = memory.leave_buffer(self._output)
             self._following.append(
-                memory.mesh.replicate_stream.issue(lambda: self._share().then(self._shared))
+                memory.mesh.replicate_stream.issue(
+                    lambda: self._reduce_across_replicas().then(self._after_replicas)
+                )
             )
         elif not self._adds:
             if memory.is_on_host:
@@ -310,14 +312,14 @@ class Reduction:
             self._absorb()
         return CollectiveHandle()
 
-    def _share(self) -> CollectiveHandle:
-        mesh, shared = self._memory.mesh, self._output
-        if not mesh.topology.split_replicas:
-            return mesh.replicate.all_reduce_(shared, self._kind)
-        self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
-        return mesh.replicate.reduce_scatter(self._output, shared)
+    def _reduce_across_replicas(self) -> CollectiveHandle:
+        replicate, summed = self._memory.mesh.replicate, self._output
+        if not self._memory.mesh.topology.split_replicas:
+            return replicate.all_reduce_(summed, self._kind)
+        self._output = summed.view(replicate.size, -1)[replicate.rank]
+        return replicate.reduce_scatter(self._output, summed)
 
-    def _shared(self) -> CollectiveHandle:
+    def _after_replicas(self) -> CollectiveHandle:
         if not self._adds:
             self._absorb()
         return CollectiveHandle(keep=(self._output,))
@@ -673,11 +675,11 @@ class GroupGradients:
                 kept = self._renew_shard()
             shard, shard_slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
-            arrival = self._arrival(across_replicas)
+            target = self._target(across_replicas)
             direct = (
                 self._memory.packs_into_shard
                 and not any(kept)
-                and arrival is not ReduceTarget.IN_PARTIAL_SUMS
+                and target is not ReduceTarget.IN_PARTIAL_SUMS
             )
             buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
             # A shard group of one rank reduces the packed buffer across replicas directly, so the
@@ -685,14 +687,14 @@ class GroupGradients:
             replicate = self._mesh.replicate
             scales = (
                 direct
-                and arrival is ReduceTarget.SHARED
+                and target is ReduceTarget.ACROSS_REPLICAS
                 and not replicate.averages
                 and not self.partial
             )
             # In a narrower dtype the product would be rounded, but a copy is exact.
             scaled = scales and self._param_dtype is self._reduce_dtype
             self._pack(slots, 1.0 / replicate.size if scaled else None)
-        if arrival is ReduceTarget.IN_PARTIAL_SUMS:
+        if target is ReduceTarget.IN_PARTIAL_SUMS:
             self._partly_used = [
                 any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
             ]
@@ -700,15 +702,15 @@ class GroupGradients:
         # rank's slice of the buffer.
         waits = (
             any(kept)
-            or arrival is ReduceTarget.IN_PARTIAL_SUMS
+            or target is ReduceTarget.IN_PARTIAL_SUMS
             or self._mesh.topology.split_replicas
             or shard.dtype is not buffer.dtype
             or shard.device != buffer.device
         )
         output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
-        partial = self._take_partial() if arrival is ReduceTarget.SHARED else None
+        partial = self._take_partial() if target is ReduceTarget.ACROSS_REPLICAS else None
         return Reduction(
-            self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean"
+            self._memory, buffer, output, target, kept, partial, "sum" if scaled else "mean"
         )
 
     def _kept(self) -> list[bool]:
@@ -757,10 +759,10 @@ class GroupGradients:
         self._forget_partial()
         return partial
 
-    def _arrival(self, across_replicas: bool) -> ReduceTarget:
+    def _target(self, across_replicas: bool) -> ReduceTarget:
         if not self._mesh.has_replicas:
             return ReduceTarget.IN_SHARD
-        return ReduceTarget.SHARED if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
+        return ReduceTarget.ACROSS_REPLICAS if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""

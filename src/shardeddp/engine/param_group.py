@@ -158,7 +158,7 @@ class FlatGroup:
             main_itemsize=self.main_shard.itemsize,
             param_itemsize=self.buffer.dtype.itemsize,
             reduce_itemsize=self._reduce_dtype.itemsize,
-            split=self._mesh.collect.size,
+            split=self._mesh.gather_slices.size,
             replicas=self._mesh.replicate.size,
             parts=self._mesh.tensor.size,
         )
@@ -238,8 +238,10 @@ class FlatGroup:
             return self._mesh.gather.all_gather_(flat)
         if not self.stale:
             return self._gather_split(self._part)
-        self._copy_main_shard(self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank])
-        return self._mesh.collect.all_gather_(self._part).then(
+        self._copy_main_shard(
+            self._part.view(self._mesh.gather_slices.size, -1)[self._mesh.gather_slices.rank]
+        )
+        return self._mesh.gather_slices.all_gather_(self._part).then(
             partial(self._gather_split, self._part)
         )
 

@@ -64,11 +64,13 @@ class Phase(Enum):
 # event -> (phases in which it may happen, resulting phase)
 PHASES = {
     "the root's forward": ({Phase.IDLE, Phase.FORWARD}, Phase.FORWARD),
-    "the end of the root's forward": (set(Phase), Phase.IDLE),
+    # BACKWARD: the step has run a backward itself, and went on after its error.
+    "the end of the root's forward": ({Phase.FORWARD, Phase.BACKWARD}, Phase.IDLE),
+    # FORWARD: manual optimization, or a step that calls `autograd.grad`.
     "a backward": ({Phase.IDLE, Phase.FORWARD}, Phase.BACKWARD),
     "the end of a backward inside of a step": ({Phase.BACKWARD}, Phase.FORWARD),
     "the end of a backward": ({Phase.BACKWARD}, Phase.IDLE),
-    "a failure": (set(Phase), Phase.IDLE),
+    "a failure": ({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}, Phase.IDLE),
 }
 
 
@@ -201,8 +203,8 @@ class Runtime:
         if viewed:
             raise RuntimeError(
                 f"{action} while something holds views of parameters that were taken in a step, of "
-                f"{first_three(viewed)}: they would keep their values from here on. Drop them, or "
-                f"clone() what is to be kept"
+                f"{first_three(viewed)}: they would no longer follow the parameters. Drop them, or "
+                f"clone() those to be kept"
             )
         known = [
             sharded.spec.fqn

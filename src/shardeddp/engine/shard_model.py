@@ -82,12 +82,7 @@ def shard_model(
         RankError: A rank failed to cut or to initialise its parameters.
     """
     sharding, offload = options.sharding, options.offload
-    order_of_gathers = [
-        f"forward_prefetch={options.forward_prefetch}",
-        f"backward_prefetch={options.backward_prefetch}",
-        f"uneven_units={options.uneven_units}",
-    ]
-    agree_on_layout([*order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
+    agree_on_layout([*options.order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 
     def find_deferred() -> Materializer:

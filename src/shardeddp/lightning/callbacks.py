@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from shardeddp.checkpoint.restore import load_model
+from shardeddp.checkpoint.load_states import load_model
 from shardeddp.comm import Mesh
 from shardeddp.config import UnevenBatches
 from shardeddp.engine.buffers import BufferSync

@@ -18,7 +18,7 @@ from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
 from shardeddp.engine.takeover import Takeover, is_taken_over
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, RankError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import Precision, rank_zero_info
@@ -30,7 +30,7 @@ from shardeddp.lightning.precision import (
     forget_dtypes,
     resolve_dtypes,
 )
-from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.lightning.process_group import ProcessGroup, Ranks
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.tensor_parallel import (
     TENSOR_PARALLEL,
@@ -41,7 +41,7 @@ from shardeddp.lightning.tensor_parallel import (
     tensor_axis,
 )
 from shardeddp.optim.attach import suspend
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import AUTO, Reshard, ShardingStrategy
 from shardeddp.report import describe_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
@@ -224,6 +224,33 @@ class ModelSharding:
         except BaseException:
             takeover.restore_values()
             raise
+
+    def check_reshard(self, options: Options, ranks: Ranks, runtime: Runtime) -> None:
+        """Check that a model can be sharded by other options between two steps; a collective.
+
+        Args:
+            options: Options of the new strategy.
+            ranks: Ranks of the run.
+            runtime: Runtime of the model, which has been sharded by the present options.
+
+        Raises:
+            ConfigurationError: An option does not allow it, or ranks pass different strategies.
+            RuntimeError: The runtime of a rank is in a step or has incomplete gradients.
+        """
+        split, name = options.tensor_parallel_size, options.sharding_strategy
+        experts = options.expert_parallel_size
+        if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
+            raise ConfigurationError(
+                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split} and "
+                f"expert_parallel_size={experts}: expected the name of a strategy, a number of "
+                f"ranks or None, and layers and experts that are not split"
+            )
+        options.sharding.topology(ranks.num_nodes, ranks.per_node)
+        agree_on_layout([f"{name} of {options.shard_size}"], self._group.mesh.control)
+        try:
+            self._group.run_on_all_ranks("resharding", lambda: runtime.check_rest("reshard()"))
+        except RankError as error:
+            raise error.__cause__ or error from None
 
     def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
         """Return True if any rank has to shard a module anew; a collective of all ranks.

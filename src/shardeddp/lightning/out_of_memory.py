@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from traceback import walk_tb
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import local_or_whole
 
 _SIGNS = ("not enough memory", "can't allocate memory", "out of memory")
 _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
@@ -39,6 +40,34 @@ def explain_memory(
     except Exception as other:  # noqa: BLE001 - the first error is the one to report
         lines = [f"(not counted: {type(other).__name__}: {other})"]
     error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
+
+
+class MemoryGuard:
+    """Context that surrounds another one, and explains an out-of-memory error inside.
+
+    A class and not a generator, for speed: a step of a small model enters several.
+
+    Args:
+        inner: Context to enter.
+        describe: Function that returns the lines of the table.
+    """
+
+    def __init__(
+        self,
+        inner: AbstractContextManager[None],
+        describe: Callable[[BaseException], Sequence[str]],
+    ) -> None:
+        self._inner, self._describe = inner, describe
+
+    def __enter__(self) -> None:
+        """Enter the other context."""
+        self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Leave the other context; add the memory in use to an out-of-memory error."""
+        self._inner.__exit__(kind, error, traceback)
+        if error is not None:
+            explain_memory(error, self._describe)
 
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:
@@ -143,5 +172,5 @@ def _states(optimizers: Iterable[Optimizer], device: torch.device) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    local = [value.to_local() if isinstance(value, ShardTensor) else value for value in found]
+    local = [local_or_whole(value) for value in found]
     return sum(each.nbytes for each in local if each.device.type == device.type)

@@ -25,9 +25,10 @@ from shardeddp.lightning.api import (
     TrainerFn,
     TrainerStatus,
     is_overridden,
+    rank_zero_info,
     rank_zero_only,
 )
-from shardeddp.lightning.process_group import Ranks
+from shardeddp.lightning.process_group import ProcessGroup, Ranks
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import (
@@ -271,7 +272,7 @@ def plan_of_run(
         gpu = ASSUMED_GPU
         lines.insert(
             0,
-            f"This machine has no GPU, so {gpu} is planned for; say another one: plan_only='A100-80'.",
+            f"This machine has no GPU, so the plan is for {gpu}. For another GPU: plan_only='A100-80'.",
         )
     samples = samples_of(batch)
     sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
@@ -319,7 +320,7 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
     example = module.example_input_array
     if example is None:
         raise ConfigurationError(
-            f"plan_only: what a batch looks like is not known: pass training data to fit(), or set "
+            f"plan_only: expected a batch to plan with, found none: pass training data to fit(), or set "
             f"{type(module).__name__}.example_input_array"
         )
     return example
@@ -387,6 +388,29 @@ def choose_shard_size(
             usual, reason=f"{usual.reason}; its step could not be planned: {str(error)[:80]}"
         )
     return replace(usual, shard_size=plan.best.choice.shard_size, reason=_reason(plan, gpu))
+
+
+def choose_on_rank_zero(
+    group: ProcessGroup, module: LightningModule | None, options: Options, setting: RunSetting
+) -> tuple[Chosen, Options]:
+    """Replace ``auto`` in the options by the choice of rank 0, and log it; a collective.
+
+    Args:
+        group: Process group of the run, connected.
+        module: Module to train; None: unknown.
+        options: Options of the strategy, with ``auto``.
+        setting: Settings of the run.
+    """
+    reach = group.reach or setting.ranks_per_node
+    found = group.on_rank_zero(
+        "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
+    )
+    chosen = Chosen(**found)
+    over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
+    rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
+    size = chosen.shard_size or options.shard_size
+    name = chosen.sharding_strategy
+    return chosen, replace(options, sharding_strategy=name, shard_size=size)
 
 
 def choose(

@@ -231,8 +231,6 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
             return spec
         compute_in = _compute_dtype(spec, dtypes, kept)
         by_autocast = compute_in is not None and dtypes.param_dtype is None
-        if by_autocast and spec.is_wrapped:  # autocast casts the derived tensor
-            compute_in, by_autocast = None, False
         return replace(
             spec,
             compute_in=compute_in,
@@ -345,10 +343,7 @@ def _compute_dtype(
     spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Module]
 ) -> torch.dtype | None:
     if dtypes.param_dtype is None:
-        cast = spec.dtype is torch.float32 and all(
-            is_cast_by_autocast(owner, name) for owner, name in spec.owners
-        )
-        return dtypes.autocast if cast else None
+        return dtypes.autocast if is_cast_by_autocast(spec) else None
     keeps = [id(owner) in kept for owner, _ in spec.owners]
     if any(keeps) and not all(keeps):
         raise ConfigurationError(

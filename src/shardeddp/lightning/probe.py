@@ -168,7 +168,7 @@ class _Rates(Callback):
                 "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
                 "compute": [
                     *(ranks.matmul(n, dtype) for n in MATMULS[kind] for dtype in _DTYPES),
-                    *(ranks.attention(*each) for each in DECODERS[kind]),
+                    *(ranks.attention(each) for each in DECODERS[kind]),
                     *(ranks.steps(each) for each in DECODERS[kind]),
                 ],
                 "host": ranks.steps(_TINY),
@@ -198,8 +198,9 @@ class _Ranks:
         work = Work(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
         return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
 
-    def attention(self, layers: int, width: int, heads: int, samples: int, length: int) -> Timed:
-        """Time causal attention of one layer."""
+    def attention(self, sizes: _Sizes) -> Timed:
+        """Time causal attention of one layer of a decoder."""
+        _, width, heads, samples, length = sizes
         dtype = "bf16" if self._is_cuda else "fp32"
         query = torch.randn(samples, heads, length, width // heads, dtype=_DTYPES[dtype])
         attend = F.scaled_dot_product_attention

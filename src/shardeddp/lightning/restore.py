@@ -37,9 +37,7 @@ from shardeddp.checkpoint.find import (
     what_lies_beside,
 )
 from shardeddp.checkpoint.full_read import require_data
-from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
-from shardeddp.checkpoint.restore import (
+from shardeddp.checkpoint.load_states import (
     Replaced,
     load_model,
     load_optimizer,
@@ -48,6 +46,8 @@ from shardeddp.checkpoint.restore import (
     read_shards_ahead,
     rename_weights,
 )
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import (
     KEY,
@@ -202,14 +202,14 @@ class Restore:
                 content, found = self._group.run_on_all_ranks("reading the checkpoint", read)
             except CheckpointError as error:
                 raise self._with_advice(error) from error
-            if self._is_what_all_have(content, place):
+            if self._all_ranks_read_same(content, place):
                 return found
         raise CheckpointError(
             f"{path} is being replaced again and again: ranks have read different checkpoints "
             f"{_ATTEMPTS} times. Load one that nothing writes to any more, such as a copy"
         )
 
-    def _is_what_all_have(self, read: bytes, path: Location) -> bool:
+    def _all_ranks_read_same(self, read: bytes, path: Location) -> bool:
         """True if all ranks have read the same checkpoint, and it was not replaced meanwhile."""
         stays, mesh = content_id(path) == read, self._group.current
         if mesh is None:
@@ -509,7 +509,7 @@ def open_any(
     if not foreign:
         raise CheckpointError(
             f"{path} was written by another tool, and its index is a pickle. To load it by a "
-            f"reader that runs none, say so: "
+            f"reader that runs no code, set "
             f"ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.full_write import gather_full
-from shardeddp.checkpoint.restore import parameter_names
+from shardeddp.checkpoint.load_states import parameter_names
 from shardeddp.checkpoint.schema import KEY
-from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
+from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
     ActivationCheckpointingLike,
@@ -33,11 +32,11 @@ from shardeddp.config import (
     StartMethod,
     StateDictType,
     UnevenBatches,
+    changed_arguments,
     parse_options,
 )
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
-from shardeddp.errors import ConfigurationError, RankError
 from shardeddp.lightning import expert_parallel, private
 from shardeddp.lightning.api import (
     Accelerator,
@@ -49,7 +48,6 @@ from shardeddp.lightning.api import (
     Trainer,
     TrainerFn,
     introduction,
-    rank_zero_info,
     rank_zero_only,
     register_names,
     reset_seed,
@@ -59,12 +57,12 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.out_of_memory import explain_memory, memory_lines
+from shardeddp.lightning.out_of_memory import MemoryGuard, explain_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
     RunSetting,
-    choose,
+    choose_on_rank_zero,
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
@@ -103,18 +101,6 @@ _OF_LIGHTNING = (
     "precision_plugin",
 )
 """Arguments of Lightning's own strategies."""
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``ShardedDP`` that differ from their defaults, and unknown ones."""
-    known = signature(ShardedDP).parameters
-
-    def differs(value: Any, default: Any) -> bool:
-        return value is not default and (type(value) is not type(default) or value != default)
-
-    own = {name: it.default for name, it in known.items() if name != "others"}
-    changed = {name: arguments[name] for name, it in own.items() if differs(arguments[name], it)}
-    return {**changed, **arguments["others"]}
 
 
 class ShardedDP(ParallelStrategy):
@@ -243,7 +229,7 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **others: Any,
     ) -> None:
-        given = _given(locals())
+        given = {**changed_arguments(ShardedDP, locals()), **others}
         check_lightning()
         self.options = options = parse_options(given, _OF_LIGHTNING)
         super().__init__(
@@ -528,7 +514,10 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         self._group.connect(self._ranks)
         if AUTO in (self.options.sharding_strategy, self.options.shard_size):
-            self._choose_sharding()
+            self.chosen, options = choose_on_rank_zero(
+                self._group, self.lightning_module, self.options, self.setting(self.trainer)
+            )
+            self._use(options)
         self._group.begin_run(self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
@@ -546,19 +535,6 @@ class ShardedDP(ParallelStrategy):
         accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
         precision = self.precision_plugin.precision
         return RunSetting.of(self.options, precision, self._ranks, accumulates)
-
-    def _choose_sharding(self) -> None:
-        """Replace ``auto`` in the options by the choice of rank 0."""
-        module, setting = self.lightning_module, self.setting(self.trainer)
-        options, reach = self.options, self._group.reach or self.num_processes
-        found = self._group.on_rank_zero(
-            "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
-        )
-        self.chosen = chosen = Chosen(**found)
-        size = chosen.shard_size or options.shard_size
-        self._use(replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size))
-        over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
-        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
 
     def _use(self, options: Options) -> None:
         self.options = options
@@ -672,7 +648,7 @@ class ShardedDP(ParallelStrategy):
         if not trainer.training:
             raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
         options = replace(self.options, sharding_strategy=sharding_strategy, shard_size=shard_size)
-        self._check_reshard(options)
+        self._model_sharding.check_reshard(options, self._ranks, runtime)
         if options == self.options:
             return
         self.wait_for_checkpoint()
@@ -686,23 +662,6 @@ class ShardedDP(ParallelStrategy):
         self._runtime.go_on_from(runtime)
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
-
-    def _check_reshard(self, options: Options) -> None:
-        """Raise on all ranks, before any state changes, if a reshard is impossible."""
-        split, name = options.tensor_parallel_size, options.sharding_strategy
-        experts = options.expert_parallel_size
-        if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
-            raise ConfigurationError(
-                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split} and "
-                f"expert_parallel_size={experts}: expected the name of a strategy, a number of "
-                f"ranks or None, and layers and experts that are not split"
-            )
-        options.sharding.topology(self.num_nodes, self.num_processes)
-        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.control)
-        try:
-            self._group.run_on_all_ranks("resharding", lambda: self.runtime.check_rest("reshard()"))
-        except RankError as error:
-            raise error.__cause__ or error from None
 
     @override
     def model_to_device(self) -> None:
@@ -729,9 +688,10 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_batch()
         self._callbacks.begin_batch(self._trainer_at_work())
 
-    def _during(self, part: str) -> _Part:
+    def _during(self, part: str) -> MemoryGuard:
         mesh = self._group.current
-        return _Part(during(None if mesh is None else mesh.run.clock, part), self._describe_memory)
+        timed = during(None if mesh is None else mesh.run.clock, part)
+        return MemoryGuard(timed, self._describe_memory)
 
     @override
     def batch_to_device(
@@ -969,27 +929,3 @@ class ShardedDP(ParallelStrategy):
 
 
 register_names(ShardedDP)
-
-
-class _Part:
-    """Context of a part of a step: times it, and explains an out-of-memory error in it.
-
-    A class and not a generator, for speed: a step of a small model enters several.
-    """
-
-    def __init__(
-        self,
-        timed: AbstractContextManager[None],
-        describe: Callable[[BaseException], list[str]],
-    ) -> None:
-        self._timed, self._describe = timed, describe
-
-    def __enter__(self) -> None:
-        """Start the clock."""
-        self._timed.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Stop the clock; add the memory in use to an out-of-memory error."""
-        self._timed.__exit__(kind, error, traceback)
-        if error is not None:
-            explain_memory(error, self._describe)

@@ -27,7 +27,7 @@ from shardeddp.lightning.api import (
     callbacks_of,
 )
 from shardeddp.tensor.parallel_styles import TensorAxis
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
 from shardeddp.wrap.tree import first_three
@@ -251,7 +251,7 @@ def _compare_gradients(
             f"ones of {first_three(names)}, which every rank uses whole: each would train a copy of its "
             f"own. It is used where a rank has a part of the features (between 'colwise' and 'rowwise') "
             f"or of the sequence (a norm there needs the style 'sequence_parallel'), or ranks have "
-            f"different random numbers. Move it out of there, give its module a style, or leave the "
+            f"different random numbers. Move it to another place, give its module a style, or leave the "
             f"layers around it out of tensor_parallel_plan"
         )
 
@@ -265,7 +265,7 @@ def _extremes(values: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Ten
 
 def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Return norm and a projection of a gradient's local elements; zeros if there are none."""
-    local = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+    local = local_or_whole(gradient)
     if local is None or not local.numel():
         return torch.zeros(2, device=device)
     flat = local.detach().reshape(-1).float()

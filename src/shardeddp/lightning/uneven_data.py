@@ -380,7 +380,7 @@ class EvenTraining:
         if self._choice == "join" or (self._choice == "min" and not too_late):
             return
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
-        reason = ", and a loader that has ended has not said so before" if too_late else ""
+        reason = ", and the end of a loader was not known before" if too_late else ""
         raise ConfigurationError(
             f"ranks have different numbers of batches to train on: {listed}{reason}. A step takes "
             f"all ranks, so training cannot go on when one has no batch left. Give every rank the "

@@ -144,7 +144,7 @@ def attach_optimizer(
         raise ConfigurationError(
             f"cpu_offload cannot take the states of {type(optimizer).__name__} off the device: "
             f"expected an optimizer that is known to treat each element by itself ({known}). If "
-            f"this one does, say so: ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': "
+            f"this one does, set ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': "
             f"'element'}})"
         )
     # Shards in host memory do not travel through the device's collectives, and owners would have
@@ -192,10 +192,10 @@ def _warn_unknown(optimizer: optim.Optimizer, sharded: ShardTensor) -> None:
         f"nothing is known about the optimizer {type(optimizer).__module__}.{name}, so its steps "
         f"are made on whole values: the result is right, and each of its operations that is not "
         f"element-wise gathers its tensor, in every step, on all ranks. If the new value of an "
-        f"element depends on nothing but the element, its gradient and its states, say "
+        f"element depends on nothing but the element, its gradient and its states, set "
         f"ShardedDP(optimizer_scope={{'{name}': 'element'}}): its step communicates nothing, as "
         f"AdamW's. If it depends on the element's parameter, but on no other parameter (a norm of "
-        f"it, a factored state, a matrix product), say 'parameter': each rank then steps a part of "
+        f"it, a factored state, a matrix product), set 'parameter': each rank then steps a part of "
         f"the parameters",
         stacklevel=2,
     )

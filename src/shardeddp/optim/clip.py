@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from shardeddp.tensor.dispatch import norms
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import foreach_mul_
 
 
@@ -62,7 +62,7 @@ def clip_grad_norm_(
             f"error_if_nonfinite=False to go on"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    locals_ = [_local(gradient) for gradient in gradients]
+    locals_ = [local_or_whole(gradient) for gradient in gradients]
     if locals_:
         foreach_mul_(locals_, scale.to(locals_[0].device))
     return norm
@@ -73,8 +73,4 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
     """Clamp every gradient element to ``[-clip_value, clip_value]``."""
     for parameter in parameters:
         if parameter.grad is not None:
-            _local(parameter.grad).clamp_(-clip_value, clip_value)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+            local_or_whole(parameter.grad).clamp_(-clip_value, clip_value)

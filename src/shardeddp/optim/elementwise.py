@@ -25,7 +25,7 @@ from shardeddp.optim.runs import (
 )
 from shardeddp.optim.scope import SCALAR_STATES, scope_of
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
-from shardeddp.tensor.shard_tensor import ShardTensor, gather
+from shardeddp.tensor.shard_tensor import ShardTensor, gather, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 
 # -- Memory of the tensors stepped on
@@ -168,7 +168,7 @@ class LocalStep(SwappedStep):
     ) -> list[list[torch.Tensor]]:
         if len(self._tensors) != len(groups):
             self._prefer_fused()
-        parts = [[_local_or_whole(gradient) for gradient in each] for each in gradients]
+        parts = [[local_or_whole(gradient) for gradient in each] for each in gradients]
         seen = self._made_from(groups, parts)
         if self._is_to_be_arranged(seen):
             self._seen = []  # until it has succeeded
@@ -288,10 +288,6 @@ class LocalStep(SwappedStep):
             )
             if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
                 group["fused"] = True
-
-
-def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
 
 
 def _localized(parameter: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from shardeddp.engine.storage import allocate, release
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
-from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 from shardeddp.torch_private import pytree
 
@@ -184,7 +184,7 @@ class OwnedParameter:
         """Set the whole parameter's gradient; return the transfers that this needs."""
         travels = isinstance(gradient, ShardTensor) and not self.owner_has_all
         if self.tensor is not None:
-            here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+            here = local_or_whole(gradient)
             self.tensor.grad = (
                 torch.empty_like(self.tensor.detach())
                 if travels
@@ -276,8 +276,8 @@ def state_structure(value: Any, optimizer: str) -> Any:
         return ["value", value]
     raise TypeError(
         f"{optimizer} keeps a {type(value).__name__} as a state of a parameter: expected numbers, "
-        f"text, tensors and lists, tuples and dicts (by text or number) of them, which other ranks "
-        f"can be told of. Say ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it "
+        f"text, tensors and lists, tuples and dicts (by text or number) of them, which can be sent "
+        f"to other ranks. Set ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it "
         f"step on all ranks"
     )
 
@@ -314,10 +314,9 @@ class RemoteScalar:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(
-            f"{self.path.removeprefix('.')!r}, a state of {self._fqn}, is a number that the rank "
-            f"which steps this parameter counts in Python, and that other ranks have not been told "
-            f"since: call optimizer.state_dict() on all ranks, after which all know such numbers "
-            f"until the next step"
+            f"{self.path.removeprefix('.')!r}, a state of {self._fqn}, is a number that only the "
+            f"rank which steps this parameter counts: call optimizer.state_dict() on all ranks, "
+            f"which sends such numbers to all of them; they are valid until the next step"
         )
 
     __hash__ = object.__hash__

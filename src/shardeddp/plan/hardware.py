@@ -103,8 +103,8 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         near = get_close_matches(key, (*GPUS, *_ALIASES), n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UsageError(
-            f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint or '.'} Of another one say "
-            f"{', '.join('--' + need.replace('_', '-') for need in missing)} as well (from Python: "
+            f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint or '.'} For another GPU also "
+            f"give {', '.join('--' + need.replace('_', '-') for need in missing)} (from Python: "
             f"gpu_figures={{{missing[0]!r}: ...}})"
         )
     own: dict[str, Any] = {"best": 0.75, "fp32_tflops": given["bf16_tflops"] / 16, **given}

@@ -172,19 +172,7 @@ def make_plan(
         network_gbits=calibration.network_gbits,
     )
     source = _source(model, arguments or {}, inputs, batch, length)
-    for size in tensor_parallel_sizes:
-        if type(size) is not int or size < 1 or cluster.ranks_per_node % size:
-            raise UsageError(
-                f"tensor_parallel_sizes: expected numbers that divide the {cluster.ranks_per_node} "
-                f"ranks of a node, found {size!r}: ranks that split layers talk in every layer, and "
-                f"are on one node"
-            )
-    for size in expert_parallel_sizes:
-        if type(size) is not int or size < 1 or cluster.count % size:
-            raise UsageError(
-                f"expert_parallel_sizes: expected numbers that divide the {cluster.count} ranks, found "
-                f"{size!r}"
-            )
+    _check_sizes(tensor_parallel_sizes, expert_parallel_sizes, cluster)
     if experts is not None and max(expert_parallel_sizes, default=1) == 1:
         raise UsageError("experts needs expert_parallel_size=2 or more: one rank has all of them")
     try:
@@ -199,11 +187,6 @@ def make_plan(
         for of in expert_parallel_sizes
         if split == 1 or of == 1
     ]
-    if not axes:
-        raise UsageError(
-            "tensor_parallel_size and expert_parallel_size above 1 do not work together yet: add 1 to "
-            "the sizes of one"
-        )
     planner = Planner(
         source=source,
         length=length,
@@ -228,6 +211,30 @@ def make_plan(
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,
     )
+
+
+def _check_sizes(
+    tensor_sizes: Sequence[int], expert_sizes: Sequence[int], cluster: Cluster
+) -> None:
+    """Refuse sizes that do not divide the ranks, or that have no combination to plan."""
+    for size in tensor_sizes:
+        if type(size) is not int or size < 1 or cluster.ranks_per_node % size:
+            raise UsageError(
+                f"tensor_parallel_sizes: expected numbers that divide the {cluster.ranks_per_node} "
+                f"ranks of a node, found {size!r}: ranks that split layers talk in every layer, and "
+                f"are on one node"
+            )
+    for size in expert_sizes:
+        if type(size) is not int or size < 1 or cluster.count % size:
+            raise UsageError(
+                f"expert_parallel_sizes: expected numbers that divide the {cluster.count} ranks, found "
+                f"{size!r}"
+            )
+    if not any(split == 1 or of == 1 for split in tensor_sizes for of in expert_sizes):
+        raise UsageError(
+            "tensor_parallel_size and expert_parallel_size above 1 do not work together yet: add 1 to "
+            "the sizes of one"
+        )
 
 
 def _precisions(wanted: Sequence[str] | None, gpu: GPU) -> Sequence[str]:

@@ -211,8 +211,8 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
     if isinstance(example, torch.Tensor):
         return torch.empty(samples, *example.shape[1:], dtype=example.dtype)
     raise ConfigurationError(
-        f"{type(module).__name__} has no example_input_array, so what a batch looks like has to be "
-        f"said: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "
+        f"{type(module).__name__} has no example_input_array: expected dtypes and sizes of "
+        f"a batch, found none: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "
         f"with labels (from Python: inputs=['int64:B,S'])"
     )
 

@@ -619,24 +619,9 @@ def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
     The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
     bfloat16.
     """
-    return replace(
-        spec, parameter=_main(spec, precision), compute_in=_compute_dtype(spec, precision)
-    )
-
-
-def _main(spec: ParameterSpec, precision: str) -> nn.Parameter:
-    if precision != "bf16" or not spec.dtype.is_floating_point:
-        return spec.parameter
-    main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
-    return nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
-
-
-def _compute_dtype(spec: ParameterSpec, precision: str) -> torch.dtype | None:
-    if precision == "bf16":
-        return torch.bfloat16 if spec.dtype.is_floating_point else None
-    cast = (
-        precision == "bf16-mixed"
-        and not spec.is_wrapped  # autocast casts the tensor made of it
-        and all(is_cast_by_autocast(owner, name) for owner, name in spec.owners)
-    )
-    return torch.bfloat16 if cast else None
+    if precision == "bf16" and spec.dtype.is_floating_point:
+        main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
+        parameter = nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
+        return replace(spec, parameter=parameter, compute_in=torch.bfloat16)
+    is_cast = precision == "bf16-mixed" and is_cast_by_autocast(spec)
+    return replace(spec, compute_in=torch.bfloat16 if is_cast else None)

@@ -133,8 +133,8 @@ class ForeignExpert(ModuleHook):
         """
         if self.is_of(module):
             raise RuntimeError(
-                f"{self.name!r} is an expert of another rank: its parameters have no elements here. Send "
-                f"tokens with routed = TokenDispatch(index, experts), and call the experts of "
+                f"{self.name!r} is an expert of another rank: its parameters have no elements on this "
+                f"rank. Send tokens with routed = TokenDispatch(index, experts), and call the experts of "
                 f"routed.experts alone"
             )
 

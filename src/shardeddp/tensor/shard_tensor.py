@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -65,6 +65,8 @@ from shardeddp.torch_private import (
     refuse_data_pointer,
     without_torch_function,
 )
+
+T = TypeVar("T")
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a function or an operation of torch with arguments and keyword arguments."""
@@ -252,10 +254,10 @@ class NoRawMemory:
     def _refusal(self, asked: str) -> RuntimeError:
         tensor: Any = self  # both have a spec
         return RuntimeError(
-            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Call "
             f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
-            f"write to it with copy_(). What saves a model by itself (save_pretrained, "
-            f"safetensors) goes into strategy.summon_full_params()"
+            f"write to it with copy_(). Call functions that save a model by themselves "
+            f"(save_pretrained, safetensors) inside of strategy.summon_full_params()"
         )
 
 
@@ -909,6 +911,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
 
 # Called for all parameters of an optimizer or a model in every step: no call for each parameter.
+
+
+def local_or_whole(tensor: T) -> T | torch.Tensor:
+    """Return this rank's elements of a sharded tensor; a plain tensor or None unchanged."""
+    return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 
 def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:

@@ -65,7 +65,7 @@ def _metadata_of(node: Any) -> dict[str, Any]:
 def _refuse_backward(gradients: tuple[Any, ...]) -> None:
     raise RuntimeError(
         "this graph was recorded before its model was sharded, and its gradients would reach "
-        "nobody: expected a forward of the model as the Trainer has set it up. Compute what the "
+        "no optimizer: expected a forward of the model as the Trainer has set it up. Compute what the "
         "loss needs anew, inside training_step"
     )
 

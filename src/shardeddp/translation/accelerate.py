@@ -83,10 +83,10 @@ def translate_accelerate(config: Mapping[str, Any], folder: Path) -> tuple[str, 
         made = Translation(options={"sharding_strategy": "full_shard"})
         made.lose("distributed_type", f"{kind} is not read, expected FSDP, DEEPSPEED, MULTI_GPU or "
                                       f"NO: layers are split over ranks by tensor_parallel_size=, "
-                                      f"pipelines are not there")  # fmt: skip
+                                      f"ShardedDP has no pipelines")  # fmt: skip
     for other in ("fsdp_config", "deepspeed_config"):
         if other != used and config.get(other):
-            made.note(other, f"not looked at there: distributed_type is {kind}")
+            made.note(other, f"Accelerate ignores it: distributed_type is {kind}")
     _set_trainer(made, config)
     _set_axes(made, axes)
     for key in config:
@@ -151,7 +151,7 @@ def _set_trainer(made: Translation, config: Mapping[str, Any]) -> None:
         if made.trainer.setdefault("precision", ours) != ours:
             made.lose("mixed_precision", f"{precision}, and DeepSpeed's configuration says another")
     elif precision:
-        made.lose("mixed_precision", f"{precision} is not there: '16-mixed' or 'bf16-mixed'")
+        made.lose("mixed_precision", f"Lightning has no {precision}: '16-mixed' or 'bf16-mixed'")
     if config.get("main_process_ip"):
         made.note("main_process_ip", "MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment, "
                                      "or torchrun, or SLURM")  # fmt: skip
@@ -187,8 +187,8 @@ def _set_axes(made: Translation, axes: Mapping[str, int]) -> None:
         elif axis == "dp_replicate":
             made.options["sharding_strategy"] = "no_shard"
         elif axis != "dp_shard":
-            made.lose(key, f"{ranks} ranks split something else than layers and batches, which is "
-                           f"not there")  # fmt: skip
+            made.lose(key, f"{ranks} ranks split something else than layers and batches, which "
+                           f"ShardedDP does not")  # fmt: skip
 
 
 def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _fsdp_arguments(made: Translation, config: Mapping[str, Any]) -> dict[str, A
         )
     for other, value in parts.items():
         if value and _WRAPPED_BY.get(kind, other) != other:
-            made.note(f"fsdp_{other}", f"not looked at there: fsdp_auto_wrap_policy is {kind}")
+            made.note(f"fsdp_{other}", f"Accelerate ignores it: fsdp_auto_wrap_policy is {kind}")
     for key, value in given.items():
         name = _OF_FSDP.get(key, key)
         if key == "cpu_ram_efficient_loading" or (key == "ignored_modules" and value == ""):
@@ -241,7 +241,7 @@ def _deepspeed(made: Translation, config: Mapping[str, Any], folder: Path) -> Tr
             if key != "deepspeed_config_file":
                 made.lose(key, not_known(key, _OF_ZERO))
         elif file:
-            made.note(key, "not looked at there: deepspeed_config_file says it all")
+            made.note(key, "Accelerate ignores it beside deepspeed_config_file")
         elif key in _OF_ZERO:
             zero[_OF_ZERO[key]] = value
         else:

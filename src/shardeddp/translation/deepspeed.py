@@ -40,7 +40,7 @@ def is_of_deepspeed(config: Mapping[Any, Any]) -> bool:
     return bool({*config} & sizes) or bool(_ITS_OWN & {*config} and not _OF_LIGHTNING & {*config})
 
 
-_AUTO = "'auto' is filled in by transformers; Lightning has to be told"
+_AUTO = "'auto' is filled in by transformers; Lightning needs a value"
 
 
 def _or_auto(rule: Rule) -> Rule:
@@ -274,7 +274,7 @@ def _optimizer(made: Translation, key: str, value: Any) -> None:
         own = {**{name: params[name] for name in _ADAM if name in params}, **own, **params}
         own = {name: own[name] for name in own if name in _ADAM and own[name] != "auto"}
         call = Call(path="AdamW", positional=(Expression("self.parameters()"),), arguments=own)
-        line = f", here torch.optim.{python_code(call)}"
+        line = f", under ShardedDP torch.optim.{python_code(call)}"
         if others := [str(it) for it in params if it not in (*_ADAM, "torch_adam", "adam_w_mode")]:
             line += f"; {', '.join(others)} would be lost"
     made.lose(key, f"{_IN_CODE}{line}")
@@ -366,7 +366,7 @@ def drop_unread(made: Translation, given: dict[str, Any]) -> None:
     if says == "zero_optimization" and given.get(says) is not False:
         return
     for key in [it for it in given if it in DEEPSPEED and it not in (says, *_BESIDE_CONFIG)]:
-        made.note(key, f"not looked at there: {says} says it all")
+        made.note(key, f"DeepSpeedStrategy ignores it beside {says}")
         del given[key]
 
 

@@ -91,7 +91,7 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
     """Add notes on defaults that differ from those of the other strategy."""
     if strategy == "DeepSpeedStrategy":
         made.note("precision", "DeepSpeed keeps float32 master weights and steps on them whatever "
-                               "the precision; here precision='bf16-mixed' or '16-mixed' does "
+                               "the precision; with ShardedDP 'bf16-mixed' or '16-mixed' does "
                                "that, and 'bf16-true' steps on bfloat16 itself")  # fmt: skip
         made.note("checkpoints", "those of DeepSpeed are not read: make one file of the last with "
                                  "its zero_to_fp32.py, and load that as a state_dict")  # fmt: skip
@@ -105,18 +105,19 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
             made.options["state_dict_type"] = "sharded"
     if strategy == "FSDPStrategy":
         if "auto_wrap_policy" not in given:
-            made.note("auto_wrap_policy", "without one the whole model is gathered at once there; "
-                                          "here 'auto' finds its repeated blocks")  # fmt: skip
+            made.note("auto_wrap_policy", "without one FSDP gathers the whole model at once; "
+                                          "'auto' finds its repeated blocks")  # fmt: skip
         if not {"mixed_precision", "precision_plugin"} & given.keys():
-            made.note("precision", "with 'bf16-mixed' FSDP reduces gradients in bfloat16, here "
-                                   "they are reduced in float32")  # fmt: skip
+            made.note("precision", "with 'bf16-mixed' FSDP reduces gradients in bfloat16, "
+                                   "ShardedDP in float32")  # fmt: skip
     if "state_dict_type" not in made.options and strategy != "ModelParallelStrategy":
-        there = "a directory" if strategy == "DeepSpeedStrategy" else "one file"
-        made.note("state_dict_type", f"a checkpoint is {there} there; here one file up to 4 GB and "
-                                     f"a directory of shards beyond: 'full' or 'sharded' decides")  # fmt: skip
+        theirs = "a directory" if strategy == "DeepSpeedStrategy" else "one file"
+        made.note("state_dict_type", f"a checkpoint of {strategy} is {theirs}; of ShardedDP one file "
+                                     f"up to 4 GB, a directory of shards beyond: 'full' or "
+                                     f"'sharded' decides")  # fmt: skip
     if given.get("timeout") is None:
-        made.note("timeout", "ranks wait 600 s for each other here, 1800 s there: timeout=1800.0 "
-                             "keeps that")  # fmt: skip
+        made.note("timeout", f"ranks of ShardedDP wait 600 s for each other, of {strategy} 1800 s: "
+                             f"timeout=1800.0 keeps that")  # fmt: skip
     settle(made)
 
 
@@ -126,4 +127,4 @@ def settle(made: Translation) -> None:
         made.options.setdefault("sharding_strategy", "hybrid_shard")
     whole = made.options.get("sharding_strategy") in ("no_shard", "shard_optimizer")
     if whole and made.options.pop("reshard_after_forward", None) is not None:
-        made.lose("reshard_after_forward", "parameters are whole all the time here")
+        made.lose("reshard_after_forward", "parameters are whole all the time with this strategy")

@@ -131,7 +131,7 @@ def _timeout(made: Translation, key: str, value: Any) -> None:
 def _of_trainer(made: Translation, key: str, value: Any) -> None:
     if value is not None:
         made.lose(
-            key, "a Trainer argument here: Trainer(precision='bf16-mixed') or the one that it is"
+            key, "an argument of the Trainer: precision='bf16-mixed', or the plugin's own precision"
         )
 
 
@@ -161,7 +161,9 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
         made.options |= found
 
 
-_SIGNATURE = ": here a function takes (name, module), not (module, recurse, nonwrapped_numel)"
+_SIGNATURE = (
+    ": a function of ShardedDP takes (name, module), not (module, recurse, nonwrapped_numel)"
+)
 
 _POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
 
@@ -239,8 +241,8 @@ def _mixed_precision(made: Translation, key: str, value: Any) -> None:
     }
     if "param_dtype" in ours and "reduce_dtype" not in ours:
         ours["reduce_dtype"] = ours["param_dtype"]
-        made.note(key, "gradients are reduced in param_dtype there where reduce_dtype is not "
-                       "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
+        made.note(key, "without reduce_dtype FSDP reduces gradients in param_dtype, ShardedDP "
+                       "in float32: leave reduce_dtype out for that")  # fmt: skip
     # FSDP1 casts the root's inputs even if it casts no others; inner activations follow from them.
     casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
     casts = found.pop("cast_forward_inputs", value.name != "MixedPrecision")
@@ -283,7 +285,7 @@ def _device_mesh(made: Translation, key: str, value: Any) -> None:
     elif len(sizes) != 1:
         made.lose(key, f"{tuple(sizes)} has more dimensions than replicas and shards: write "
                        f"tensor_parallel_size= for ranks that split layers; context and pipeline "
-                       f"parallelism are not there")  # fmt: skip
+                       f"parallelism do not exist in ShardedDP")  # fmt: skip
 
 
 @Rule
@@ -295,7 +297,7 @@ def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
     if depth is None:
         made.options[key] = value
     elif _word(value) == "BACKWARD_POST":
-        made.note(key, "BACKWARD_POST gathers a unit later than here, where 1 is as early as "
+        made.note(key, "BACKWARD_POST gathers a unit later than backward_prefetch=1, which is "
                        "BACKWARD_PRE; backward_prefetch=0 takes the least memory")  # fmt: skip
     elif depth != 1:
         made.options[key] = depth
@@ -304,8 +306,8 @@ def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
 @Rule
 def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
     if value is False:
-        made.note(key, "one unit is gathered ahead here, which False does without saying so by "
-                       "running the host ahead; forward_prefetch=0 for none")  # fmt: skip
+        made.note(key, "ShardedDP gathers one unit ahead; False of FSDP does so too, as the "
+                       "host runs ahead of the device; forward_prefetch=0 for none")  # fmt: skip
     elif value is not True and value is not None:
         made.options[key] = value
 
@@ -376,8 +378,8 @@ def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
     elif value != "auto":
         not_understood(made, key, value, "a number of ranks")
     else:
-        made.lose(key, "its default is all ranks of a node there and 1 here: say the number of "
-                       "ranks that split layers")  # fmt: skip
+        made.lose(key, "its default is all ranks of a node, that of ShardedDP is 1: set the "
+                       "number of ranks that split layers")  # fmt: skip
 
 
 MODEL_PARALLEL: dict[str, Rule] = {

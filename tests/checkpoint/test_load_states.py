@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.restore import Replaced, load_model, read_shards_ahead
+from shardeddp.checkpoint.load_states import Replaced, load_model, read_shards_ahead
 from support.trainers import full_weights, make_trainer
 from world import Worlds
 

@@ -1,4 +1,4 @@
-"""Restoring a sharded model: read into shards before anything of the model is changed.
+"""Model and optimizer states: loaded into shards, read before anything of the model is changed.
 
 The values that a load replaces can be restored as well.
 """
@@ -94,7 +94,7 @@ _BLOCK_NUMEL = 2**16
 """Elements swapped at a time, few enough to stay in the processor's cache."""
 
 
-# -- Restoring of a sharded model
+# -- Loading into a sharded model
 
 _COMPILED = "_orig_mod."
 """Prefix that ``torch.compile`` puts into parameter names."""
