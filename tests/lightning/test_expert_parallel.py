@@ -585,6 +585,26 @@ class PastRows(Mixture):
     block = PastRowsBlock
 
 
+class Skipping(Mixture):
+    """Skips another layer on each rank."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        own: Any = self.blocks[dist.get_rank()]
+        return self.head(own(x)).pow(2).mean()
+
+
+class SkippingStacked(Skipping):
+    block = StackedBlock
+
+
+class CalledBetween(WithRows):
+    """Calls its experts between steps, where their unit is the root's."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.blocks[0](torch.ones(2, 3, 8))
+
+
 class Named(Mixture):
     """Names a whole layer as its experts."""
 
@@ -809,6 +829,17 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Whole, "element-wise optimizers", {}),
         (Regular, "used outside of its unit", {}),
         (Penalized, "used outside of its unit", {"experts": Rows}),
+        (Skipping, "experts of different layers at a time", {"auto_wrap_policy": None}),
+        (
+            SkippingStacked,
+            "experts of different layers at a time",
+            {"experts": None, "auto_wrap_policy": None},
+        ),
+        (
+            CalledBetween,
+            "'blocks.0.experts', whose parameters ranks divide, was called where",
+            {"experts": Rows, "auto_wrap_policy": None},
+        ),
         (PastRows, "was not called since dispatch", {"experts": Rows}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardeddp.engine.calls import CallHook, Listener, compiled_call
-from shardeddp.engine.unit import Unit
+from shardeddp.engine.unit import Unit, UnitState
 
 
 class Scope:
@@ -25,46 +25,39 @@ class Scope:
     Args:
         unit: Unit with the parameters.
         path: Modules from the root to the scope, both included.
+        name: Name of the scope, for messages.
     """
 
-    def __init__(self, unit: Unit, path: list[nn.Module]) -> None:
-        self._unit, self._path = unit, path
+    def __init__(self, unit: Unit, path: list[nn.Module], name: str) -> None:
+        self._unit, self._path, self._name = unit, path, name
         self._listener = Listener(self._enter, self._leave)
         self._hook: CallHook | None = None
-        self._own: CallHook | None = None  # the hook, unless others listen to it as well
         self._calls = 0  # that have not returned
 
-    def follow(self, compiled: dict[int, CallHook]) -> None:
+    def follow(self, hooks: dict[int, CallHook]) -> None:
         """Attach to the call that the parts are registered for; users may compile modules any time.
 
         Args:
-            compiled: Hooks of units' modules and of compiled ones, by the module's identity; gets
-                the hook of a compiled module without one.
+            hooks: Hooks of units' modules and of scopes, by the module's identity; gets that of this
+                scope. A unit is gathered before its scopes are entered.
         """
         boundary = self._boundary()
         if boundary is self._path[0]:  # the root's call is not a module's: its step
             self.detach()
             self._unit.set_scope(self._path[-1], True)
-        elif compiled_call(boundary) is None:
-            if self._own is None:
-                self.detach()
-                self._hook = self._own = CallHook(boundary)
-                self._hook.listeners.append(self._listener)
-                self._hook.follow()
-        else:
-            hook = compiled.get(id(boundary))
-            if hook is None:
-                hook = compiled[id(boundary)] = CallHook(boundary)
-                hook.follow()
-            if hook is not self._hook:
-                self.detach()
-                self._hook = hook
-                hook.listeners.append(self._listener)
+            return
+        hook = hooks.get(id(boundary))
+        if hook is None:
+            hook = hooks[id(boundary)] = CallHook(boundary)
+            hook.follow()
+        if hook is not self._hook:
+            self.detach()
+            self._hook = hook
+            hook.listeners.append(self._listener)
 
     def reset(self) -> None:
         """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
         if self._hook is not None:
-            self._hook.reset()
             self._calls = 0
             self._unit.set_scope(self._path[-1], False)
 
@@ -72,9 +65,7 @@ class Scope:
         """Remove the hook; the parts are not registered."""
         if self._hook is not None:
             self._hook.listeners.remove(self._listener)
-        if self._own is not None:
-            self._own.detach()
-        self._hook = self._own = None
+        self._hook = None
         self._calls = 0
         self._unit.set_scope(self._path[-1], False)
 
@@ -88,6 +79,14 @@ class Scope:
         return self._path[-1]
 
     def _enter(self) -> None:
+        if self._unit.state is not UnitState.UNSHARDED:
+            raise RuntimeError(
+                f"{self._name!r}, whose parameters ranks divide, was called where its unit is not "
+                f"gathered: outside of a step, or in summon_full_params. Its parameters are whole "
+                f"there, and it computes with this rank's part. Call it in training_step, "
+                f"validation_step, test_step or predict_step; or the module of its unit, "
+                f"{self._unit.label}"
+            )
         self._calls += 1
         self._unit.set_scope(self._path[-1], True)
 
@@ -99,9 +98,10 @@ class Scope:
 def scopes_of(root: nn.Module, units: Iterable[Unit]) -> Iterator[Scope]:
     """Yield the scopes of units of a model."""
     parents = {id(child): parent for parent in root.modules() for child in parent.children()}
+    names = {id(module): name for name, module in root.named_modules()}
     for unit in units:
         for scope in unit.scopes():
             path = [scope]
             while path[0] is not root:
                 path.insert(0, parents[id(path[0])])
-            yield Scope(unit, path)
+            yield Scope(unit, path, names[id(scope)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -70,8 +71,11 @@ class DividedExperts(ModuleHook):
     is_sent: bool
     """True once tokens were sent to them; always for a list, where other ranks' experts fail."""
 
-    name: str = ""
-    """Name of the module in messages, if its calls are checked."""
+    name: str
+    """Name of the module."""
+
+    checks_calls: bool = False
+    """Whether outputs are refused that a dispatch combines without a call of the module before."""
 
     is_running: bool = False
     """Whether the module's forward runs."""
@@ -79,9 +83,9 @@ class DividedExperts(ModuleHook):
     was_called: bool = True
     """Whether the module was called since tokens were last sent to it."""
 
-    def check_calls(self, name: str) -> None:
+    def check_calls(self) -> None:
         """Refuse outputs that a dispatch combines without a call of the module before."""
-        self.name = name
+        self.checks_calls = True
         self.module.register_forward_pre_hook(self._begin)
         self.module.register_forward_hook(self._end, always_call=True)
 
@@ -95,7 +99,7 @@ class DividedExperts(ModuleHook):
 
     def expect_call(self) -> None:
         """Expect a call of the module from now on, unless it sends the tokens itself."""
-        self.was_called = self.is_running or not self.name
+        self.was_called = self.is_running or not self.checks_calls
 
     def refuse_without_call(self) -> None:
         """Refuse outputs that were computed without a call of the module.
@@ -195,17 +199,35 @@ class TokenDispatch:
         self._shape = tuple(index.shape)
         flat = index.reshape(-1)
         self._order = flat.argsort(stable=True)
-        counts = _counts(flat, num_experts)
-        every = counts  # (ranks * own,); rows from each rank for each of the experts here
+        sent = _counts(flat, num_experts).view(size, own)
+        # Of each rank, rows for each of the experts here, and the layer that it sends them to.
+        layer = 0 if self._divided is None else crc32(self._divided.name.encode())
+        told = torch.cat([sent, sent.new_full((size, 1), layer)], 1)
         if mesh is not None:
-            every = all_to_all(counts, [own] * size, [own] * size, mesh.group)
-        self._leaving = tuple(counts.view(size, own).sum(1).tolist())
-        self._arriving = tuple(every.view(size, own).sum(1).tolist())
-        self.counts = every.view(size, own).sum(0).tolist()
+            lengths = [own + 1] * size
+            told = all_to_all(told.view(-1), lengths, lengths, mesh.group).view(size, own + 1)
+        both = torch.cat([sent, told], 1).tolist()  # the one transfer to the host
+        if any(row[-1] != layer for row in both):
+            self._refuse_other_layer()
+        self._leaving = tuple(sum(row[:own]) for row in both)
+        self._arriving = tuple(sum(row[own:-1]) for row in both)
+        self.counts = [sum(row[own + at] for row in both) for at in range(own)]
         # Rows arrive ordered by rank, and are reordered by expert.
         numbers = torch.arange(own, device=index.device).repeat(size)
-        self._by_expert = numbers.repeat_interleave(every).argsort(stable=True)
+        every = told[:, :own].reshape(-1)
+        by_rank = numbers.repeat_interleave(every, output_size=sum(self._arriving))
+        self._by_expert = by_rank.argsort(stable=True)
         self._anchor: torch.Tensor | None = None
+
+    def _refuse_other_layer(self) -> NoReturn:
+        """Refuse tokens of another rank that are for the experts of another layer."""
+        name = "" if self._divided is None else f" of {self._divided.name!r}"
+        raise RuntimeError(
+            f"ranks send tokens to experts of different layers at a time; this one to those{name}. "
+            f"Every rank has to run the same layers in the same order: draw the layers that a step "
+            f"skips alike on all ranks (seed_everything), and send no tokens (an empty batch) "
+            f"instead of skipping a layer on some ranks"
+        )
 
     @property
     def index(self) -> torch.Tensor:
@@ -331,7 +353,7 @@ class Routing(ModuleHook):
         # Its forward alone has the experts of this rank; other code and copies have all of them.
         module.num_experts = self._num_experts // self._axis.size  # type: ignore[assignment]
         tokens, index, weights = (*args, *(kwargs[it] for it in self.ARGUMENTS[len(args) :]))
-        routed = TokenDispatch(index, self._num_experts, self._axis)
+        routed = TokenDispatch(index, module)
         arrived = routed.dispatch(tokens)
         self._under_way = routed, weights
         ones = weights.new_ones(arrived.shape[0], 1)

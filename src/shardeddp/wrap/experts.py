@@ -141,13 +141,14 @@ def keep_own(
         own = each.count // axis.size
         divided = DividedExperts(
             module=each.module,
+            name=each.name,
             count=each.count,
             axis=axis,
             is_sent=each.is_routed or not each.stacked,
         )
         vars(each.module)[MARK] = divided
         if each.stacked:
-            divided.check_calls(each.name)
+            divided.check_calls()
         for number, expert in enumerate(() if each.stacked else each.module.children()):
             if number // own != axis.rank:
                 foreign = ForeignExpert(module=expert, name=join(each.name, str(number)))
