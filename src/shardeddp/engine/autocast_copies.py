@@ -281,7 +281,10 @@ class AutocastCopies:
             wrapper = self._wrappers.get(name)
             is_part = held.shape != shape
             if (is_part or wrapper is not None) and module._parameters.get(name) is held:
-                part = flatten_boxes(held, held.spec.shared).view(shape) if is_part else held
+                part = held
+                if is_part:
+                    held.spec.mesh.run.cut.add(held.spec.fqn)
+                    part = flatten_boxes(held, held.spec.shared).view(shape)
                 parts[name] = part if wrapper is None else wrapper(part)
         return _holding(module, parts) if parts else module
 

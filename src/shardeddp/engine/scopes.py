@@ -81,11 +81,10 @@ class Scope:
     def _enter(self) -> None:
         if self._unit.state is not UnitState.UNSHARDED:
             raise RuntimeError(
-                f"{self._name!r}, whose parameters ranks divide, was called where its unit is not "
-                f"gathered: outside of a step, or in summon_full_params. Its parameters are whole "
-                f"there, and it computes with this rank's part. Call it in training_step, "
-                f"validation_step, test_step or predict_step; or the module of its unit, "
-                f"{self._unit.label}"
+                f"{self._name!r} was called where its unit is not gathered: outside of a step, or in "
+                f"summon_full_params. Ranks divide its parameters (tensor_parallel_plan, experts), "
+                f"and it needs this rank's part of them. Call it in training_step, validation_step, "
+                f"test_step or predict_step, or in the forward of its unit, {self._unit.label}"
             )
         self._calls += 1
         self._unit.set_scope(self._path[-1], True)

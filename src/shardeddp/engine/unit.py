@@ -25,7 +25,7 @@ from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import without_torch_function
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward
 
 # -- Unit: parameters gathered together, their three states and the verbs between
 
@@ -127,8 +127,10 @@ class Unit:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
                     split = parameter.distribution
-                    is_limited = copies is None and len(parameter.owners) == 1
-                    scope = split.scope if split is not None and is_limited else None
+                    scope = None
+                    if copies is None and split is not None and split.scope is not None:
+                        is_shared = len(parameter.owners) > 1
+                        scope = owner if is_shared and has_forward(owner) else split.scope
                     self._registrations.append(
                         _Registration(
                             owner,

@@ -160,9 +160,12 @@ class TensorRankChecks:
     def end_backward(self, parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
         """Compare the gradients of a backward that has reduced them."""
         self._counts["backward"] += 1
-        observed, mesh.run.observed = mesh.run.observed, None
+        observed = mesh.run.observed or {}
+        whole = {name: it for name, it in observed.items() if name not in mesh.run.cut}
+        mesh.run.observed = None
+        mesh.run.cut.clear()
         if self._is_due("backward"):
-            _compare_gradients(parameters, observed or {}, mesh)
+            _compare_gradients(parameters, whole, mesh)
 
     def _is_due(self, kind: str, ahead: int = 0) -> bool:
         return (self._counts[kind] + ahead).bit_count() == 1

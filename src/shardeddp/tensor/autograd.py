@@ -361,7 +361,10 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*full_args, **full_kwargs)
     for gathered, version in found.values():
         if gathered.full._version != version:
-            refuse_recorded_write(gathered.sharded, func.__name__)
+            if gathered.sharded.requires_grad:
+                refuse_recorded_write(gathered.sharded, func.__name__)
+            with torch.no_grad():  # a gradient: p.grad.add_(0.1 * p.sign()), with gradients enabled
+                gathered.sharded.copy_(gathered.full.detach())
     return pytree.tree_map_only(torch.Tensor, wrap_results, result)
 
 

@@ -426,9 +426,12 @@ def _without_shared(
     Raises:
         ConfigurationError: The user's own plan names such layers.
     """
-    places: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
+    places: dict[int, list[str]] = {}  # without further names of a module that has several
+    for path, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(join(path, attribute))
+    names = {id(module): path for path, module in root.named_modules()}
     kept = list(layers)
     while True:
         splits: dict[int, dict[str, object]] = {}
@@ -440,6 +443,7 @@ def _without_shared(
                     dim = 1 - dim
                 for name, parameter in _own_parameters(layer, kept):
                     if dim is not None:
+                        name = join(names[id(layer.module)], name.rpartition(".")[2])
                         splits.setdefault(id(parameter), {})[name] = dim, layer.style.fused
         odd = {
             key
