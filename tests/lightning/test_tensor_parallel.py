@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -29,6 +30,7 @@ from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
+from shardeddp.wrap.tensor_plan import find_layers, with_heads_of_configs
 from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
@@ -1197,6 +1199,29 @@ def test_copies_of_split_layers_are_whole(
         assert len(differences) == 4 and max(differences) < 1e-6
 
 
+class OfConfig(Planned):
+    """Has attention with a number of heads in its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention()
+        self.attention.cfg = SimpleNamespace(n_head=2)  # type: ignore[assignment]
+        del self.attention.num_heads
+
+
+def find_heads(plan: dict[str, Any], **attributes: Any) -> list[str]:
+    module = OfConfig()
+    vars(module.attention).update(attributes)
+    return with_heads_of_configs(module, find_layers(module, plan, 2))
+
+
+def test_heads_of_configurations_are_found() -> None:
+    plan = ATTENTION_PLAN
+    assert find_heads(plan) == ["attention.cfg.n_head"]
+    assert find_heads(plan, head_dim=4) == []
+    assert find_heads({"attention.out": "rowwise"}) == []
+
+
 class AttendingBlocks(Planned):
     def __init__(self) -> None:
         super().__init__()
@@ -1464,7 +1489,10 @@ REFUSED = [
     ((Between, PLAN), "different ones of blocks.0.up.weight, blocks.1.up.weight"),
     ((WithNumber, PLAN), "'blocks.0.up.factor', one number"),
     ((Scaled, PLAN), "different ones of scale, which every rank uses whole"),
-    ((CalledEarly, {"head": "colwise_gather_output"}), "'head' was called where its unit is not gathered"),
+    (
+        (CalledEarly, {"head": "colwise_gather_output"}),
+        "'head' was called where its unit is not gathered",
+    ),
 ]
 
 

@@ -55,6 +55,7 @@ from shardeddp.wrap.tensor_plan import (
     find_layers,
     parameters_to_cut,
     split_layers,
+    with_heads_of_configs,
     with_own_forward,
 )
 from shardeddp.wrap.tree import UnitSpec, first_three
@@ -342,6 +343,14 @@ class ModelSharding:
                 f"tensor_parallel_size={size} does not divide the vocabulary or features of "
                 f"{first_three(uneven)}: each rank has this layer whole. Pad it to split it "
                 f"(model.resize_token_embeddings(..., pad_to_multiple_of={size}))",
+                stacklevel=2,
+            )
+        heads = with_heads_of_configs(module, layers) if plan != "auto" else []
+        if heads and self._group.is_rank_zero:
+            warnings.warn(
+                f"{first_three(heads)} is the number of all heads, and tensor_parallel_plan gives each "
+                f"rank 1/{size} of them: a forward that views features by it divides those of the "
+                f"rank into too many heads, without an error. Use view(*shape, -1, head_dim) there",
                 stacklevel=2,
             )
         own = with_own_forward(layers) if plan != "auto" else []

@@ -149,6 +149,28 @@ def with_own_forward(layers: Iterable[PlannedLayer]) -> list[str]:
     ]
 
 
+def with_heads_of_configs(root: nn.Module, layers: Iterable[PlannedLayer]) -> list[str]:
+    """Return numbers of heads in configurations, by which forwards may view features of a rank.
+
+    Numbers of modules have entries in the plan; one of a configuration cannot be divided.
+    """
+    found: dict[str, None] = {}
+    for layer in layers:
+        path, _, attribute = layer.name.rpartition(".")
+        style = layer.style
+        is_cut = isinstance(style, ParallelStyle) and style.splits == "columns" and not style.after
+        if not is_cut or layer.parameter or not _PROJECTIONS.fullmatch(attribute):
+            continue
+        held = vars(root.get_submodule(path))
+        if not _WIDTHS.isdisjoint(held) or any(type(held.get(it)) is int for it in _COUNTS):
+            continue
+        for name, value in held.items():
+            if not name.startswith("_") and not isinstance(value, (nn.Module, int, float, str)):
+                counts = [it for it in _COUNTS if type(getattr(value, it, None)) is int]
+                found |= {join(path, f"{name}.{it}"): None for it in counts[:1]}
+    return [*found]
+
+
 def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
     """Yield the parameters that are going to be split or wrapped."""
     for layer in layers:
@@ -560,6 +582,9 @@ _COUNTS = (
     "n_kv_heads",
 )
 """Attributes with which models view features as heads."""
+
+_WIDTHS = {"head_dim", "head_size", "attention_head_size", "dim_head", "d_head"}
+"""Attributes with which models view features as heads of a width: each rank has some of them."""
 
 _PROJECTIONS = re.compile(r"(q|k|v|qkv|query|key|value|query_key_value|q_b|kv_b)(_proj)?")
 
