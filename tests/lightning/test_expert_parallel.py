@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
@@ -574,6 +575,94 @@ def test_copies_of_a_model_have_all_experts(world: Worlds, kind: type[Mixture]) 
         assert len(differences) == 6 and max(differences) < 1e-6
 
 
+class Recomputing(Rows):
+    """Recomputes a part of its own forward."""
+
+    def forward(self, parts: Any) -> Any:
+        return checkpoint(super().forward, parts, use_reentrant=False)
+
+
+class RecomputingBlock(RowsBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Recomputing()
+
+
+class RecomputesInside(Mixture):
+    block = RecomputingBlock
+
+
+class Overlapping(RowsBlock):
+    """Has tokens of two halves under way at a time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.flatten(0, -2).chunk(2)
+        chosen = [self.router(it) for it in halves]
+        routed = [TokenDispatch(index, self.experts) for index, _ in chosen]
+        first = self.experts(routed[0].dispatch(halves[0]).split(routed[0].counts))
+        arrived = routed[1].dispatch(halves[1]).split(routed[1].counts)
+        made = [routed[0].combine(first), routed[1].combine(self.experts(arrived))]
+        out = [(it * w.unsqueeze(-1)).sum(1) for it, (_, w) in zip(made, chosen, strict=True)]
+        return x + torch.cat(out).view_as(x)
+
+
+class Overlapped(Mixture):
+    block = Overlapping
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        return torch.cat([part @ each for part, each in zip(parts, self.up, strict=True)])
+
+
+class Outer(nn.Module):
+    """Stacked experts in a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, parts: Any) -> torch.Tensor:
+        return self.inner(parts)
+
+
+class NestedBlock(RowsBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Outer()  # type: ignore[assignment]
+
+
+class Nested(Mixture):
+    block = NestedBlock
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (WithRaw, {"activation_checkpointing": {Raw}}),
+        (WithReading, {"activation_checkpointing": {ReadingExpert}}),
+        (WithStacked, {"activation_checkpointing": {StackedExperts}}),
+        (WithRows, {"activation_checkpointing": {Rows}}),
+        (WithPairs, {"activation_checkpointing": {Pairs}}),
+        (Overlapped, {}),
+        (Nested, {"auto_wrap_policy": {Inner, NestedBlock}}),
+    ],
+)
+def test_experts_compute_with_their_own_part_alone(
+    world: Worlds, kind: type[Mixture], options: dict[str, Any]
+) -> None:
+    experts = {WithRaw: Raw, WithReading: ReadingExpert}.get(kind, "blocks.*.experts")
+    expected, losses = train_whole(kind, steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind, steps=FEWER_STEPS, experts=experts, **options)
+    for found, seen in world(2).run(run):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=False)) < 1e-5
+
+
 class Penalized(WithRows):
     """Has a penalty on stacked parameters of a module of its own."""
 
@@ -840,6 +929,7 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
             "'blocks.0.experts' was called where its unit is not gathered",
             {"experts": Rows, "auto_wrap_policy": None},
         ),
+        (RecomputesInside, "a recomputation reads it", {"experts": Recomputing}),
         (PastRows, "was not called since dispatch", {"experts": Rows}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),

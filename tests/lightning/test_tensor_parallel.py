@@ -512,6 +512,18 @@ def test_a_loss_and_hooks_see_whole_parameters_and_layers(
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
 
 
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
+def test_split_layers_of_own_classes_are_recomputed_by_themselves(
+    world: Worlds, plan: dict[str, Any]
+) -> None:
+    expected, losses = train_whole(PenalisedOwn, steps=FEWER_STEPS)
+    options = {"tensor_parallel_plan": plan, "activation_checkpointing": {OwnLinear, OwnNorm}}
+    run = partial(train, "full_shard", 2, kind=PenalisedOwn, steps=FEWER_STEPS, **options)
+    for found, seen, _ in world(2).run(run):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
+
+
 class Twice(Planned):
     """Two micro-batches in one step of manual optimization."""
 
@@ -1376,15 +1388,17 @@ def refused(kind: type[Split], plan: Any = None, average: bool = False, **option
     return str(caught.value)
 
 
-class Stream(IterableDataset[torch.Tensor]):
+class Stream(IterableDataset[Any]):
     """Batches of ones, by rank as many as it is said, of a value for each rank."""
 
     def __init__(self, counts: tuple[int, ...], by: float) -> None:
         self._counts, self._by = counts, by
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         rank = dist.get_rank()
-        return iter([torch.full((2, 8), 1 + self._by * rank)] * self._counts[rank])
+        batch = torch.full((2, 8), 1 + self._by * rank)
+        mask = torch.full((16, 16), -torch.inf).triu(1)
+        return iter([[batch, mask, torch.tensor(torch.nan)]] * self._counts[rank])
 
 
 class Evaluated(Planned):
@@ -1403,15 +1417,15 @@ class Evaluated(Planned):
     def train_dataloader(self) -> Any:
         return DataLoader([*self.stream], batch_size=None)
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.loss(batch)
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.loss(batch[0])
 
     def on_train_batch_end(self, *args: Any) -> None:
         pass
 
-    def validation_step(self, batch: torch.Tensor) -> None:
+    def validation_step(self, batch: list[torch.Tensor]) -> None:
         self.evaluated += 1
-        self.log("mean", self.loss(batch), sync_dist=True)
+        self.log("mean", self.loss(batch[0]), sync_dist=True)
 
     test_step = validation_step
 

@@ -41,9 +41,10 @@ class RunState:
         """Whether a step of the user's module runs."""
 
         self.observed: dict[str, torch.Tensor] | None = None
-        """Whole gradients of this backward from uses of split parameters outside of their layers.
+        """Descriptions of whole gradients from uses of split parameters outside of their layers.
 
-        By name; kept for a comparison of the ranks that split layers. None: they are not observed.
+        By name, summed over the uses of a backward, for a comparison of the ranks that split layers.
+        None: they are not observed.
         """
 
         self.cut: set[str] = set()
@@ -57,6 +58,14 @@ class RunState:
 
         self.thread: int | None = None
         """Thread that trains; None: no run of a Trainer is under way."""
+
+    def observe(self, name: str, gradient: torch.Tensor) -> None:
+        """Add the whole gradient of a use of a split parameter outside of its layer."""
+        if self.observed is not None:
+            found = describe(gradient)
+            self.observed[name] = (
+                found if name not in self.observed else self.observed[name] + found
+            )
 
     def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
         """Read the results of agreements that nobody has waited for yet.
@@ -75,3 +84,10 @@ class RunState:
         if trains or current_backward() != -1:
             for each in list(self.unsettled.values()):
                 each.settle(stepping=stepping, reading=reading)
+
+
+def describe(gradient: torch.Tensor) -> torch.Tensor:
+    """Return norm and a projection of a plain tensor, (2,) float32: different tensors differ in them."""
+    flat = gradient.detach().reshape(-1).float()
+    direction = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
+    return torch.stack([flat.norm(), flat @ direction.mul_(12.9898).sin_()])

@@ -406,6 +406,8 @@ class Runtime:
             hook.follow()
         for scope in self._scopes:
             scope.follow(self._hooks)
+        for key in [key for key, hook in self._hooks.items() if not hook.listeners]:
+            self._hooks.pop(key).detach()  # of a scope that is inside of compiled code now
 
     def _hooks_of_encoders(self) -> Iterator[EncoderHook]:
         for encoder in self.root_module.modules():

@@ -7,17 +7,23 @@ sharded parameter, and the part only while the forward of its scope runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from shardeddp.engine.calls import CallHook, Listener, compiled_call
 from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.tensor.module_hooks import ModuleHook, state_of
+
+_SCOPES = "_shardeddp_scopes"  # attribute of a module: its scopes
 
 
-class Scope:
+class Scope(ModuleHook):
     """Registers parameters of a unit with their modules for the forward of one module alone.
+
+    So it does with attributes that ranks divide, such as a number of experts.
 
     Within compiled code modules cannot change what they hold: there the parts are registered for
     the whole call of the outermost compiled module, of the unit's module at most.
@@ -30,9 +36,13 @@ class Scope:
 
     def __init__(self, unit: Unit, path: list[nn.Module], name: str) -> None:
         self._unit, self._path, self._name = unit, path, name
-        self._listener = Listener(self._enter, self._leave)
+        self.module = path[-1]
+        self._state = state_of(self.module)
+        self._whole = {} if self._state is None else self._state.whole_attributes()
+        self._listener = Listener(self.enter, self.leave)
         self._hook: CallHook | None = None
         self._calls = 0  # that have not returned
+        self.module.__dict__.setdefault(_SCOPES, []).append(self)
 
     def follow(self, hooks: dict[int, CallHook]) -> None:
         """Attach to the call that the parts are registered for; users may compile modules any time.
@@ -42,16 +52,18 @@ class Scope:
                 scope. A unit is gathered before its scopes are entered.
         """
         boundary = self._boundary()
+        if self._state is not None:
+            self._state.counts_calls = boundary is self.module
         if boundary is self._path[0]:  # the root's call is not a module's: its step
-            self.detach()
-            self._unit.set_scope(self._path[-1], True)
+            self._leave_call()
+            self._set(True)
             return
         hook = hooks.get(id(boundary))
         if hook is None:
             hook = hooks[id(boundary)] = CallHook(boundary)
             hook.follow()
         if hook is not self._hook:
-            self.detach()
+            self._leave_call()
             self._hook = hook
             hook.listeners.append(self._listener)
 
@@ -59,15 +71,25 @@ class Scope:
         """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
         if self._hook is not None:
             self._calls = 0
-            self._unit.set_scope(self._path[-1], False)
+            self._set(False)
 
     def detach(self) -> None:
-        """Remove the hook; the parts are not registered."""
+        """Remove the scope; the parts are not registered."""
+        self._leave_call()
+        self.module.__dict__.pop(_SCOPES, None)
+
+    def _leave_call(self) -> None:
         if self._hook is not None:
             self._hook.listeners.remove(self._listener)
         self._hook = None
         self._calls = 0
-        self._unit.set_scope(self._path[-1], False)
+        self._set(False)
+
+    def _set(self, runs: bool) -> None:
+        self._unit.set_scope(self.module, runs)
+        if self._state is not None:
+            self._state.is_running = runs
+            self.module.__dict__.update(self._state.attributes if runs else self._whole)
 
     def _boundary(self) -> nn.Module:
         """Return the scope, or the compiled module around it."""
@@ -78,7 +100,12 @@ class Scope:
                 return self._path[max(number, of_unit)]
         return self._path[-1]
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Register the parts.
+
+        Raises:
+            RuntimeError: The unit is not gathered.
+        """
         if self._unit.state is not UnitState.UNSHARDED:
             raise RuntimeError(
                 f"{self._name!r} was called where its unit is not gathered: outside of a step, or in "
@@ -87,20 +114,43 @@ class Scope:
                 f"test_step or predict_step, or in the forward of its unit, {self._unit.label}"
             )
         self._calls += 1
-        self._unit.set_scope(self._path[-1], True)
+        self._set(True)
+        if self._state is not None:
+            self._state.num_calls += 1
 
-    def _leave(self, inputs: Any, output: Any) -> None:
-        self._calls -= 1
-        self._unit.set_scope(self._path[-1], self._calls > 0)
+    def leave(self, inputs: Any = None, output: Any = None) -> None:
+        """Register the sharded parameters after the outermost call."""
+        self._calls = max(0, self._calls - 1)  # a reset has dropped the call
+        if not self._calls:
+            self._set(False)
+
+
+@contextmanager
+def entered(module: nn.Module) -> Generator[None]:
+    """Enter the scopes of a module for code of its forward that runs without its call.
+
+    A recomputation of the forward in backward does so.
+    """
+    with ExitStack() as stack:
+        for scope in vars(module).get(_SCOPES, ()):
+            if isinstance(scope, Scope) and scope.module is module:  # not those of a copy
+                scope.enter()
+                stack.callback(scope.leave)
+        yield
 
 
 def scopes_of(root: nn.Module, units: Iterable[Unit]) -> Iterator[Scope]:
     """Yield the scopes of units of a model."""
-    parents = {id(child): parent for parent in root.modules() for child in parent.children()}
+    parents: dict[int, list[nn.Module]] = {}
+    for parent in root.modules():
+        for child in parent.children():
+            parents.setdefault(id(child), []).append(parent)
     names = {id(module): name for name, module in root.named_modules()}
     for unit in units:
         for scope in unit.scopes():
             path = [scope]
-            while path[0] is not root:
-                path.insert(0, parents[id(path[0])])
+            while path[0] is not root and len(parents[id(path[0])]) == 1:
+                path.insert(0, parents[id(path[0])][0])
+            if path[0] is not root:  # called in several places: compiled code in one of them
+                path = [root, scope]
             yield Scope(unit, path, names[id(scope)])

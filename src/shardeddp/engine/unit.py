@@ -72,7 +72,7 @@ class _Registration:
     """Module whose forward alone computes with ``unsharded``; None: no such limit."""
 
     in_scope: bool = True
-    """Whether the forward of ``scope`` runs."""
+    """Whether the forward of ``scope`` runs; True without one."""
 
 
 # verb -> (state in which it may be called, resulting state)
@@ -153,8 +153,12 @@ class Unit:
                             accumulate_in(unsharded, parameter.dtype)
                         self._copies[id(owner)] = owner, copies
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
+        self._by_scope: dict[int, list[_Registration]] = {}
         for slot in self._registrations:
             register(slot.owner, slot.attribute, slot.sharded)
+            if slot.scope is not None:
+                self._by_scope.setdefault(id(slot.scope), []).append(slot)
+                slot.in_scope = False
 
     @property
     def stale(self) -> bool:
@@ -315,14 +319,21 @@ class Unit:
             self.registration_pending = True
 
     def scopes(self) -> list[nn.Module]:
-        """Return the modules whose forwards alone compute with some of the parameters."""
-        found = {id(it): it for slot in self._registrations if (it := slot.scope) is not None}
-        return list(found.values())
+        """Return the modules whose forwards alone compute with some of the parameters.
+
+        Experts of other ranks are left out: they have no elements, and are not called.
+        """
+        return [
+            scope
+            for slots in self._by_scope.values()
+            if (scope := slots[0].scope) is not None
+            and any(slot.unsharded is not None and slot.unsharded.numel() for slot in slots)
+        ]
 
     def set_scope(self, scope: nn.Module, runs: bool) -> None:
         """Register the parameters of a scope, as its forward runs or not."""
-        for slot in self._registrations:
-            if slot.scope is scope and slot.in_scope is not runs:
+        for slot in self._by_scope.get(id(scope), ()):
+            if slot.in_scope is not runs:
                 slot.in_scope = runs
                 self._restore(slot)
 
@@ -382,7 +393,8 @@ class Unit:
             for spec, sharded in zip(specs, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
-        self.groups, self._members, self._registrations, self._copies = [], [], [], {}
+        self.groups, self._members, self._registrations = [], [], []
+        self._copies, self._by_scope = {}, {}
 
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_modules
 from shardeddp.engine.hooks import find_tensors
+from shardeddp.engine.scopes import entered
 from shardeddp.errors import ConfigurationError
 from shardeddp.torch_private import pytree
 from shardeddp.wrap import AutoPolicy, Policy
@@ -96,8 +97,14 @@ class Recomputation:
                 _refuse_compiled_offload()
             return self._offloaded(args, kwargs)
         # Bind keyword arguments: a forward may have arguments with the names of `checkpoint`'s own.
-        function = functools.partial(self.__wrapped__, **kwargs) if kwargs else self.__wrapped__
+        forward = self.__wrapped__ if torch.compiler.is_compiling() else self._in_scopes
+        function = functools.partial(forward, **kwargs) if kwargs else forward
         return self._checkpoint(function, *args)
+
+    def _in_scopes(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, in backward as well, with this rank's parts of divided parameters."""
+        with entered(self._module):
+            return self.__wrapped__(*args, **kwargs)
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._context_fn is None:  # torch.compile does not accept context_fn=None

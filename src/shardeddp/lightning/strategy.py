@@ -678,7 +678,7 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
         self._is_first_step = True
-        self._tensor_ranks = TensorRankChecks()
+        self._tensor_ranks.begin_run(self.mesh)
 
     # -- Steps
 
@@ -775,7 +775,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._tensor_ranks = TensorRankChecks()
+        self._tensor_ranks.begin_evaluation()
         self.runtime.sync_buffers()
         self._callbacks.begin_evaluation(self._trainer_at_work())
 

@@ -18,6 +18,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
+from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -144,8 +145,20 @@ class TensorRankChecks:
     def __init__(self) -> None:
         self._counts = Counter[str]()
 
+    def begin_run(self, mesh: Mesh) -> None:
+        """Begin the counts of a training anew; forget what a failed one has observed."""
+        self._counts.clear()
+        mesh.run.observed = None
+
+    def begin_evaluation(self) -> None:
+        """Begin the counts of evaluations anew."""
+        for name in ("validation_step", "test_step", "predict_step"):
+            del self._counts[name]
+
     def begin_step(self, name: str, inputs: object, mesh: Mesh) -> None:
         """Compare the batches of a step; ``inputs`` are its arguments."""
+        if mesh.run.observed is None:
+            mesh.run.cut.clear()
         self._counts[name] += 1
         if self._is_due(name):
             _compare_batches(name, inputs, mesh)
@@ -163,7 +176,6 @@ class TensorRankChecks:
         observed = mesh.run.observed or {}
         whole = {name: it for name, it in observed.items() if name not in mesh.run.cut}
         mesh.run.observed = None
-        mesh.run.cut.clear()
         if self._is_due("backward"):
             _compare_gradients(parameters, whole, mesh)
 
@@ -183,10 +195,12 @@ def _compare_batches(step: str, inputs: object, mesh: Mesh) -> None:
     """
     described = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     for number, tensor in enumerate(find_tensors(inputs), 1):
-        if tensor.layout is torch.strided and not tensor.is_quantized:
+        if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             flat = values.detach().reshape(-1)[:: 1 + values.numel() // _COMPARED]
-            flat = flat.to(mesh.device, torch.float64, copy=True).nan_to_num_()
+            flat = flat.to(mesh.device, torch.float64, copy=True).nan_to_num_(
+                posinf=1e6, neginf=-1e6
+            )
             direction = torch.arange(1, flat.numel() + 1, device=flat.device, dtype=flat.dtype)
             projection = flat @ direction.mul_(12.9898 * number).sin_()
             described += torch.stack(
@@ -232,21 +246,24 @@ def _compare_gradients(
 
     Args:
         parameters: Parameters of the model.
-        observed: Whole gradients from uses of split parameters outside of their layers, by name.
+        observed: What describes whole gradients from uses of split parameters outside of their
+            layers, by name.
         mesh: Mesh of the run.
 
     Raises:
         RuntimeError: Gradients of a parameter differ by more than 1 %.
     """
+    nothing = torch.zeros(2, device=mesh.device)
     gradients = {
-        it.spec.fqn: observed.get(it.spec.fqn) if it.spec.boxes else it.grad
+        it.spec.fqn: observed.get(it.spec.fqn, nothing)
+        if it.spec.boxes
+        else _described(it.grad, mesh.device)
         for it in parameters
         if isinstance(it, ShardTensor) and it.requires_grad
     }
     if not gradients:
         return
-    described = torch.stack([_described(it, mesh.device) for it in gradients.values()])
-    greatest, least = _extremes(described, mesh)
+    greatest, least = _extremes(torch.stack([*gradients.values()]), mesh)
     differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
     if names := [name for name, bad in zip(gradients, differ.tolist(), strict=True) if bad]:
         raise RuntimeError(
@@ -267,13 +284,8 @@ def _extremes(values: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Ten
 
 
 def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return norm and a projection of a gradient's local elements; zeros if there are none."""
     local = local_or_whole(gradient)
-    if local is None or not local.numel():
-        return torch.zeros(2, device=device)
-    flat = local.detach().reshape(-1).float()
-    direction = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
-    return torch.stack([flat.norm(), flat @ direction.mul_(12.9898).sin_()]).to(device)
+    return torch.zeros(2, device=device) if local is None else describe(local).to(device)
 
 
 _DATA_GROUPS: list[ProcessGroup] = []

@@ -361,7 +361,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*full_args, **full_kwargs)
     for gathered, version in found.values():
         if gathered.full._version != version:
-            if gathered.sharded.requires_grad:
+            if gathered.sharded.requires_grad or isinstance(gathered.sharded, nn.Parameter):
                 refuse_recorded_write(gathered.sharded, func.__name__)
             with torch.no_grad():  # a gradient: p.grad.add_(0.1 * p.sign()), with gradients enabled
                 gathered.sharded.copy_(gathered.full.detach())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -74,46 +75,7 @@ class DividedExperts(ModuleHook):
     name: str
     """Name of the module."""
 
-    checks_calls: bool = False
-    """Whether outputs are refused that a dispatch combines without a call of the module before."""
-
-    is_running: bool = False
-    """Whether the module's forward runs."""
-
-    was_called: bool = True
-    """Whether the module was called since tokens were last sent to it."""
-
-    def check_calls(self) -> None:
-        """Refuse outputs that a dispatch combines without a call of the module before."""
-        self.checks_calls = True
-        self.module.register_forward_pre_hook(self._begin)
-        self.module.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, module: nn.Module, args: object) -> None:
-        if self.is_of(module):
-            self.is_running = self.was_called = True
-
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
-        if self.is_of(module):
-            self.is_running = False
-
-    def expect_call(self) -> None:
-        """Expect a call of the module from now on, unless it sends the tokens itself."""
-        self.was_called = self.is_running or not self.checks_calls
-
-    def refuse_without_call(self) -> None:
-        """Refuse outputs that were computed without a call of the module.
-
-        Raises:
-            RuntimeError: The module was not called.
-        """
-        if not self.was_called:
-            raise RuntimeError(
-                f"TokenDispatch.combine() got rows that {self.name!r} has not computed: the module was "
-                f"not called since dispatch(). Only inside of its forward its parameters are this "
-                f"rank's experts; elsewhere they are all experts. Call the module, "
-                f"self.experts(...), instead of its methods or functions of its parameters"
-            )
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def is_unsent(module: nn.Module) -> bool:
@@ -218,6 +180,24 @@ class TokenDispatch:
         by_rank = numbers.repeat_interleave(every, output_size=sum(self._arriving))
         self._by_expert = by_rank.argsort(stable=True)
         self._anchor: torch.Tensor | None = None
+        self._calls: int | None = None  # of the experts' module, at the dispatch
+
+    def _calls_so_far(self) -> int | None:
+        """Return the number of calls of the experts' module; None: it is unknown, or runs."""
+        divided = self._divided
+        if torch.compiler.is_compiling() or divided is None or not divided.counts_calls:
+            return None
+        return None if divided.is_running else divided.num_calls
+
+    def _refuse_without_call(self) -> NoReturn:
+        """Refuse outputs that were computed without a call of the experts' module."""
+        assert self._divided is not None
+        raise RuntimeError(
+            f"TokenDispatch.combine() got rows that {self._divided.name!r} has not computed: the "
+            f"module was not called since dispatch(). Only inside of its forward its parameters are "
+            f"this rank's experts; elsewhere they are all experts. Call the module, "
+            f"self.experts(...), instead of its methods or functions of its parameters"
+        )
 
     def _refuse_other_layer(self) -> NoReturn:
         """Refuse tokens of another rank that are for the experts of another layer."""
@@ -233,7 +213,8 @@ class TokenDispatch:
     def index(self) -> torch.Tensor:
         """Index in :attr:`experts` of each received row's expert, (rows,)."""
         counts = torch.tensor(self.counts, device=self._order.device)
-        return torch.arange(len(self.experts), device=counts.device).repeat_interleave(counts)
+        numbers = torch.arange(len(self.experts), device=counts.device)
+        return numbers.repeat_interleave(counts, output_size=sum(self.counts))
 
     def dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts; a collective of the expert ranks.
@@ -248,8 +229,7 @@ class TokenDispatch:
         if self._axis is not None:
             rows = _exchange(rows, self._leaving, self._arriving, self._axis, _trained(rows))
         self._anchor = rows
-        if self._divided is not None:
-            self._divided.expect_call()
+        self._calls = self._calls_so_far()
         return rows[self._by_expert]
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
@@ -268,8 +248,8 @@ class TokenDispatch:
                 f"expected the rows that dispatch() has returned, expert by expert, "
                 f"{self._by_expert.numel()} of them, found shape {tuple(rows.shape)}"
             )
-        if self._divided is not None and rows.shape[0]:
-            self._divided.refuse_without_call()
+        if rows.shape[0] and self._calls is not None and self._calls == self._calls_so_far():
+            self._refuse_without_call()
         anchor, self._anchor = self._anchor, None
         home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
@@ -288,7 +268,7 @@ def _divided(experts: nn.Module) -> DividedExperts | None:
 def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the number of rows for each expert."""
     if not numbers.is_floating_point():
-        with suppress(RuntimeError):  # for negative numbers, found here without a transfer
+        with suppress(RuntimeError):  # for negative numbers
             counts = torch.bincount(numbers, minlength=num_experts)
             if counts.numel() == num_experts:
                 return counts
@@ -338,30 +318,22 @@ class Routing(ModuleHook):
 
     def __init__(self, module: Any, axis: TensorAxis) -> None:
         self.module, self._axis = module, axis
-        self._num_experts: int = module.num_experts
         self._under_way: tuple[TokenDispatch, torch.Tensor] | None = None
 
     def install(self) -> None:
         """Set the hooks."""
         self.module.register_forward_pre_hook(self._before, with_kwargs=True)
         self.module.register_forward_hook(self._after)
-        self.module.register_forward_hook(self._end, always_call=True)
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not self.is_of(module):
             return None
-        # Its forward alone has the experts of this rank; other code and copies have all of them.
-        module.num_experts = self._num_experts // self._axis.size  # type: ignore[assignment]
         tokens, index, weights = (*args, *(kwargs[it] for it in self.ARGUMENTS[len(args) :]))
         routed = TokenDispatch(index, module)
         arrived = routed.dispatch(tokens)
         self._under_way = routed, weights
         ones = weights.new_ones(arrived.shape[0], 1)
         return (arrived, routed.index.to(index.dtype).unsqueeze(1), ones), {}
-
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
-        if self.is_of(module):
-            module.num_experts = self._num_experts  # type: ignore[assignment]
 
     def _after(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         if not self.is_of(module):

@@ -51,6 +51,19 @@ class ModuleHook:
     attributes: Mapping[str, Any] = MappingProxyType({})
     """Attributes that the module's forward sees in place of the module's own."""
 
+    is_running: bool = False
+    """Whether the module's forward runs."""
+
+    num_calls: int = 0
+    """Number of calls of the module, if it counts them."""
+
+    counts_calls: bool = False
+    """Whether the module's calls are counted: not within compiled code."""
+
+    def whole_attributes(self) -> dict[str, Any]:
+        """Return the module's own values of ``attributes``."""
+        return {name: vars(self.module)[name] for name in self.attributes}
+
     def is_of(self, module: nn.Module) -> bool:
         """Return whether a module is the object's own; compiled code is that of the module."""
         return torch.compiler.is_compiling() or module is self.module

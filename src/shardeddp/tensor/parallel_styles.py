@@ -350,7 +350,6 @@ class SplitLayer(ModuleHook):
     """Exchange of the forward's output tensor; see ``_AFTER``."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    _former: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
         """Surround the forward of the layer with the exchanges of its style.
@@ -374,9 +373,6 @@ class SplitLayer(ModuleHook):
         """Forward pre-hook."""
         if not self.is_of(module):
             return None
-        if self.attributes and "forward" not in vars(module):  # else its shadow has them
-            self._former = {name: vars(module)[name] for name in self.attributes}
-            vars(module).update(self.attributes)
         is_index = self.before == "own_rows"
         # The forward of a frozen layer, in its dictionary, selects this rank's part of a weight itself.
         weight = None if "forward" in vars(module) else module._parameters.get("weight")
@@ -403,8 +399,6 @@ class SplitLayer(ModuleHook):
         """Forward hook."""
         if not self.is_of(module):
             return output
-        if self._former:
-            vars(module).update(self._former)
         if isinstance(output, tuple):
             first, *others = cast("tuple[Any, ...]", output)
             return (_AFTER[self.after](self, first), *others)

@@ -58,6 +58,7 @@ from shardeddp.tensor.unsharded import (
     without_released,
 )
 from shardeddp.torch_private import (
+    current_backward,
     make_subclass,
     make_wrapper_subclass,
     never_traced,
@@ -617,7 +618,17 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return [alias for each in self._aliases or () if (alias := each()) is not None]
 
     def full_for_autograd(self, operation: str) -> torch.Tensor:
-        """Gather the whole tensor, with a gradient that is averaged over all ranks."""
+        """Gather the whole tensor, with a gradient that is averaged over all ranks.
+
+        Raises:
+            RuntimeError: A recomputation reads experts, of which its forward has read a part.
+        """
+        if self._spec.mesh is not self._spec.mesh.whole and current_backward() != -1:
+            raise RuntimeError(
+                f"{self._spec.fqn} belongs to experts that ranks divide, and a recomputation reads it "
+                f"that begins inside of their forward: call the whole module inside of checkpoint(), "
+                f"checkpoint(self.experts, x), or name its class in activation_checkpointing"
+            )
         self.route_gradient()
         # Hooks see the sum of the gradients of all uses: it ends where that of the unit's forward
         # does.
@@ -675,11 +686,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._former_gradient = stored_gradient(self)
             unit_gradients, index = self._unit_gradients
             unit_gradients.add_outside(index, gradient.detach())
-            observed = self._spec.mesh.run.observed
-            if observed is not None and self._spec.boxes:
-                former = observed.get(self._spec.fqn)
-                own = gradient.detach()
-                observed[self._spec.fqn] = own if former is None else former + own
+            if self._spec.boxes:
+                self._spec.mesh.run.observe(self._spec.fqn, gradient)
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:

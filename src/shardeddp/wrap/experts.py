@@ -50,12 +50,17 @@ class ChosenUnits(Policy):
         policy: Policy that chooses the units.
         root: Model with all of its parameters.
         experts: Experts of the model; modules inside of a list of them are no units, since ranks
-            run different ones.
+            run different ones, and none inside of stacked ones, whose forward takes all of them.
     """
 
     def __init__(self, policy: Policy, root: nn.Module, experts: Sequence[Experts]) -> None:
-        inside = tuple(f"{it.name}." for it in experts if not it.stacked)
-        self.names = [name for name in policy.select(root) if not f"{name}.".startswith(inside)]
+        lists = tuple(f"{it.name}." for it in experts if not it.stacked)
+        inside = tuple(f"{it.name}." for it in experts)
+        self.names = [
+            name
+            for name in policy.select(root)
+            if not (f"{name}.".startswith(lists) or name.startswith(inside))
+        ]
 
     def select(self, root: nn.Module) -> list[str]:  # noqa: D102
         return self.names
@@ -145,10 +150,9 @@ def keep_own(
             count=each.count,
             axis=axis,
             is_sent=each.is_routed or not each.stacked,
+            attributes={"num_experts": own} if each.is_routed else {},
         )
         vars(each.module)[MARK] = divided
-        if each.stacked:
-            divided.check_calls()
         for number, expert in enumerate(() if each.stacked else each.module.children()):
             if number // own != axis.rank:
                 foreign = ForeignExpert(module=expert, name=join(each.name, str(number)))
