@@ -303,20 +303,20 @@ class Unit:
         a former state.
         """
         self.registration_pending = False
-        for slot in self._registrations:
-            self._restore(slot)
+        self._restore(self._registrations)
 
-    def _restore(self, slot: _Registration) -> None:
-        wanted, other = slot.resting, slot.unsharded
-        if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
-            wanted, other = other, wanted
-        found = slot.owner._parameters.get(slot.attribute)
-        if found is None:
-            found = self._moved(slot)
-        if other is not None and found is other:
-            register(slot.owner, slot.attribute, wanted)
-        elif found is not wanted:
-            self.registration_pending = True
+    def _restore(self, slots: Iterable[_Registration]) -> None:
+        for slot in slots:
+            wanted, other = slot.resting, slot.unsharded
+            if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
+                wanted, other = other, wanted
+            found = slot.owner._parameters.get(slot.attribute)
+            if found is None:
+                found = self._moved(slot)
+            if other is not None and found is other:
+                register(slot.owner, slot.attribute, wanted)
+            elif found is not wanted:
+                self.registration_pending = True
 
     def scopes(self) -> list[nn.Module]:
         """Return the modules whose forwards alone compute with some of the parameters.
@@ -332,10 +332,10 @@ class Unit:
 
     def set_scope(self, scope: nn.Module, runs: bool) -> None:
         """Register the parameters of a scope, as its forward runs or not."""
-        for slot in self._by_scope.get(id(scope), ()):
-            if slot.in_scope is not runs:
-                slot.in_scope = runs
-                self._restore(slot)
+        slots = self._by_scope.get(id(scope), [])
+        for slot in slots:
+            slot.in_scope = runs
+        self._restore(slots)
 
     def _moved(self, slot: _Registration) -> torch.Tensor | None:
         """Find the parameter of a slot under a new module or name in the unit, and move the slot.
