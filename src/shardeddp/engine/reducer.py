@@ -206,6 +206,10 @@ class Reducer:
         self._mesh.run.incomplete.add(id(self))
         self._queue.finish()
 
+    def close(self) -> None:
+        """Forget that gradients are incomplete: the units are dissolved, and nothing completes them."""
+        self._mesh.run.incomplete.discard(id(self))
+
     def _waiting(self) -> list[UnitProgress]:
         """Return the units still to be reduced, in order."""
         if not (self._sync and self.leaves_gradients):

@@ -234,6 +234,7 @@ class Runtime:
             )
         if not self.passthrough:
             self.reset()
+            self._reducer.close()
         for hook in (*self._scopes, *self._hooks.values(), *self._encoder_hooks):
             hook.detach()
         for progress in self.progresses:
@@ -337,6 +338,7 @@ class Runtime:
             progress.forget_forwards()
             for group in progress.unit.groups:
                 group.gradients.drop_waiting()
+        self._forwards = 0  # torch calls no hook after a KeyboardInterrupt
         self._enter_phase("a failure")
         self._step_name = "forward"
         self._reshard_unused()
