@@ -97,6 +97,20 @@ def test_what_fails_on_one_rank_fails_on_all_though_only_the_first_gets_results(
     )
 
 
+def fail_differently() -> bytes:
+    if dist.get_rank():
+        raise CheckpointError(f"rank {dist.get_rank()} has no disk")
+    return b""
+
+
+@on_ranks(3)
+def test_each_error_about_a_checkpoint_stands_with_its_ranks() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        gather_to_first("writing", fail_differently, all_ranks())
+    text = "rank 1 has no disk (found on rank 1)\nrank 2 has no disk (found on rank 2)"
+    assert str(caught.value) == text
+
+
 # -- together
 
 

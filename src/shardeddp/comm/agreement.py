@@ -349,10 +349,17 @@ def _raise_failures(step: str, texts: Sequence[bytes], own: _Failure | None) -> 
     cause = None if own is None else own.error
     if isinstance(cause, ConfigurationError) and len(failures) == len(texts):
         raise cause
-    kind, text, _ = failures[min(failures)]
     if {kind for kind, _, _ in failures.values()} <= _OF_CHECKPOINTS.keys():
-        ranks = ", ".join(map(str, failures))
-        raise _OF_CHECKPOINTS[kind](f"{text} (found on rank {ranks})") from cause
+        by_text: dict[str, list[int]] = {}
+        for rank, (_, text, _) in failures.items():
+            by_text.setdefault(text, []).append(rank)
+        found = [
+            f"{text} (found on rank {', '.join(map(str, ranks))})"
+            for text, ranks in by_text.items()
+        ]
+        more = [f"and {len(found) - 3} more errors"] if len(found) > 3 else []
+        first_kind = failures[min(failures)][0]
+        raise _OF_CHECKPOINTS[first_kind]("\n".join([*found[:3], *more])) from cause
     raise RankError(step, {rank: trace for rank, (_, _, trace) in failures.items()}) from cause
 
 
