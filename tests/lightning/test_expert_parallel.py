@@ -610,21 +610,12 @@ class Overlapped(Mixture):
     block = Overlapping
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
-
-    def forward(self, parts: Any) -> torch.Tensor:
-        return torch.cat([part @ each for part, each in zip(parts, self.up, strict=True)])
-
-
 class Outer(nn.Module):
     """Stacked experts in a module inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Inner()
+        self.inner = Rows()
 
     def forward(self, parts: Any) -> torch.Tensor:
         return self.inner(parts)
@@ -649,7 +640,7 @@ class Nested(Mixture):
         (WithRows, {"activation_checkpointing": {Rows}}),
         (WithPairs, {"activation_checkpointing": {Pairs}}),
         (Overlapped, {}),
-        (Nested, {"auto_wrap_policy": {Inner, NestedBlock}}),
+        (Nested, {"auto_wrap_policy": {Rows, NestedBlock}}),
     ],
 )
 def test_experts_compute_with_their_own_part_alone(

@@ -117,15 +117,11 @@ class CallHook(ModuleHook):
         @outside_of_graphs
         def call(*args: Any, **kwargs: Any) -> Any:
             output = None
-            entered = list[Listener]()
             try:
-                for listener in self.listeners:
-                    listener.enter()
-                    entered.append(listener)
+                self.enter(self.module, args, kwargs)
                 output = compiled(*args, **kwargs)
             finally:
-                for listener in reversed(entered):
-                    listener.leave((args, kwargs), output)
+                self.leave(self.module, args, kwargs, output)
             return output
 
         return call

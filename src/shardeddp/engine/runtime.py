@@ -136,7 +136,7 @@ class Runtime:
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit gathers or reduces: training on one rank."""
 
-        # By module: of units, and of compiled modules around scopes.
+        # By module: of units, of scopes, and of compiled modules around scopes.
         self._hooks: dict[int, CallHook] = {}
         self._encoder_hooks: list[EncoderHook] = []
         self._scopes: list[Scope] = []

@@ -38,7 +38,8 @@ class Scope(ModuleHook):
         self._unit, self._path, self._name = unit, path, name
         self.module = path[-1]
         self._state = state_of(self.module)
-        self._whole = {} if self._state is None else self._state.whole_attributes()
+        changed = () if self._state is None else self._state.attributes
+        self._whole = {name: vars(self.module)[name] for name in changed}
         self._listener = Listener(self.enter, self.leave)
         self._hook: CallHook | None = None
         self._calls = 0  # that have not returned
@@ -56,6 +57,7 @@ class Scope(ModuleHook):
             self._state.counts_calls = boundary is self.module
         if boundary is self._path[0]:  # the root's call is not a module's: its step
             self._leave_call()
+            self._calls = 1
             self._set(True)
             return
         hook = hooks.get(id(boundary))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError, RankError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
-from shardeddp.lightning.api import Precision, rank_zero_info
+from shardeddp.lightning.api import Precision, rank_zero_info, rank_zero_warn
 from shardeddp.lightning.expert_parallel import refuse_module
 from shardeddp.lightning.precision import (
     ShardedPrecision,
@@ -322,13 +321,11 @@ class ModelSharding:
         if size == 1:
             return []
         if not plan and not any(isinstance(it, DTensor) for it in module.parameters()):
-            if self._group.is_rank_zero:
-                warnings.warn(
-                    f"tensor_parallel_size={size}, and no layer is split: groups of {size} ranks compute "
-                    f"the same. Set tensor_parallel_plan ('auto' for models of transformers), or split "
-                    f"layers in configure_model by parallelize_module",
-                    stacklevel=2,
-                )
+            rank_zero_warn(
+                f"tensor_parallel_size={size}, and no layer is split: groups of {size} ranks compute "
+                f"the same. Set tensor_parallel_plan ('auto' for models of transformers), or split "
+                f"layers in configure_model by parallelize_module"
+            )
             return []
         if plan is None:
             return []
@@ -338,30 +335,27 @@ class ModelSharding:
             mesh.control,
         )
         uneven = [it.name for it in layers if it.style_name == UNEVEN]
-        if uneven and self._group.is_rank_zero:
-            warnings.warn(
+        if uneven:
+            rank_zero_warn(
                 f"tensor_parallel_size={size} does not divide the vocabulary or features of "
                 f"{first_three(uneven)}: each rank has this layer whole. Pad it to split it "
-                f"(model.resize_token_embeddings(..., pad_to_multiple_of={size}))",
-                stacklevel=2,
+                f"(model.resize_token_embeddings(..., pad_to_multiple_of={size}))"
             )
         heads = with_heads_of_configs(module, layers) if plan != "auto" else []
-        if heads and self._group.is_rank_zero:
-            warnings.warn(
+        if heads:
+            rank_zero_warn(
                 f"{first_three(heads)} is the number of all heads, and tensor_parallel_plan gives each "
                 f"rank 1/{size} of them: a forward that views features by it divides those of the "
-                f"rank into too many heads, without an error. Use view(*shape, -1, head_dim) there",
-                stacklevel=2,
+                f"rank into too many heads, without an error. Use view(*shape, -1, head_dim) there"
             )
         own = with_own_forward(layers) if plan != "auto" else []
-        if own and self._group.is_rank_zero:
-            warnings.warn(
+        if own:
+            rank_zero_warn(
                 f"tensor_parallel_plan splits {first_three(own)}, whose class has a forward of its "
                 f"own: it is given this rank's part of the weight, and what it returns is summed or "
                 f"gathered over ranks afterwards. What is not linear in it, or looks at all features "
                 f"(a norm, a softmax, an activation behind a split by rows), is not what one process "
-                f"computes: put it into a module around the layer",
-                stacklevel=2,
+                f"computes: put it into a module around the layer"
             )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
             if not parameter.is_meta and parameter.numel():

@@ -50,7 +50,7 @@ class UnevenEvaluation:
                 ``dataloader_iter``.
         """
         loop, mesh = _loop_of(trainer), self._mesh
-        divided = _Divided.of(mesh)
+        divided = _DividingRanks.of(mesh)
         if private.combined_loader(loop) is None or not (self._agreement.gathers or divided):
             return
         lengths = [*_lengths(loop)]
@@ -60,7 +60,7 @@ class UnevenEvaluation:
         if divided is not None:
             divided.refuse_lengths(texts)
             if None in lengths:
-                _compare_batches(trainer, loop, divided)
+                _compare_ends(trainer, loop, divided)
         if mesh.experts is None and self._agreement.gathers:
             self._agreement.open()
             self._restore = private.delay_ends(loop, self._wait)
@@ -78,7 +78,7 @@ class UnevenEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Divided:
+class _DividingRanks:
     """Ranks that divide layers or experts: a forward takes a batch of each."""
 
     option: str
@@ -95,7 +95,7 @@ class _Divided:
     """Ranks of this rank's group."""
 
     @classmethod
-    def of(cls, mesh: Mesh) -> _Divided | None:
+    def of(cls, mesh: Mesh) -> _DividingRanks | None:
         """Return the ranks that divide layers or experts with this one; None: there are none."""
         if mesh.experts is not None:  # the rest of the model is gathered by all ranks
 
@@ -154,7 +154,7 @@ def _ranks(group: Sequence[int], count: int) -> str:
     return "all ranks" if len(group) == count else f"ranks {group[0]} to {group[-1]}"
 
 
-def _compare_batches(trainer: Trainer, loop: Any, divided: _Divided) -> None:
+def _compare_ends(trainer: Trainer, loop: Any, divided: _DividingRanks) -> None:
     """Check before each batch that all ranks that divide layers or experts have one."""
     name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
     fetcher = private.data_fetcher(loop)
@@ -178,7 +178,7 @@ class EvenFetcher(PrefetchDataFetcher):
         divided: Ranks that need a batch each.
     """
 
-    def __init__(self, fetcher: PrefetchDataFetcher, hook: str, divided: _Divided) -> None:
+    def __init__(self, fetcher: PrefetchDataFetcher, hook: str, divided: _DividingRanks) -> None:
         vars(self).update(vars(fetcher))
         self._hook, self._divided = hook, divided
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.activations import all_to_all
-from shardeddp.tensor.module_hooks import ModuleHook, state_of
+from shardeddp.tensor.module_hooks import DividedState, ModuleHook, state_of
 from shardeddp.tensor.parallel_styles import TensorAxis
 
 _Counts = tuple[int, ...]
@@ -63,7 +63,7 @@ def _exchange(
 
 
 @dataclass(kw_only=True, eq=False)
-class DividedExperts(ModuleHook):
+class DividedExperts(DividedState):
     """State of a module of experts that are divided over ranks."""
 
     module: nn.Module

@@ -17,7 +17,7 @@ from torch import nn
 from shardeddp.errors import ConfigurationError
 
 MARK = "_shardeddp_parallel_style"
-"""Key in the dictionary of a module that ranks divide, of an :class:`ModuleHook`."""
+"""Key in the dictionary of a module that ranks divide, of a :class:`DividedState`."""
 
 
 class NoopHook:
@@ -48,6 +48,20 @@ class ModuleHook:
     refusal: str = ""
     """Text of the error that calls of an unpickled module raise; empty: they raise none."""
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether a module is the object's own; compiled code is that of the module."""
+        return torch.compiler.is_compiling() or module is self.module
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopHook, (self.refusal,)
+
+
+class DividedState(ModuleHook):
+    """State of a module that ranks divide, under :data:`MARK`; a scope keeps it up to date."""
+
     attributes: Mapping[str, Any] = MappingProxyType({})
     """Attributes that the module's forward sees in place of the module's own."""
 
@@ -59,20 +73,6 @@ class ModuleHook:
 
     counts_calls: bool = False
     """Whether the module's calls are counted: not within compiled code."""
-
-    def whole_attributes(self) -> dict[str, Any]:
-        """Return the module's own values of ``attributes``."""
-        return {name: vars(self.module)[name] for name in self.attributes}
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether a module is the object's own; compiled code is that of the module."""
-        return torch.compiler.is_compiling() or module is self.module
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self
-
-    def __reduce__(self) -> Any:
-        return NoopHook, (self.refusal,)
 
 
 class DividedCount(ModuleHook):
@@ -101,10 +101,10 @@ class DividedCount(ModuleHook):
             raise RuntimeError(self.refusal)
 
 
-def state_of(module: nn.Module) -> ModuleHook | None:
+def state_of(module: nn.Module) -> DividedState | None:
     """Return the state of a module that ranks divide; None: it is whole, or a copy."""
     state = vars(module).get(MARK)
-    return state if isinstance(state, ModuleHook) and state.module is module else None
+    return state if isinstance(state, DividedState) and state.module is module else None
 
 
 def refuse_split(root: nn.Module) -> None:

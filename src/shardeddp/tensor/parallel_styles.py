@@ -20,7 +20,7 @@ from torch import nn
 from shardeddp.comm.activations import all_gather, all_reduce, reduce_scatter
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, boxes_along
-from shardeddp.tensor.module_hooks import MARK, ModuleHook
+from shardeddp.tensor.module_hooks import MARK, DividedState
 
 # -- Exchanges: pairs of functions, each the backward of the other
 
@@ -314,7 +314,7 @@ class Siblings:
 
 
 @dataclass(eq=False)
-class SplitLayer(ModuleHook):
+class SplitLayer(DividedState):
     """Hooks of one layer, with their state."""
 
     module: nn.Module
