@@ -9,6 +9,7 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from shardeddp.config import resolve_activation_checkpointing
 from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.engine.unit import costs_of
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.optim.attach import attach_optimizer
@@ -22,10 +23,36 @@ from training import STRATEGIES, Sharding
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
-DIMENSIONS = Dimensions(layers=6, width=128, heads=4, vocabulary=512, hidden=384)
+MODELS = {
+    "gated": Dimensions(layers=6, width=128, heads=4, vocabulary=512, hidden=384),
+    "logits": Dimensions(layers=4, width=64, heads=4, vocabulary=4096, hidden=256, tied=True),
+    "eager": Dimensions(
+        layers=5,
+        width=96,
+        heads=4,
+        vocabulary=1000,
+        gated=False,
+        bias=True,
+        rope=False,
+        rms=False,
+        fused_attention=False,
+    ),
+    "wide": Dimensions(layers=3, width=256, heads=8, kv_heads=2, vocabulary=256, hidden=1024),
+}
+RECOMPUTES = {
+    "none": None,
+    "selective": {"modules": "auto", "save_ops": ["matmul", "attention"]},
+    "full": "auto",
+}
 LENGTH, SAMPLES, RANKS = 64, 4, 4
-TOO_LOW, TOO_HIGH = -0.015, 0.035
-"""Bounds of errors; the plan is to say too much rather than too little."""
+TOLERANCE = 0.01
+"""Bound of relative errors of the whole peak."""
+
+
+@pytest.fixture(autouse=True)
+def memory_as_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free released buffers at once: only the host keeps one for the next gather."""
+    monkeypatch.setattr(ReleasedMemory, "give", lambda *_: False)
 
 
 def loss_of(model: torch.nn.Module, samples: int) -> torch.Tensor:
@@ -53,30 +80,32 @@ def added_at_worst(model: Decoder, runtime: Runtime, micro_batches: int) -> int:
     return max(accumulate(sizes))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize(
     ("strategy", "micro_batches"),
     [*((name, 1) for name in STRATEGIES), *((name, 2) for name in STRATEGIES)],
 )
 def test_the_planned_peak_is_what_the_engine_allocates(
-    strategy: str, recompute: str, micro_batches: int
+    strategy: str, recompute: str, micro_batches: int, name: str
 ) -> None:
-    policy = resolve_policy("auto")
+    policy, dimensions = resolve_policy("auto"), MODELS[name]
     traced = profile(
-        Decoder(DIMENSIONS, LENGTH),
+        Decoder(dimensions, LENGTH),
         loss_of,
         policy=policy,
         precision="32-true",
         micro_batch=SAMPLES,
         tokens=SAMPLES * LENGTH,
     )
-    names = tuple(unit.name for unit in build_units(Decoder(DIMENSIONS, LENGTH), policy)[1:])
+    names = tuple(unit.name for unit in build_units(Decoder(dimensions, LENGTH), policy)[1:])
     sharding = Sharding(
         strategy=strategy, units=names, shard_size=2 if strategy == "hybrid_shard" else None
     )
-    model = Decoder(DIMENSIONS, LENGTH)
-    if recompute == "full":
-        checkpoint_activations(model, resolve_activation_checkpointing("auto"))  # type: ignore[arg-type]
+    model = Decoder(dimensions, LENGTH)
+    recomputed = resolve_activation_checkpointing(RECOMPUTES[recompute])  # type: ignore[arg-type]
+    if recomputed is not None:
+        checkpoint_activations(model, recomputed)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     try:
         runtime = sharding.apply(model)
@@ -85,7 +114,7 @@ def test_the_planned_peak_is_what_the_engine_allocates(
     finally:
         dist.destroy_process_group()
     units = [costs_of(unit, topology) for unit in traced.units]
-    options = {"staged": False, "accumulates": micro_batches > 1}
+    options = {"staged": True, "accumulates": micro_batches > 1}
     resting = plan_memory(units, sharding.sharding, prefetch=1, **options)
     planned = memory_of(
         traced,
@@ -96,4 +125,4 @@ def test_the_planned_peak_is_what_the_engine_allocates(
     )
     moving = planned.in_flight + planned.activations + planned.logits
     error = (resting.resting_nbytes + moving) / (resting.resting_nbytes + added) - 1
-    assert TOO_LOW < error < TOO_HIGH, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"

@@ -136,6 +136,29 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackwardMemory:
+    """Candidate for the memory peak of a backward: a unit has computed its gradients."""
+
+    unit: int
+    """Index of the running unit."""
+
+    nbytes: int
+    """Bytes of unsharded parameters and of gradients that are not reduced yet."""
+
+    is_over: bool = False
+    """True if the unit's activations are freed."""
+
+    own_nbytes: int = 0
+    """Part of ``nbytes`` that is the unit's own gradients."""
+
+    accumulates: bool = False
+    """True if each of these is added to one of an earlier micro-batch."""
+
+    root_nbytes: int = 0
+    """Part of ``nbytes`` that is the root's gradients; those of an embedding come last."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeldMemory:
     """Memory that a unit or one of its groups currently holds on the device, in bytes."""
 
@@ -197,7 +220,7 @@ def plan_memory(
     worst = backward_moments(
         units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
     )
-    in_flight = max((nbytes for _, nbytes in worst), default=0)
+    in_flight = max((moment.nbytes for moment in worst), default=0)
     if sharding.offload_params:
         host, main, gradient, states = main + gradient + states, 0, 0, 0
     elif offload_optimizer:
@@ -239,13 +262,10 @@ def backward_moments(
     prefetch: int,
     staged: bool = True,
     accumulates: bool = False,
-) -> list[tuple[int, int]]:
-    """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`.
-
-    Returns:
-        Pairs: index of the running unit, bytes of unsharded parameters and gradients.
-    """
+) -> list[BackwardMemory]:
+    """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`."""
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
+    largest = [max((group.largest_nbytes for group in unit), default=0) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
     parameters = [sum(group.full_nbytes for group in unit) for unit in units]
@@ -255,14 +275,18 @@ def backward_moments(
     root = kept_root + sum(gradients[:1]) + waiting
     if accumulates and not sharding.reduce_every_backward:
         # All gradients stay unsharded until each is packed. A new one exists beside the accumulated
-        # one until it has been added.
-        extra = [
-            max(buffer, more - own)
-            for buffer, more, own in zip(buffers, packed, gradients, strict=True)
+        # one until it has been added; those of the next unit are being reduced meanwhile.
+        base = kept_root + waiting
+        reduced = [max(0, more - own) for more, own in zip(packed, gradients, strict=True)]
+        running = [
+            BackwardMemory(unit=place, nbytes=base + behind + own, own_nbytes=own, accumulates=True)
+            for place, (own, behind) in enumerate(zip(largest, [*reduced[1:], 0], strict=True))
         ]
-        largest = [group.largest_nbytes for unit in units for group in unit]
-        everything = kept_root + waiting + max(extra + largest, default=0)
-        return [(max(0, len(units) - 1), everything)]
+        packing = [
+            BackwardMemory(unit=place, nbytes=base + max(buffer, more), is_over=True)
+            for place, (buffer, more) in enumerate(zip(buffers, reduced, strict=True))
+        ]
+        return running + packing
     unsharded = _unsharded(parameters, sharding, prefetch)
     to_host = sharding.offload_params and not staged
     sharing = [
@@ -279,14 +303,19 @@ def backward_moments(
         return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
 
     # The root's reduction, after the last inner unit.
-    moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0))]
+    last = root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0)
+    moments = [BackwardMemory(unit=0, nbytes=last, is_over=True)]
     for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
-        moments.append((place, root + own + held))
-    # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
-    for place, (own, before, held) in enumerate(
-        zip(gradients[1:], packed[2:], unsharded, strict=False), start=1
-    ):
-        moments.append((place, root + own + before + waiting_behind(place + 1) + held))
+        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
+        before = packed[place + 1] + waiting_behind(place + 1) if place + 1 < len(units) else 0
+        moments.append(
+            BackwardMemory(
+                unit=place,
+                nbytes=root + own + before + held,
+                own_nbytes=own,
+                root_nbytes=sum(gradients[:1]),
+            )
+        )
     return moments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from textwrap import indent
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from shardeddp.engine.unit import costs_of
 from shardeddp.errors import UsageError
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
+    BackwardMemory,
     GroupCost,
     MemoryPlan,
     backward_moments,
@@ -301,7 +303,7 @@ class Planner:
         units = [costs_of(it, topology) for it in self.profile(precision, 1, axes).units]
         trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
-        moments: dict[bool, list[tuple[int, int]]] = {}
+        moments: dict[bool, list[BackwardMemory]] = {}
         resting: dict[tuple[str, bool], MemoryPlan] = {}
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -413,30 +415,31 @@ def memory_of(
     recompute: str,
     resting: MemoryPlan,
     unsharded_nbytes: int,
-    moments: Sequence[tuple[int, int]],
+    moments: Sequence[BackwardMemory],
 ) -> Memory:
     """Predict the bytes of a rank at the peak of a step.
 
-    There are two kinds of candidates. Between forward and backward, all saved activations exist,
-    and the loss computes the gradient of the logits. In the backward of a unit, the activations of
-    later units are freed already.
+    Candidates are the backward of the loss, when all saved activations exist, and the recomputation
+    and backward of each unit.
     """
     kept, again = kept_by_unit(work, recompute)
-    head = work.head
-    alive, below = list[int](), kept[0] - head.saved_nbytes
-    for index, own in enumerate(kept):
-        below += own if index else 0
-        # The running unit has recomputed its activations; its largest results have gradients.
-        # Tokens of an all-to-all exist four times: sent and received, by expert and by rank.
-        sent = max(
-            (it.nbytes for it in work.exchanges[index] if it.kind == "all_to_all"), default=0
-        )
-        results = max(2 * work.work[index].largest_nbytes, 4 * sent)
-        alive.append(below + again[index] + results * (index > 0))
-    # The logits' gradient is computed from the loss's saved tensors, in the dtypes of both.
-    loss = head.saved_nbytes + 3 * head.largest_nbytes // 2
-    candidates = [(unsharded_nbytes, below, loss)]
-    candidates += [(nbytes, alive[unit], 0) for unit, nbytes in moments]
+    head, of_loss = work.head, work.memory[0].backward
+    at_head = max(of_loss.gradients, default=0)
+    # Bytes saved by the units up to each one, which are not freed yet in its backward.
+    below = [*accumulate([kept[0] - head.saved_nbytes, *kept[1:]])]
+    loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
+    candidates = [(unsharded_nbytes, below[-1], head.saved_nbytes + loss)]
+    for moment in moments:
+        unit, its = moment.unit, work.memory[moment.unit]
+        running = 0
+        if not moment.is_over:
+            backward = its.backward.accumulating_peak if moment.accumulates else its.backward.peak
+            running = kept[unit] + again[unit] + backward
+            if again[unit]:
+                running = max(running, work.work[unit].input_nbytes + its.forward_nbytes)
+        saved = below[unit - 1] if unit else below[0]
+        nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
+        candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
     in_flight, activations, logits = max(candidates, key=sum)
     device = resting.resting_nbytes
     return Memory(
@@ -456,13 +459,13 @@ def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[in
     """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
     for own in work.work[1:]:
-        if recompute == "none":
-            keeps = own.saved_nbytes
-        else:
-            keeps = own.input_nbytes + (own.costly_nbytes if recompute == "selective" else 0)
-        keeps = min(keeps, own.saved_nbytes)
+        keeps = {
+            "none": own.saved_nbytes,
+            "selective": own.input_nbytes + own.costly_nbytes,
+            "full": min(own.input_nbytes, own.saved_nbytes),
+        }[recompute]
         kept.append(keeps)
-        again.append(own.saved_nbytes - keeps)
+        again.append(0 if recompute == "none" else max(0, own.saved_nbytes - keeps))
     return kept, again
 
 

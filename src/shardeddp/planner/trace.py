@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
@@ -23,6 +24,16 @@ from typing_extensions import override
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.axes import WHOLE, ModelAxes
+from shardeddp.planner.backward import (
+    LiveStorages,
+    MemoryRecord,
+    TensorSpec,
+    UnitMemory,
+    root_of,
+    run_backward,
+    storage,
+    with_form,
+)
 from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
@@ -54,19 +65,14 @@ class Work:
     saved_nbytes: int = 0
     """Bytes saved for the backward: each storage once, without parameters and their copies."""
     costly_nbytes: int = 0
-    """Part of ``saved_nbytes`` from matmuls and attention, which selective checkpointing keeps."""
+    """Bytes of all results of matmuls and attention, which selective checkpointing keeps."""
     input_nbytes: int = 0
-    """Bytes of the module's input tensors."""
-    largest_nbytes: int = 0
-    """Bytes of the largest single result."""
+    """Bytes of the module's input tensors, without those that are inputs of earlier units."""
 
     def add(self, other: Work, times: int = 1) -> None:
-        """Add other work ``times`` times; ``largest_nbytes`` is a maximum."""
+        """Add other work ``times`` times."""
         for name, value in vars(other).items():
-            mine = getattr(self, name)
-            setattr(
-                self, name, max(mine, value) if name == "largest_nbytes" else mine + times * value
-            )
+            setattr(self, name, getattr(self, name) + times * value)
 
 
 @dataclass(kw_only=True)
@@ -82,6 +88,8 @@ class ModelProfile:
     """Tokens of a micro-batch; samples if inputs are not sequences."""
     exchanges: list[list[Exchange]]
     """Exchanges of each unit between the ranks that have parts of its layers."""
+    memory: list[UnitMemory]
+    """Memory of each unit while it runs; that of the root unit is for its ``head``."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -109,6 +117,9 @@ class ModelProfile:
                 }
             )
 
+        # Equal units share one object.
+        pairs = {id(one): (one, other) for one, other in zip(self.memory, two.memory, strict=True)}
+        made = {key: one.extrapolate(other, micro_batch) for key, (one, other) in pairs.items()}
         return ModelProfile(
             units=self.units,
             work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
@@ -121,6 +132,7 @@ class ModelProfile:
                 ]
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
+            memory=[made[id(one)] for one in self.memory],
             is_routed=self.is_routed,
         )
 
@@ -144,8 +156,13 @@ class _Recorder:
     free: set[int]  # storages of parameters, and of their casts and views
     inside: list[int] = field(default_factory=lambda: [0])
     seen: set[int] = field(default_factory=set[int])
-    costly: set[int] = field(default_factory=set[int])
-    kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
+    known: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
+    """Storages in the sets above: no other one gets their ids, and their memory is not kept."""
+    live: LiveStorages = field(default_factory=LiveStorages)
+    memory: list[UnitMemory] = field(default_factory=list[UnitMemory])
+    anchors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Ends of backwards at the results of units that have run."""
     after_units: bool = False
     exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
     unsaved: list[Exchange] = field(default_factory=list[Exchange])
@@ -153,9 +170,12 @@ class _Recorder:
     values: Values = field(default_factory=Values)
     is_backward: bool = False
     """True while exchanges of the backward are recorded."""
+    is_paused: bool = False
+    """True while a backward runs, of which memory alone is recorded."""
 
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
+        self.memory = [UnitMemory() for _ in self.work]
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
@@ -179,18 +199,47 @@ class _Recorder:
         own = self.work[self.inside[-1]]
         return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
 
+    def add_inputs(self, work: Work, values: Any) -> None:
+        """Count the tensors among values that are no inputs of earlier units."""
+        for it in pytree.tree_leaves(values):
+            if isinstance(it, torch.Tensor) and storage(it) not in self.inputs:
+                self.inputs.add(storage(it))
+                self.known.append(StorageWeakRef(it.untyped_storage()))
+                work.input_nbytes += it.nbytes
+
+    def run_backward(
+        self,
+        root: torch.Tensor | None,
+        inputs: Any,
+        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+    ) -> MemoryRecord:
+        """Run a backward for its memory; if it fails without values, estimate it."""
+        ends = [it for it in pytree.tree_leaves(inputs) if isinstance(it, torch.Tensor)]
+        if root is None:
+            return MemoryRecord()
+        given = sum(it.nbytes for it in ends)
+        self.is_paused = True
+        try:
+            with torch.autocast("cpu", enabled=False):
+                return run_backward(root, self.live, ends, parameters)
+        except Exception:  # noqa: BLE001 - the module's own code
+            own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
+            return MemoryRecord(activations=[2 * given], gradients=[own])
+        finally:
+            self.is_paused = False
+
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_paused:
+            return tensor
         for it in self.unsaved:
             it.is_redone = True
         self.unsaved.clear()
         key = storage(tensor)
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
-            self.kept.append(tensor)  # so that no other storage gets its id
+            self.known.append(StorageWeakRef(tensor.untyped_storage()))
             for work in self.targets():
                 work.saved_nbytes += tensor.untyped_storage().nbytes()
-                if key in self.costly:
-                    work.costly_nbytes += tensor.untyped_storage().nbytes()
         return tensor
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -198,13 +247,16 @@ class _Recorder:
         operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
         if not results or isinstance(func, HigherOrderOperator):
             return
+        self.live.add(it for it in results if storage(it) not in self.free)
+        if self.is_paused:
+            return
         if func.namespace == "shardeddp":
             self.exchange(func.name(), operands[0], results[0])
         if self.is_backward:
             return
         if operands and all(storage(it) in self.free for it in operands):
             self.free.update(map(storage, results))  # casts and views of parameters
-            self.kept += results
+            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
             return
         if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
             return
@@ -214,7 +266,8 @@ class _Recorder:
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         for work in self.targets():
             work.kernels += 1
-            work.largest_nbytes = max(work.largest_nbytes, *(it.nbytes for it in results))
+            if is_matmul or "scaled_dot_product" in name:
+                work.costly_nbytes += sum(it.nbytes for it in results)
             if "scaled_dot_product" in name:
                 query, key = operands[0], operands[1]
                 square = math.prod(query.shape) * key.shape[-2]
@@ -228,9 +281,6 @@ class _Recorder:
                 work.matmul_nbytes += nbytes
             else:
                 work.moved_nbytes += nbytes
-        if "scaled_dot_product" in name or is_matmul:
-            self.costly.update(map(storage, results))
-            self.kept += results
 
     def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         kind: Any = name.partition("::")[2]
@@ -238,6 +288,16 @@ class _Recorder:
         self.exchanges[self.inside[-1]].append(found)
         if not self.is_backward:
             self.unsaved.append(found)
+
+
+def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """Return a unit's parameters as its modules compute with them, and their compute dtypes."""
+    found = [(spec, *spec.owners[0]) for spec in unit.parameters]
+    return [
+        (made, spec.param_dtype)
+        for spec, owner, name in found
+        if (made := owner._parameters[name]) is not None
+    ]
 
 
 class _Recording(DispatchMode):
@@ -263,11 +323,21 @@ class _Recording(DispatchMode):
         return out
 
 
+_IN_FLOAT32 = {
+    "cdist", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2", "norm", "normalize", "pow",
+    "__pow__", "reciprocal", "renorm", "rsqrt", "softplus",
+}  # fmt: skip
+"""Functions that autocast computes in float32 on GPUs, and not on the host (torch.amp's lists)."""
+
+_TO_FLOAT32 = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "softmin", "sum"}
+"""The same, with operands in their own dtype and float32 results."""
+
+
 class _Functions(TorchFunctionMode):
-    """Mode that makes an RMS norm one kernel, as on GPUs, and opens higher-order operators.
+    """Mode in which functions of torch compute as on GPUs; it opens higher-order operators.
 
     On the host an RMS norm of vectors and weights of one dtype is seven kernels, and saves copies
-    in float32.
+    in float32; and autocast leaves norms and softmax in bfloat16.
     """
 
     @override
@@ -278,10 +348,21 @@ class _Functions(TorchFunctionMode):
             x, weight = given["input"], given.get("weight")
             if weight is None or weight.dtype == x.dtype:
                 return _RmsNorm.apply(x, weight, len(given["normalized_shape"]))
+        name = getattr(func, "__name__", "")
+        if name in _IN_FLOAT32 | _TO_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            if name in _IN_FLOAT32:
+                args, kwargs = pytree.tree_map(_in_float32, (args, kwargs))
+            elif kwargs.get("dtype") is None and _in_float32(args[0]) is not args[0]:
+                kwargs = {**kwargs, "dtype": torch.float32}
         if isinstance(func, HigherOrderOperator) and func.name() in _WHAT_IT_CALLS:
             with self:
                 return _WHAT_IT_CALLS[func.name()](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _in_float32(value: Any) -> Any:
+    is_low = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+    return value.float() if is_low else value
 
 
 def _cond(predicate: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:
@@ -341,10 +422,11 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x, scales, weight)
         return x.clone() if weight is None else x * weight
 
-
-def storage(tensor: torch.Tensor) -> int:
-    """Return the id of a tensor's storage, unique while the storage is alive."""
-    return tensor.untyped_storage()._cdata
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
 # -- repeated modules run once
@@ -356,10 +438,11 @@ def _once_each(
 ) -> Generator[None]:
     """Count work by unit, and run only the first of equal modules.
 
-    The others return fresh tensors with the shapes of the first one's results. No backward runs
-    here, so only attributes that a forward sets are missing; ``reuses=False`` runs all modules.
+    All return fresh tensors with the shapes of the first one's results.
+    The backward of a module that has run runs at once, for its memory. So only attributes that a
+    forward sets are missing; ``reuses=False`` runs all modules.
     """
-    known: dict[object, tuple[Any, list[Work], list[list[Exchange]]]] = {}
+    known: dict[object, tuple[Any, list[Work], list[list[Exchange]], list[UnitMemory]]] = {}
     indices = {id(unit.module): index for index, unit in enumerate(units)}
     inner = [
         [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
@@ -368,34 +451,48 @@ def _once_each(
     last = max(indices.values())
 
     def run(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        given, live = (args, kwargs), recorder.live
         key = _signature(units[index].module, args, kwargs)
         if key in known:
-            out, works, exchanges = known[key]
-            for place, work, exchanged in zip(inner[index], works, exchanges, strict=True):
+            out, works, exchanges, memory = known[key]
+            places = zip(inner[index], works, exchanges, memory, strict=True)
+            for place, work, exchanged, its in places:
                 recorder.work[place].add(work)
                 recorder.exchanges[place] += exchanged
-            result = pytree.tree_map(_like, out)
+                recorder.memory[place] = its
+            recorder.add_inputs(recorder.work[index], given)
         else:
             before = [Work(**vars(recorder.work[place])) for place in inner[index]]
             counts = [len(recorder.exchanges[place]) for place in inner[index]]
             around, recorder.unsaved = recorder.unsaved, []
+            largest, at_start, live.peak = live.peak, live.nbytes, live.nbytes
+            nested = len(recorder.anchors)
             recorder.inside.append(index)
-            recorder.work[index].input_nbytes += sum(it.nbytes for it in tensors)
+            recorder.add_inputs(recorder.work[index], given)
             try:
                 result = forward(*args, **kwargs)
             finally:
                 recorder.inside.pop()
                 recorder.unsaved = around
+            made, live.peak = live.peak - at_start, max(live.peak, largest)
+            ends = given, recorder.anchors[nested:]
+            out, root = pytree.tree_map(TensorSpec.of, result), root_of(result)
+            del result
+            timeline = recorder.run_backward(root, ends, _parameters_of(units[index]))
+            recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
             if reuses and not any(vars(work)["kernels"] for work in before):
+                works = [Work(**vars(recorder.work[it])) for it in inner[index]]
+                works[inner[index].index(index)].input_nbytes = 0  # counted for each call
                 known[key] = (
-                    result,
-                    [Work(**vars(recorder.work[it])) for it in inner[index]],
+                    out,
+                    works,
                     [
                         recorder.exchanges[it][count:]
                         for it, count in zip(inner[index], counts, strict=True)
                     ],
+                    [recorder.memory[it] for it in inner[index]],
                 )
+        result = pytree.tree_map(partial(with_form, anchors=recorder.anchors), out)
         recorder.after_units = index == last
         return result
 
@@ -421,12 +518,6 @@ def _signature(module: nn.Module, args: Any, kwargs: Any) -> object:
         if isinstance(value, (int, float, str)) and key != "layer_idx"
     )
     return type(module), parameters, settings, tuple(map(plain, pytree.tree_leaves((args, kwargs))))
-
-
-def _like(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_like(value).requires_grad_(value.requires_grad)
 
 
 # -- a module without memory, and its step
@@ -533,7 +624,14 @@ def profile(
             ):
                 for index, spec, parameter in wrapped:
                     recorder.bind(index, spec, parameter)
-                step(module, micro_batch)
+                out = step(module, micro_batch)
+                loss = out.get("loss") if isinstance(out, Mapping) else out
+                del out
+                root = root_of(loss)
+                del loss
+                ends, own = recorder.anchors, _parameters_of(units[0])
+                head = recorder.run_backward(root, ends, own)
+                recorder.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
         except ConfigurationError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
@@ -573,6 +671,7 @@ def profile(
         head=recorder.head,
         tokens=tokens,
         exchanges=recorder.exchanges,
+        memory=recorder.memory,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )

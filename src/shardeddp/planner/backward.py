@@ -1,0 +1,226 @@
+"""Memory of a unit's forward and backward over time, on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
+
+from shardeddp.torch_private import pytree
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Return the id of a tensor's storage, unique while the storage is alive."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """Bytes that a unit's backward holds after each of its operations.
+
+    They are counted beside the tensors that its forward has saved, so they get negative while
+    these are freed.
+    """
+
+    activations: Sequence[int] = ()
+    """Gradients of activations, and what is computed from saved tensors."""
+
+    gradients: Sequence[int] = ()
+    """Gradients of parameters, in their compute dtype."""
+
+    @cached_property
+    def peak(self) -> int:
+        """Largest sum of both."""
+        return max(map(sum, zip(self.activations, self.gradients, strict=True)), default=0)
+
+    @cached_property
+    def accumulating_peak(self) -> int:
+        """Largest sum where each gradient of a parameter is added to an earlier one and freed."""
+        before = [0, *self.gradients]
+        return max(
+            (
+                own + gradients - former
+                for own, gradients, former in zip(
+                    self.activations, self.gradients, before, strict=False
+                )
+            ),
+            default=0,
+        )
+
+    def extrapolate(self, two: MemoryRecord, micro_batch: int) -> MemoryRecord:
+        """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
+        if len(self.activations) != len(two.activations):  # other operations: the peaks alone
+            return self._at_peak().extrapolate(two._at_peak(), micro_batch)
+        return MemoryRecord(
+            activations=[
+                one + (micro_batch - 1) * (other - one)
+                for one, other in zip(self.activations, two.activations, strict=True)
+            ],
+            gradients=self.gradients,
+        )
+
+    def _at_peak(self) -> MemoryRecord:
+        gradients = max(self.gradients, default=0)
+        return MemoryRecord(activations=[self.peak - gradients], gradients=[gradients])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitMemory:
+    """Bytes that a unit needs while it runs, beside those that others have saved."""
+
+    forward_nbytes: int = 0
+    """Largest sum of what a forward has made and not freed, which includes what it saves."""
+
+    backward: MemoryRecord = MemoryRecord()
+
+    def extrapolate(self, two: UnitMemory, micro_batch: int) -> UnitMemory:
+        """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
+        more = (micro_batch - 1) * (two.forward_nbytes - self.forward_nbytes)
+        return UnitMemory(
+            forward_nbytes=self.forward_nbytes + more,
+            backward=self.backward.extrapolate(two.backward, micro_batch),
+        )
+
+
+class LiveStorages:
+    """Storages that operations have made and that are alive."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes of all of them."""
+
+        self.peak = 0
+        """Largest ``nbytes`` since it was last set."""
+
+        self.history: list[int] = []
+        """``nbytes`` after each operation."""
+
+        self._made: dict[int, tuple[StorageWeakRef, int, int]] = {}  # nbytes, place in history
+
+    def add(self, results: Iterable[torch.Tensor]) -> None:
+        """Add the results of an operation; storages that were added before count once."""
+        for key in [key for key, (alive, *_) in self._made.items() if alive.expired()]:
+            self.nbytes -= self._made.pop(key)[1]
+        for it in results:
+            key, memory = storage(it), it.untyped_storage()
+            if key not in self._made:
+                self._made[key] = StorageWeakRef(memory), memory.nbytes(), len(self.history)
+                self.nbytes += memory.nbytes()
+        self.history.append(self.nbytes)
+        self.peak = max(self.peak, self.nbytes)
+
+    def born(self, tensor: torch.Tensor) -> int:
+        """Return the place in ``history`` of the operation that made a tensor's storage."""
+        return self._made[storage(tensor)][2] if storage(tensor) in self._made else 0
+
+
+def root_of(outputs: Any) -> torch.Tensor | None:
+    """Return a scalar at which the backward of a module begins; its results may be freed then.
+
+    None: no result requires a gradient.
+    """
+    leaves = pytree.tree_leaves(outputs)
+    results = [it for it in leaves if isinstance(it, torch.Tensor) and it.requires_grad]
+    return _Root.apply(*results) if results else None
+
+
+def run_backward(
+    root: torch.Tensor,
+    live: LiveStorages,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+) -> MemoryRecord:
+    """Run a backward on tensors without memory, and record what is alive.
+
+    Args:
+        root: Scalar of :func:`root_of`.
+        live: Storages that are alive. A dispatch mode adds the results of operations to it.
+        inputs: Tensors at which the backward ends.
+        parameters: Parameters, with the dtype that the engine keeps their gradients in.
+    """
+    wanted = [it for it in (*inputs, *(it for it, _ in parameters)) if it.requires_grad]
+    if not wanted:
+        return MemoryRecord()
+    live.add(())  # what the forward has freed
+    live.history.clear()
+    before = live.nbytes
+    made: Any = torch.autograd.grad([root], wanted, allow_unused=True)
+    live.add(())  # what the last operation has freed
+    dtypes = {id(it): dtype for it, dtype in parameters}
+    activations = [nbytes - before for nbytes in live.history]
+    of_parameters = [0] * len(activations)
+    for parameter, gradient in zip(wanted, made, strict=True):
+        if gradient is None or id(parameter) not in dtypes:
+            continue
+        nbytes = gradient.untyped_storage().nbytes()
+        for place in range(live.born(gradient), len(activations)):
+            activations[place] -= nbytes
+            of_parameters[place] += gradient.numel() * dtypes[id(parameter)].itemsize
+    return MemoryRecord(activations=activations, gradients=of_parameters)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Form of a tensor, without memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Return the form of a tensor, and any other value as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return TensorSpec(value.size(), value.stride(), value.dtype, value.requires_grad)
+
+
+def with_form(value: Any, anchors: list[torch.Tensor]) -> Any:
+    """Return a fresh tensor of a :class:`TensorSpec`, and any other value as it is.
+
+    Args:
+        value: Part of the result of a module.
+        anchors: List that gets a leaf for each tensor that requires a gradient: a backward that
+            reaches the tensor ends there.
+    """
+    if not isinstance(value, TensorSpec):
+        return value
+    if not value.requires_grad:
+        return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
+    anchors.append(torch.empty((), requires_grad=True))
+    return _Fresh.apply(anchors[-1], value)
+
+
+class _Root(torch.autograd.Function):
+    """Scalar, whose backward makes the gradients of its operands."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
+        ctx.forms = [*map(TensorSpec.of, results)]
+        return torch.empty(())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_strided(it.size, it.stride, dtype=it.dtype) for it in ctx.forms)
+
+
+class _Fresh(torch.autograd.Function):
+    """Tensor of a form, which may be changed in place like a result of a module."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.empty(()), None
