@@ -179,10 +179,11 @@ def _decorated_caller() -> str:
     """Return a text on the calling function that runs on one rank only; empty if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code in _ALONE:
-            decorated: Any = frame.f_locals.get("fn")
-            name = decorated.__qualname__ if callable(decorated) else frame.f_code.co_name
-            return _ALONE[frame.f_code].format(name=name)
+        for code, explanation in _ALONE.items():
+            if code is frame.f_code:  # compiled code may have constants that cannot be hashed
+                decorated: Any = frame.f_locals.get("fn")
+                name = decorated.__qualname__ if callable(decorated) else code.co_name
+                return explanation.format(name=name)
         frame = frame.f_back
     return ""
 

@@ -17,7 +17,7 @@ from shardeddp.engine.calls import CallHook, Listener, compiled_call
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.tensor.module_hooks import ModuleHook, state_of
 
-_SCOPES = "_shardeddp_scopes"  # attribute of a module: its scopes
+_SCOPES = "_shardeddp_scopes"  # attribute of a module: scopes that its call enters
 
 
 class Scope(ModuleHook):
@@ -26,7 +26,8 @@ class Scope(ModuleHook):
     So it does with attributes that ranks divide, such as a number of experts.
 
     Within compiled code modules cannot change what they hold: there the parts are registered for
-    the whole call of the outermost compiled module, of the unit's module at most.
+    the whole call of the outermost compiled module, of the unit's module at most. Stacked experts
+    are an exception, whose call is a graph break: it is between exchanges of tokens.
 
     Args:
         unit: Unit with the parameters.
@@ -43,7 +44,6 @@ class Scope(ModuleHook):
         self._listener = Listener(self.enter, self.leave)
         self._hook: CallHook | None = None
         self._calls = 0  # that have not returned
-        self.module.__dict__.setdefault(_SCOPES, []).append(self)
 
     def follow(self, hooks: dict[int, CallHook]) -> None:
         """Attach to the call that the parts are registered for; users may compile modules any time.
@@ -55,11 +55,6 @@ class Scope(ModuleHook):
         boundary = self._boundary()
         if self._state is not None:
             self._state.counts_calls = boundary is self.module
-        if boundary is self._path[0]:  # the root's call is not a module's: its step
-            self._leave_call()
-            self._calls = 1
-            self._set(True)
-            return
         hook = hooks.get(id(boundary))
         if hook is None:
             hook = hooks[id(boundary)] = CallHook(boundary)
@@ -68,6 +63,7 @@ class Scope(ModuleHook):
             self._leave_call()
             self._hook = hook
             hook.listeners.append(self._listener)
+            boundary.__dict__.setdefault(_SCOPES, []).append(self)
 
     def reset(self) -> None:
         """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
@@ -78,11 +74,14 @@ class Scope(ModuleHook):
     def detach(self) -> None:
         """Remove the scope; the parts are not registered."""
         self._leave_call()
-        self.module.__dict__.pop(_SCOPES, None)
 
     def _leave_call(self) -> None:
         if self._hook is not None:
             self._hook.listeners.remove(self._listener)
+            of_call = vars(self._hook.module)[_SCOPES]
+            of_call.remove(self)
+            if not of_call:
+                del self._hook.module.__dict__[_SCOPES]
         self._hook = None
         self._calls = 0
         self._set(False)
@@ -95,6 +94,8 @@ class Scope(ModuleHook):
 
     def _boundary(self) -> nn.Module:
         """Return the scope, or the compiled module around it."""
+        if self._state is not None and self._state.breaks_graphs:
+            return self.module
         numbers = range(len(self._path))
         of_unit = next((it for it in numbers if self._path[it] is self._unit.spec.module), 0)
         for number in numbers:
@@ -127,6 +128,11 @@ class Scope(ModuleHook):
             self._set(False)
 
 
+def has_scopes(module: nn.Module) -> bool:
+    """Return whether a module's call enters scopes; in compiled code, too."""
+    return bool(getattr(module, _SCOPES, ()))
+
+
 @contextmanager
 def entered(module: nn.Module) -> Generator[None]:
     """Enter the scopes of a module for code of its forward that runs without its call.
@@ -135,7 +141,7 @@ def entered(module: nn.Module) -> Generator[None]:
     """
     with ExitStack() as stack:
         for scope in vars(module).get(_SCOPES, ()):
-            if isinstance(scope, Scope) and scope.module is module:  # not those of a copy
+            if isinstance(scope, Scope) and not scope.is_copy:
                 scope.enter()
                 stack.callback(scope.leave)
         yield

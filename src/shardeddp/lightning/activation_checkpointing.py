@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_modules
 from shardeddp.engine.hooks import find_tensors
-from shardeddp.engine.scopes import entered
+from shardeddp.engine.scopes import entered, has_scopes
 from shardeddp.errors import ConfigurationError
-from shardeddp.torch_private import pytree
+from shardeddp.torch_private import pytree, runs_eagerly
 from shardeddp.wrap import AutoPolicy, Policy
 from shardeddp.wrap.kept_operations import ContextFunction, selective_contexts
 from shardeddp.wrap.tree import class_of, compiled_shells, uncompiled
@@ -97,10 +97,12 @@ class Recomputation:
                 _refuse_compiled_offload()
             return self._offloaded(args, kwargs)
         # Bind keyword arguments: a forward may have arguments with the names of `checkpoint`'s own.
-        forward = self.__wrapped__ if torch.compiler.is_compiling() else self._in_scopes
+        is_plain = torch.compiler.is_compiling() and not has_scopes(self._module)
+        forward = self.__wrapped__ if is_plain else self._in_scopes
         function = functools.partial(forward, **kwargs) if kwargs else forward
         return self._checkpoint(function, *args)
 
+    @runs_eagerly
     def _in_scopes(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, in backward as well, with this rank's parts of divided parameters."""
         with entered(self._module):

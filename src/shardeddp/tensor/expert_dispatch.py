@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardeddp.comm.activations import all_to_all
 from shardeddp.tensor.module_hooks import DividedState, ModuleHook, state_of
 from shardeddp.tensor.parallel_styles import TensorAxis
+from shardeddp.torch_private import never_traced
 
 _Counts = tuple[int, ...]
 
@@ -57,6 +58,9 @@ def _exchange(
     axis: TensorAxis,
     *anchors: torch.Tensor,
 ) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        # Compiled code cannot call a Function with a variable number of operands then.
+        return all_to_all(rows, leaving, arriving, axis.group)
     made: torch.Tensor = _Exchange.apply(rows, leaving, arriving, axis.group, *anchors)  # type: ignore[assignment]
     axis.rehearse(made, _Exchange, arriving, leaving, axis.group)
     return made
@@ -76,6 +80,7 @@ class DividedExperts(DividedState):
     """Name of the module."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    breaks_graphs: bool = False
 
 
 def is_unsent(module: nn.Module) -> bool:
@@ -185,9 +190,7 @@ class TokenDispatch:
     def _calls_so_far(self) -> int | None:
         """Return the number of calls of the experts' module; None: it is unknown, or runs."""
         divided = self._divided
-        if torch.compiler.is_compiling() or divided is None or not divided.counts_calls:
-            return None
-        return None if divided.is_running else divided.num_calls
+        return None if divided is None else _calls_of(divided)
 
     def _refuse_without_call(self) -> NoReturn:
         """Refuse outputs that were computed without a call of the experts' module."""
@@ -258,6 +261,11 @@ class TokenDispatch:
             )
         back = torch.empty_like(home).index_copy(0, self._order, home)
         return back.view(*self._shape, *back.shape[1:])
+
+
+@never_traced("the number of calls of a module of experts is read here")
+def _calls_of(divided: DividedExperts) -> int | None:
+    return divided.num_calls if divided.counts_calls and not divided.is_running else None
 
 
 def _divided(experts: nn.Module) -> DividedExperts | None:

@@ -42,18 +42,26 @@ def _refuse(refusal: str, *args: object, **kwargs: object) -> None:
 
 
 class ModuleHook:
-    """Object with hooks of one module; a copy of the module keeps the same object."""
+    """Object with hooks of one module; a deep copy of the module has one without effect."""
 
     module: nn.Module
     refusal: str = ""
     """Text of the error that calls of an unpickled module raise; empty: they raise none."""
 
+    is_copy: bool = False
+    """True if a module was copied with its hooks."""
+
     def is_of(self, module: nn.Module) -> bool:
-        """Return whether a module is the object's own; compiled code is that of the module."""
-        return torch.compiler.is_compiling() or module is self.module
+        """Return whether a module is the object's own.
+
+        Compiled code does not compare modules: it would be compiled anew for each.
+        """
+        return not self.is_copy and (torch.compiler.is_compiling() or module is self.module)
 
     def __deepcopy__(self, memo: object) -> Any:
-        return self
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self), is_copy=True)
+        return made
 
     def __reduce__(self) -> Any:
         return NoopHook, (self.refusal,)
@@ -73,6 +81,9 @@ class DividedState(ModuleHook):
 
     counts_calls: bool = False
     """Whether the module's calls are counted: not within compiled code."""
+
+    breaks_graphs: bool = False
+    """Whether the module's call is a graph break in compiled code."""
 
 
 class DividedCount(ModuleHook):
@@ -104,7 +115,7 @@ class DividedCount(ModuleHook):
 def state_of(module: nn.Module) -> DividedState | None:
     """Return the state of a module that ranks divide; None: it is whole, or a copy."""
     state = vars(module).get(MARK)
-    return state if isinstance(state, DividedState) and state.module is module else None
+    return state if isinstance(state, DividedState) and state.is_of(module) else None
 
 
 def refuse_split(root: nn.Module) -> None:

@@ -150,6 +150,7 @@ def keep_own(
             count=each.count,
             axis=axis,
             is_sent=each.is_routed or not each.stacked,
+            breaks_graphs=each.stacked,
             attributes={"num_experts": own} if each.is_routed else {},
         )
         vars(each.module)[MARK] = divided
