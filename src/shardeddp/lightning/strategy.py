@@ -176,7 +176,8 @@ class ShardedDP(ParallelStrategy):
             ``max_file_gb`` of ``checkpoint_options``, a directory beyond. Every setting loads both.
         checkpoint_options: Further checkpoint options: size limit of files, asynchronous saves,
             durability, foreign formats.
-        process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
+        process_group_backend: Backend of the process group: ``gloo``, ``nccl``, or one for each
+            kind of device (``cpu:gloo,cuda:nccl``). None: the device's own.
         timeout: Time after which a collective fails: seconds or a timedelta (``0:10:00`` in YAML).
         debug: True: compare the collectives of user code over ranks before they run. If ranks
             differ, an error names both lines instead of a hang. Each such call then waits for a
