@@ -25,7 +25,7 @@ from typing import (
 import torch
 from torch import nn
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.plan.hardware import find_gpu
 from shardeddp.plan.sharding_strategy import (
     AUTO,
@@ -41,7 +41,7 @@ from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
-from shardeddp.wrap.tree import imported, nearest
+from shardeddp.wrap.tree import imported
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ UnevenBatches: TypeAlias = Literal["error", "min", "join"]
 end of the last rank; the others repeat a batch with weight zero.
 """
 
-Scope: TypeAlias = Literal["element", "parameter", "model"]
+OptimizerScope: TypeAlias = Literal["element", "parameter", "model"]
 """Input of an optimizer for the new value of an element.
 
 ``element``: the element itself, its gradient and its states. ``parameter``: its whole parameter.
@@ -411,7 +411,7 @@ def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
     return found
 
 
-def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
+def resolve_optimizer_scope(value: Any) -> dict[str, OptimizerScope]:
     """Resolve ``optimizer_scope``: scopes by name or import path of the optimizer's class.
 
     Raises:
@@ -422,14 +422,14 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
     if not isinstance(value, Mapping):
         raise ConfigurationError(
             f"optimizer_scope={value!r}: expected a mapping from optimizer classes, or their names "
-            f"or import paths, to one of {', '.join(get_args(Scope))}, such as {{'Lion': "
+            f"or import paths, to one of {', '.join(get_args(OptimizerScope))}, such as {{'Lion': "
             f"'element'}}"
         )
     return {
         f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key): check_choice(
             f"optimizer_scope[{key!r}]",
             scope,
-            get_args(Scope),
+            get_args(OptimizerScope),
             ": the elements that the new value of an element depends on",
         )
         for key, scope in value.items()
@@ -539,7 +539,9 @@ class Options:
     """Value as given; ``offload`` is the resolved one."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
-    optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
+    optimizer_scope: Mapping[str, OptimizerScope] = field(
+        default_factory=dict[str, OptimizerScope], compare=False
+    )
     tensor_parallel_size: int = 1
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
     expert_parallel_size: int = 1

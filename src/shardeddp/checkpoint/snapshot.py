@@ -129,8 +129,8 @@ def compare_replicas(
         own.extend(digests())
         return part.to_bytes(8, "little") + digest(b"".join(own))
 
-    told = [*map(bytes, gather_to_first(step, one, group))]
-    if not agree_on_any([len(set(told)) > len({each[:8] for each in told})], group)[0]:
+    received = [*map(bytes, gather_to_first(step, one, group))]
+    if not agree_on_any([len(set(received)) > len({each[:8] for each in received})], group)[0]:
         return
 
     def all_of_them() -> bytes:

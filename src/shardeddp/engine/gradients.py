@@ -181,7 +181,9 @@ class GradientMemory:
             flat[slot.interval.start : slot.interval.stop].view(slot.shape)
             for slot in self._layout.slots
         ]
-        return views + [flat[gap.start : gap.stop] for gap in self._layout.padding_intervals]
+        return views + [
+            flat[padding.start : padding.stop] for padding in self._layout.padding_intervals
+        ]
 
 
 # -- Reduction: one group's gradients in flight

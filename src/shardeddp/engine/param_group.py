@@ -477,7 +477,7 @@ def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: boo
     else:
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
     own = layout.slice_interval(mesh.slice_rank)
-    for gap in layout.padding_intervals:
-        padding = own.intersect(gap).shift(-own.start)
-        shard[padding.start : padding.stop].zero_()
+    for padding in layout.padding_intervals:
+        mine = own.intersect(padding).shift(-own.start)
+        shard[mine.start : mine.stop].zero_()
     return shard

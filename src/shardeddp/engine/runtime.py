@@ -39,6 +39,7 @@ from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.scopes import Scope, scopes_of
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.errors import first_three
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
@@ -50,7 +51,6 @@ from shardeddp.torch_private import (
     engine,
     temporarily_clear_interpreter_stack,
 )
-from shardeddp.wrap.tree import first_three
 
 
 class Phase(Enum):

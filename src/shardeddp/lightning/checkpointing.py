@@ -38,8 +38,8 @@ from shardeddp.lightning.api import (
     Trainer,
     rank_zero_info,
 )
-from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import CODECS, clear_away
+from shardeddp.lightning.run_group import RunGroup
 
 _HOW_TO_READ = (
     "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and "
@@ -56,10 +56,10 @@ class Checkpoints:
             sharding strategy for the manifest.
     """
 
-    def __init__(self, group: ProcessGroup, options: Options) -> None:
+    def __init__(self, group: RunGroup, options: Options) -> None:
         self._group, self.options = group, options
         self._saver = Saver(options.checkpoint_options)
-        self._told = False  # True once logged that checkpoints are directories
+        self._announced = False  # True once logged that checkpoints are directories
         self._written: set[str] = set()
 
     def check_io(self, io: CheckpointIO) -> None:
@@ -185,8 +185,8 @@ class Checkpoints:
                 "storage_options are for one file: use state_dict_type='full', or leave them out "
                 "of save_checkpoint()"
             )
-        if why and not self._told:
-            self._told = True
+        if why and not self._announced:
+            self._announced = True
             rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
         snapshot = run_on_all_ranks(
             "describing the checkpoint",

@@ -66,7 +66,7 @@ from shardeddp.comm import agree_on_highest_alike, gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.engine.shard_model import place_module
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     AttributeDict,
@@ -84,8 +84,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_warn,
 )
-from shardeddp.lightning.process_group import ProcessGroup
-from shardeddp.wrap.tree import first_three
+from shardeddp.lightning.run_group import RunGroup
 
 _ATTEMPTS = 3
 """Maximum number of reads of a checkpoint that is replaced while it is read."""
@@ -100,7 +99,7 @@ CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 class Restore:
     """Loader of one checkpoint at a time into a module, before or after it is sharded."""
 
-    def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
+    def __init__(self, group: RunGroup, options: CheckpointOptions) -> None:
         self._group = group
         self._options = options
         self.path: Location = Path()

@@ -21,7 +21,7 @@ from shardeddp.comm.activations import name_group
 from shardeddp.comm.consistency import checksum
 from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
     Trainer,
@@ -32,7 +32,6 @@ from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
-from shardeddp.wrap.tree import first_three
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the mesh axes, as in Lightning's ``ModelParallelStrategy``."""

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
-from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.values import Values, is_grouped
@@ -34,7 +34,7 @@ from shardeddp.torch_private import (
     pytree,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 # -- counted work
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, listing, nearest
 from shardeddp.garbage import collector_paused
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -22,9 +22,7 @@ from shardeddp.wrap.tree import (
     extent_nbytes,
     has_forward,
     join,
-    listing,
     module_behind,
-    nearest,
     registry_of,
 )
 

@@ -1,4 +1,4 @@
-"""Process group of a run: set-up, build id, mesh of communicators, and users' communication."""
+"""Run group: ranks of a run; set-up, build id, mesh of communicators, and users' communication."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Ranks(NamedTuple):
     per_node: int
 
 
-class ProcessGroup:
+class RunGroup:
     """Ranks of a run and their communication.
 
     Args:
