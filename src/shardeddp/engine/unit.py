@@ -187,8 +187,13 @@ class Unit:
 
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
-        return [group.cost() for group in self.groups] + [
-            _passthrough_cost(specs) for specs in by_buffer(self.spec.passthrough)
+        return [
+            _cost_of(
+                specs, group.layout, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
+            )
+            for specs, group in zip(self._members, self.groups, strict=True)
+        ] + [
+            _cost_of(specs, layout_of(specs, 1), None) for specs in by_buffer(self.spec.passthrough)
         ]
 
     def held(self) -> HeldMemory:
@@ -512,13 +517,19 @@ def _make_groups(
     groups: list[FlatGroup] = []
     owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
     for specs in members:
-        own = mesh.experts if specs[0].is_of_experts else mesh
-        assert own is not None
+        own = _mesh_of(specs, mesh)
         layout, memory = layout_of(specs, own.topology.num_slices), specs[0].memory
         group = FlatGroup(specs, layout, own, sharding, owners.get(memory))
         owners.setdefault(memory, group)
         groups.append(group)
     return groups
+
+
+def _mesh_of(specs: Sequence[ParameterSpec], mesh: Mesh) -> Mesh:
+    """Return the mesh in which a group is sharded: the mesh of experts has its own axes."""
+    own = mesh.experts if specs[0].is_of_experts else mesh
+    assert own is not None
+    return own
 
 
 def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
@@ -528,28 +539,41 @@ def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
         split = specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
         own = topology.over_experts(experts) if experts else topology
-        costs.append(
-            GroupCost(
-                layout=layout_of(specs, own.num_slices),
-                trainable=any(it.parameter.requires_grad for it in specs),
-                main_itemsize=specs[0].dtype.itemsize,
-                param_itemsize=specs[0].param_dtype.itemsize,
-                reduce_itemsize=specs[0].reduce_dtype.itemsize,
-                split=own.num_slices // own.shard_size,
-                replicas=own.replicate_size,
-                parts=own.tensor_size,
-            )
-        )
+        costs.append(_cost_of(specs, layout_of(specs, own.num_slices), own))
     return costs
 
 
-def _passthrough_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
+def _cost_of(
+    specs: Sequence[ParameterSpec],
+    layout: FlatLayout,
+    topology: Topology | None,
+    *,
+    trainable: bool | None = None,
+) -> GroupCost:
+    """Return the cost of a flat buffer.
+
+    Args:
+        specs: Parameters in it.
+        layout: Layout of the parameters.
+        topology: Ranks that share it; None: passthrough parameters, as if in a buffer of one rank,
+            which are used and reduced in their own dtype.
+        trainable: Whether it gets gradients; None: if one of the parameters requires a gradient.
+    """
+    first = specs[0]
+    dtypes = first.dtype, first.param_dtype, first.reduce_dtype
+    main, param, reduced = dtypes if topology is not None else [first.dtype] * 3
+    ranks = topology or Topology(world_size=1, shard_size=1)
+    if trainable is None:
+        trainable = any(it.parameter.requires_grad for it in specs)
     return GroupCost(
-        layout=layout_of(specs, 1),
-        trainable=any(spec.parameter.requires_grad for spec in specs),
-        main_itemsize=specs[0].dtype.itemsize,
-        param_itemsize=specs[0].dtype.itemsize,
-        reduce_itemsize=specs[0].dtype.itemsize,
+        layout=layout,
+        trainable=trainable,
+        main_itemsize=main.itemsize,
+        param_itemsize=param.itemsize,
+        reduce_itemsize=reduced.itemsize,
+        split=ranks.num_slices // ranks.shard_size,
+        replicas=ranks.replicate_size,
+        parts=ranks.tensor_size,
     )
 
 

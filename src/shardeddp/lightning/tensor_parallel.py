@@ -278,6 +278,10 @@ def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Ten
 
 
 _DATA_GROUPS: list[ProcessGroup] = []
+"""Groups of this process that metrics use, each once; runs on equal meshes use one group.
+
+None is ever removed, as a metric of an earlier run may still be computed with its index.
+"""
 
 
 @dataclass(frozen=True)
@@ -294,8 +298,10 @@ class GatherOverData:
 
 def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let metrics synchronize only over ranks with different batches."""
-    gather = GatherOverData(len(_DATA_GROUPS))
-    _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
+    group = mesh[DATA_PARALLEL].get_group()
+    if group not in _DATA_GROUPS:
+        _DATA_GROUPS.append(group)
+    gather = GatherOverData(_DATA_GROUPS.index(group))
     for child in module.modules():
         if isinstance(child, Metric) and (
             child.dist_sync_fn is None or isinstance(child.dist_sync_fn, GatherOverData)
