@@ -205,7 +205,7 @@ class ModelSharding:
             _refuse_sync_batch_norm(module)
         if runtime is not None and not outdated:
             # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
-            self._group.current = runtime.mesh
+            self._group.reuse(runtime.mesh)
             return runtime
         tensor_size = self.options.tensor_parallel_size
         refuse_sharded(module, max(tensor_size, self.options.expert_parallel_size))
