@@ -599,27 +599,7 @@ class Options:
                 "left, 'join' with the last"
             },
         )
-        untried = {
-            "cpu_offload": offload.params or offload.optimizer,
-            "optimizer_shard='world'": sharding.split_replicas,
-            "reshard_after_forward=<number>": sharding.regather_size is not None,
-            "uneven_batches": self.uneven_batches != "error",
-            "uneven_units": self.uneven_units,
-        }
-        planned = {
-            "sharding_strategy='auto'": name == AUTO,
-            "shard_size='auto'": self.shard_size == AUTO,
-            "plan_only": self.plan_only is not False,
-        }
-        splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
-        by_name = self.tensor_parallel_plan is not None  # plans know layers of a plan only
-        unnamed = {} if by_name else planned
-        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
-        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
-        if self.experts is not None and self.expert_parallel_size == 1:
-            raise ConfigurationError(
-                "experts needs expert_parallel_size=2 or more: one rank has all of them"
-            )
+        self._check_axes(name == AUTO, sharding, offload)
         resolved = {
             "sharding_strategy": name,
             "reshard_after_forward": reshard,
@@ -642,6 +622,30 @@ class Options:
         }
         for option, value in resolved.items():
             object.__setattr__(self, option, value)
+
+    def _check_axes(self, is_auto: bool, sharding: ShardingStrategy, offload: CPUOffload) -> None:
+        """Refuse options that do not work with tensor or expert parallelism."""
+        untried = {
+            "cpu_offload": offload.params or offload.optimizer,
+            "optimizer_shard='world'": sharding.split_replicas,
+            "reshard_after_forward=<number>": sharding.regather_size is not None,
+            "uneven_batches": self.uneven_batches != "error",
+            "uneven_units": self.uneven_units,
+        }
+        planned = {
+            "sharding_strategy='auto'": is_auto,
+            "shard_size='auto'": self.shard_size == AUTO,
+            "plan_only": self.plan_only is not False,
+        }
+        splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
+        by_name = self.tensor_parallel_plan is not None  # plans know layers of a plan only
+        unnamed = {} if by_name else planned
+        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
+        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
+        if self.experts is not None and self.expert_parallel_size == 1:
+            raise ConfigurationError(
+                "experts needs expert_parallel_size=2 or more: one rank has all of them"
+            )
 
     @property
     def order_of_gathers(self) -> list[str]:

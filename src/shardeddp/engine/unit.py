@@ -123,35 +123,7 @@ class Unit:
             for index, (parameter, sharded, unsharded) in enumerate(
                 zip(specs, group.sharded, group.unsharded, strict=True)
             ):
-                for owner, attribute in parameter.owners:
-                    copies = copies_of(owner) if parameter.is_autocast_copy else None
-                    computes_with = unsharded if copies is None else None
-                    split = parameter.distribution
-                    scope = None
-                    if copies is None and split is not None and split.scope is not None:
-                        is_shared = len(parameter.owners) > 1
-                        scope = owner if is_shared and has_forward(owner) else split.scope
-                    self._registrations.append(
-                        _Registration(
-                            owner,
-                            attribute,
-                            sharded,
-                            sharded,
-                            computes_with,
-                            group.buffer if parameter.is_wrapped and copies is None else None,
-                            index,
-                            scope,
-                        )
-                    )
-                    if copies is not None:
-                        wrapper = None if split is None else split.wrapper
-                        copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
-                        if wrapper is not None:
-                            self._wrapped_copies.append((copies, attribute, group.buffer, index))
-                        if len(parameter.owners) > 1:
-                            # Gradients of several modules' uses add up in the parameter's dtype.
-                            accumulate_in(unsharded, parameter.dtype)
-                        self._copies[id(owner)] = owner, copies
+                self._add(parameter, group.buffer, index, sharded, unsharded)
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         self._by_scope: dict[int, list[_Registration]] = {}
         for registration in self._registrations:
@@ -159,6 +131,45 @@ class Unit:
             if registration.scope is not None:
                 self._by_scope.setdefault(id(registration.scope), []).append(registration)
                 registration.in_scope = False
+
+    def _add(
+        self,
+        parameter: ParameterSpec,
+        buffer: GatheredBuffer,
+        index: int,
+        sharded: ShardTensor,
+        unsharded: nn.Parameter,
+    ) -> None:
+        """Add the registrations of a parameter in all of its modules."""
+        for owner, attribute in parameter.owners:
+            copies = copies_of(owner) if parameter.is_autocast_copy else None
+            computes_with = unsharded if copies is None else None
+            split = parameter.distribution
+            scope = None
+            if copies is None and split is not None and split.scope is not None:
+                is_shared = len(parameter.owners) > 1
+                scope = owner if is_shared and has_forward(owner) else split.scope
+            self._registrations.append(
+                _Registration(
+                    owner,
+                    attribute,
+                    sharded,
+                    sharded,
+                    computes_with,
+                    buffer if parameter.is_wrapped and copies is None else None,
+                    index,
+                    scope,
+                )
+            )
+            if copies is not None:
+                wrapper = None if split is None else split.wrapper
+                copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
+                if wrapper is not None:
+                    self._wrapped_copies.append((copies, attribute, buffer, index))
+                if len(parameter.owners) > 1:
+                    # Gradients of several modules' uses add up in the parameter's dtype.
+                    accumulate_in(unsharded, parameter.dtype)
+                self._copies[id(owner)] = owner, copies
 
     @property
     def stale(self) -> bool:

@@ -173,25 +173,7 @@ class Restore:
                 else partial(open_file, path, weights_only, part)
             )
         else:
-            torch.cuda.empty_cache()  # as Lightning does here
-            torchs = type(io) is TorchCheckpointIO
-            if torchs and kind == "file" and isinstance(place, Path) and weights_only is not False:
-                require_data(path)
-            try:
-                return io.load_checkpoint(path, weights_only=weights_only)
-            except Exception as error:  # torch's reader of the legacy format raises any exception
-                # With pickle, a missing class is not damage.
-                is_class = weights_only is False and isinstance(
-                    error, (AttributeError, ImportError)
-                )
-                if not torchs or is_class:
-                    raise
-                if isinstance(error, pickle.UnpicklingError):
-                    raise refusal_of(path, error) from error
-                raise CheckpointError(
-                    f"{path} is no checkpoint that can be read, or was cut off while it was "
-                    f"written or copied: {type(error).__name__}: {error}"
-                ) from error
+            return _read_by_plugin(place, weights_only, io, is_file=kind == "file")
 
         def read() -> tuple[bytes, dict[str, Any]]:
             return content_id(place), reading()
@@ -527,6 +509,30 @@ def _start_from(path: str) -> dict[str, Any]:
         OPTIMIZERS: [],
         "lr_schedulers": [],
     }
+
+
+def _read_by_plugin(
+    place: Location, weights_only: bool | None, io: CheckpointIO, *, is_file: bool
+) -> dict[str, Any]:
+    """Read one file with the Trainer's plugin: its own format, or torch's legacy one."""
+    path = str(place)
+    torch.cuda.empty_cache()  # as Lightning does here
+    torchs = type(io) is TorchCheckpointIO
+    if torchs and is_file and isinstance(place, Path) and weights_only is not False:
+        require_data(path)
+    try:
+        return io.load_checkpoint(path, weights_only=weights_only)
+    except Exception as error:  # torch's reader of the legacy format raises any exception
+        # With pickle, a missing class is not damage.
+        is_class = weights_only is False and isinstance(error, (AttributeError, ImportError))
+        if not torchs or is_class:
+            raise
+        if isinstance(error, pickle.UnpicklingError):
+            raise refusal_of(path, error) from error
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be read, or was cut off while it was "
+            f"written or copied: {type(error).__name__}: {error}"
+        ) from error
 
 
 def clear_away(folders: Iterable[str | Location]) -> None:

@@ -545,28 +545,8 @@ def profile(
         recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
         recorder, _, error = run(True)  # booleans are True: assertions hold
-    said = str(error).splitlines()[0] if str(error) else ""
-    if error is not None and axes.expert_size > 1:
-        raise UsageError(
-            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
-            f"({type(error).__name__}: {said})"
-        ) from error
-    if error is not None and axes.tensor_size > 1:
-        raise UsageError(
-            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
-            f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
-            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
-            f"whatever lies between is split too, or takes any number of features"
-        ) from error
     if error is not None:
-        raise ConfigurationError(
-            f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-            f"{said}). The planner runs one training step on tensors that have shapes and no "
-            f"values: a step that reads values (item() of whole numbers, shapes that depend on "
-            f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
-            f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
-            f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
-        ) from error
+        raise _refusal(module, axes, error, units) from error
     return ModelProfile(
         units=units,
         work=recorder.work,
@@ -575,6 +555,33 @@ def profile(
         exchanges=recorder.exchanges,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
+    )
+
+
+def _refusal(
+    module: nn.Module, axes: ModelAxes, error: BaseException, units: Sequence[UnitSpec]
+) -> ConfigurationError:
+    """Return the error about a step that fails on tensors without values, with the remedy."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if axes.expert_size > 1:
+        return UsageError(
+            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
+            f"({type(error).__name__}: {said})"
+        )
+    if axes.tensor_size > 1:
+        return UsageError(
+            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
+            f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
+            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
+            f"whatever lies between is split too, or takes any number of features"
+        )
+    return ConfigurationError(
+        f"{type(module).__name__} does not run without values ({type(error).__name__}: "
+        f"{said}). The planner runs one training step on tensors that have shapes and no "
+        f"values: a step that reads values (item() of whole numbers, shapes that depend on "
+        f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
+        f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
+        f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
     )
 
 
