@@ -24,7 +24,7 @@ from shardeddp.tensor.backward import (
 )
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_function
+from shardeddp.torch_private import foreach_copy_, foreach_zero_, storage_of, without_torch_function
 
 # -- GradientMemory: the flat gradient tensors of one group
 
@@ -136,10 +136,7 @@ class GradientMemory:
 
     def holds(self, local: torch.Tensor) -> bool:
         """Return whether a tensor is a view of the partial sums."""
-        return (
-            self.partial is not None
-            and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
-        )
+        return self.partial is not None and storage_of(local) == storage_of(self.partial)
 
     def drop_partial_of(self, index: int) -> None:
         """Zero the partial sums of one parameter."""

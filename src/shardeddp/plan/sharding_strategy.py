@@ -189,6 +189,7 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # DDP: a shard group of one rank
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
+"""Strategies by name, in the order of preference for unknown hardware: the least memory first."""
 
 
 def find_sharding(sharding_strategy: str) -> ShardingStrategy:
@@ -271,12 +272,9 @@ def choose_sharding(
 AUTO = "auto"
 """Option value of a strategy or shard size that setup chooses by a plan."""
 
-PREFERENCE = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-"""Order of preference for unknown hardware: the least memory first."""
-
 
 def candidates(**options: Any) -> dict[str, ShardingStrategy]:
-    """Return the sharding strategies that accept the options, in the order of ``PREFERENCE``.
+    """Return the sharding strategies that accept the options, in the order of preference for unknown hardware.
 
     Args:
         options: Options of :func:`choose_sharding`.
@@ -286,7 +284,7 @@ def candidates(**options: Any) -> dict[str, ShardingStrategy]:
     """
     found: dict[str, ShardingStrategy] = {}
     refusals: list[ConfigurationError] = []
-    for name in PREFERENCE:
+    for name in SHARDING_STRATEGIES:
         try:
             found[name] = choose_sharding(name, **options)
         except ConfigurationError as error:

@@ -32,6 +32,7 @@ from shardeddp.torch_private import (
     HigherOrderOperator,
     flex_attention_device,
     pytree,
+    storage_of,
 )
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -183,7 +184,7 @@ class _Recorder:
         for it in self.unsaved:
             it.is_redone = True
         self.unsaved.clear()
-        key = storage(tensor)
+        key = storage_of(tensor)
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
             self.kept.append(tensor)  # so that no other storage gets its id
@@ -202,11 +203,11 @@ class _Recorder:
             self.exchange(func.name(), operands[0], results[0])
         if self.is_backward:
             return
-        if operands and all(storage(it) in self.free for it in operands):
-            self.free.update(map(storage, results))  # casts and views of parameters
+        if operands and all(storage_of(it) in self.free for it in operands):
+            self.free.update(map(storage_of, results))  # casts and views of parameters
             self.kept += results
             return
-        if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
+        if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
             return
         name = func.name().partition("::")[2].partition(".")[0]
         nbytes = sum(it.nbytes for it in (*operands, *results))
@@ -229,7 +230,7 @@ class _Recorder:
             else:
                 work.moved_nbytes += nbytes
         if "scaled_dot_product" in name or is_matmul:
-            self.costly.update(map(storage, results))
+            self.costly.update(map(storage_of, results))
             self.kept += results
 
     def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
@@ -340,11 +341,6 @@ class _RmsNorm(torch.autograd.Function):
         scales = torch.empty(*x.shape[:-dims], *[1] * dims, dtype=torch.float32)
         ctx.save_for_backward(x, scales, weight)
         return x.clone() if weight is None else x * weight
-
-
-def storage(tensor: torch.Tensor) -> int:
-    """Return the id of a tensor's storage, unique while the storage is alive."""
-    return tensor.untyped_storage()._cdata
 
 
 # -- repeated modules run once
@@ -506,7 +502,7 @@ def profile(
         replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
         for unit in build_units(module, policy, split)
     ]
-    free = {storage(it) for it in (*module.parameters(), *module.buffers())}
+    free = {storage_of(it) for it in (*module.parameters(), *module.buffers())}
     wrapped = [*_wrapped(units)]
 
     def run(
