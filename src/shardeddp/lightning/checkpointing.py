@@ -107,7 +107,8 @@ class Checkpoints:
         ====================================  ==================  ==================================
         step                                  raised on           left on the disk
         ====================================  ==================  ==================================
-        ``with_plain_views``, ``broadcast``   rank 2 [1]          former checkpoint
+        ``with_plain_views``, ``broadcast``,  rank 2 [1]          former checkpoint
+        ``names``
         ``Saver.wait`` for the save before    all, its error      former checkpoint
         *One file,* ``stream_full``
         pickling, comparing replicas          all                 former checkpoint
