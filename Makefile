@@ -139,7 +139,8 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The pictures in docs/images are committed; `python docs/pictures.py` draws them again.
+# Pictures in docs/images and tables in docs/configuration.md are committed; `python docs/pictures.py` and `python docs/options.py`
+# make them again.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "open build/site/index.html"

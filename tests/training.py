@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, Options, Scope
+from shardeddp.config import MixedPrecision, OptimizerScope, Options
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
@@ -136,7 +136,7 @@ class Trial:
         model: nn.Module,
         sharding: Sharding,
         make_optimizer: MakeOptimizer = sgd,
-        scopes: Mapping[str, Scope] | None = None,
+        scopes: Mapping[str, OptimizerScope] | None = None,
     ) -> None:
         self.reference = copy.deepcopy(model)
         self.model = model

@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import cache
 from inspect import signature
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
+from types import MappingProxyType, UnionType
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import nn
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.plan.hardware import find_gpu
 from shardeddp.plan.sharding_strategy import (
     AUTO,
@@ -27,7 +41,7 @@ from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
-from shardeddp.wrap.tree import imported, nearest
+from shardeddp.wrap.tree import imported
 
 T = TypeVar("T")
 
@@ -41,7 +55,7 @@ UnevenBatches: TypeAlias = Literal["error", "min", "join"]
 end of the last rank; the others repeat a batch with weight zero.
 """
 
-Scope: TypeAlias = Literal["element", "parameter", "model"]
+OptimizerScope: TypeAlias = Literal["element", "parameter", "model"]
 """Input of an optimizer for the new value of an element.
 
 ``element``: the element itself, its gradient and its states. ``parameter``: its whole parameter.
@@ -104,7 +118,7 @@ class MixedPrecision:
     keep_fp32: ModuleClasses = ()
 
     def __post_init__(self) -> None:
-        check_flags(cast_forward_inputs=self.cast_forward_inputs)
+        check_fields(self)
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             resolve_dtype(getattr(self, name), name)
@@ -161,7 +175,7 @@ class CPUOffload:
     optimizer: bool = False
 
     def __post_init__(self) -> None:
-        check_flags(params=self.params, optimizer=self.optimizer)
+        check_fields(self)
 
     @property
     def optimizer_alone(self) -> bool:
@@ -207,13 +221,7 @@ class CheckpointOptions:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        check_flags(
-            asynchronous=self.asynchronous,
-            zip_crc=self.zip_crc,
-            cast=self.cast,
-            foreign=self.foreign,
-            trust_pickle=self.trust_pickle,
-        )
+        check_fields(self)
         if self.timeout is not None and not _is_duration(self.timeout):
             raise ConfigurationError(
                 f"timeout={self.timeout!r}: expected a positive number of seconds, or None"
@@ -222,8 +230,6 @@ class CheckpointOptions:
             raise ConfigurationError(
                 f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
             )
-        check_choice("durability", self.durability, ("disk", "process"))
-        check_choice("permissions", self.permissions, ("private", "umask", None))
         if self.trust_pickle and not self.foreign:
             raise ConfigurationError(
                 "trust_pickle=True goes with foreign=True: no pickle of our own is ever read"
@@ -243,15 +249,59 @@ def check_choice(option: str, value: T, choices: Sequence[object], advice: str =
     return value
 
 
-def check_flags(**options: object) -> None:
-    """Check boolean options.
+def check_fields(options: Any, advice: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Check the fields of a dataclass that are declared as a bool or as a Literal.
+
+    Args:
+        options: Instance of the dataclass.
+        advice: Ends of messages, by field.
 
     Raises:
-        ConfigurationError: A value is neither True nor False.
+        ConfigurationError: A flag is neither True nor False, or a value is none of its choices.
     """
-    for option, value in options.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{option}={value!r}: expected True or False")
+    for name, choices in _choices_of(type(options)).items():
+        value = getattr(options, name)
+        if choices:
+            check_choice(name, value, choices, advice.get(name, ""))
+        elif not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r}: expected True or False")
+
+
+@cache
+def _choices_of(kind: type) -> dict[str, tuple[object, ...]]:
+    """Return the values of each field of type Literal or ``Literal | None``; none for flags."""
+    found: dict[str, tuple[object, ...]] = {}
+    for name, hint in get_type_hints(kind).items():
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        literal, rest = parts[0], parts[1:]
+        if hint is bool:
+            found[name] = ()
+        elif get_origin(literal) is Literal and rest in ((), (type(None),)):
+            found[name] = (*get_args(literal), *([None] if rest else []))
+    return found
+
+
+def _from_fields(option: str, kind: Callable[..., T], value: Any) -> T | Any:
+    """Return the options of a mapping with some of their fields; other values unchanged.
+
+    Args:
+        option: Option with that value, for the error.
+        kind: Dataclass of the options.
+        value: Value as the user has given it.
+
+    Raises:
+        ConfigurationError: A key is no field.
+    """
+    if not isinstance(value, Mapping) or "class_path" in value:
+        return value
+    known = [*signature(kind).parameters]
+    for key in value:
+        if key not in known:
+            raise ConfigurationError(
+                f"{option}={dict(value)!r}: expected a mapping with some of {', '.join(known)}; "
+                f"found {key!r}: {nearest(str(key), known)}"
+            )
+    return kind(**value)
 
 
 def resolve_checkpoint_options(value: object) -> CheckpointOptions:
@@ -260,14 +310,12 @@ def resolve_checkpoint_options(value: object) -> CheckpointOptions:
     Raises:
         ConfigurationError: The value is neither.
     """
-    if isinstance(value, CheckpointOptions):
-        return value
-    known = [each.name for each in fields(CheckpointOptions)]
-    if isinstance(value, Mapping) and set(value) <= set(known):
-        return CheckpointOptions(**value)
+    found = _from_fields("checkpoint_options", CheckpointOptions, value)
+    if isinstance(found, CheckpointOptions):
+        return found
     raise ConfigurationError(
         f"checkpoint_options={value!r}: expected CheckpointOptions(...), or a mapping with some of "
-        f"{', '.join(known)}"
+        f"{', '.join(signature(CheckpointOptions).parameters)}"
     )
 
 
@@ -302,9 +350,7 @@ def resolve_offload(value: object) -> CPUOffload:
     Raises:
         ConfigurationError: The value is none of these.
     """
-    value = options_of("cpu_offload", value)
-    if isinstance(value, Mapping) and value and set(value) <= {"params", "optimizer"}:
-        value = CPUOffload(**value)
+    value = _from_fields("cpu_offload", CPUOffload, options_of("cpu_offload", value))
     if value is None or isinstance(value, bool):
         return CPUOffload(params=bool(value), optimizer=bool(value))
     if isinstance(value, CPUOffload) and (value.params or value.optimizer):
@@ -321,16 +367,11 @@ def resolve_mixed_precision(value: object) -> MixedPrecision | None:
     Raises:
         ConfigurationError: The value is none of these, or has an unknown field or dtype.
     """
-    value = options_of("mixed_precision", value)
+    value = _from_fields("mixed_precision", MixedPrecision, options_of("mixed_precision", value))
     if value is None or isinstance(value, MixedPrecision):
         return value
     if isinstance(value, (str, torch.dtype)):
         return MixedPrecision(param_dtype=value)
-    if isinstance(value, Mapping):
-        try:
-            return MixedPrecision(**value)
-        except TypeError as error:
-            raise ConfigurationError(f"mixed_precision={dict(value)!r}: {error}") from None
     raise ConfigurationError(
         f"mixed_precision={value!r}: expected None (the Trainer's precision alone), a dtype for "
         f"param_dtype, or MixedPrecision(param_dtype=..., reduce_dtype=...)"
@@ -370,7 +411,7 @@ def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
     return found
 
 
-def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
+def resolve_optimizer_scope(value: Any) -> dict[str, OptimizerScope]:
     """Resolve ``optimizer_scope``: scopes by name or import path of the optimizer's class.
 
     Raises:
@@ -381,14 +422,14 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
     if not isinstance(value, Mapping):
         raise ConfigurationError(
             f"optimizer_scope={value!r}: expected a mapping from optimizer classes, or their names "
-            f"or import paths, to one of {', '.join(get_args(Scope))}, such as {{'Lion': "
+            f"or import paths, to one of {', '.join(get_args(OptimizerScope))}, such as {{'Lion': "
             f"'element'}}"
         )
     return {
         f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key): check_choice(
             f"optimizer_scope[{key!r}]",
             scope,
-            get_args(Scope),
+            get_args(OptimizerScope),
             ": the elements that the new value of an element depends on",
         )
         for key, scope in value.items()
@@ -401,8 +442,6 @@ ActivationCheckpointingLike: TypeAlias = (
     bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
 )
 """Values that ``resolve_activation_checkpointing`` accepts."""
-
-_FIELDS = tuple(field.name for field in fields(ActivationCheckpointing))
 
 LIKE_UNITS = (
     "ActivationCheckpointing.modules is written as auto_wrap_policy is, and what was found does "
@@ -429,26 +468,11 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
     """
     if value is None or value is False or (isinstance(value, str) and value.lower() == "none"):
         return None
-    if isinstance(value, ActivationCheckpointing):
-        options = value
-    elif isinstance(value, Mapping):
-        options = _from_mapping(value)
-    else:
+    options = _from_fields("activation_checkpointing", ActivationCheckpointing, value)
+    if not isinstance(options, ActivationCheckpointing):
         options = ActivationCheckpointing(modules="auto" if value is True else cast(Modules, value))
     check_save_ops(options.save_ops)
     return replace(options, modules=resolve_modules(options.modules))
-
-
-def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
-    if "class_path" in value:
-        return ActivationCheckpointing(modules=_build_policy(value))
-    for key in value:
-        if key not in _FIELDS:
-            raise ConfigurationError(
-                f"activation_checkpointing: expected a mapping with some of {', '.join(_FIELDS)}; "
-                f"found {key!r}: {nearest(str(key), _FIELDS)}"
-            )
-    return ActivationCheckpointing(**value)
 
 
 def resolve_modules(modules: Any) -> Policy:
@@ -515,7 +539,9 @@ class Options:
     """Value as given; ``offload`` is the resolved one."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
-    optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
+    optimizer_scope: Mapping[str, OptimizerScope] = field(
+        default_factory=dict[str, OptimizerScope], compare=False
+    )
     tensor_parallel_size: int = 1
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
     expert_parallel_size: int = 1
@@ -528,7 +554,7 @@ class Options:
     state_dict_type: StateDictType = field(default="auto", compare=False)
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
     process_group_backend: str | None = field(default=None, compare=False)
-    timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
+    timeout: timedelta = field(default=timedelta(seconds=600), compare=False)
     debug: bool = False
     plan_only: bool | str = field(default=False, compare=False)
     """A GPU has its name in the planner's table."""
@@ -545,16 +571,6 @@ class Options:
     """Text of the plan, for comparison: equal for equal styles of torch, which are objects."""
 
     def __post_init__(self) -> None:
-        check_flags(uneven_units=self.uneven_units, debug=self.debug)
-        check_choice("start_method", self.start_method, get_args(StartMethod))
-        check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
-        check_choice(
-            "uneven_batches",
-            self.uneven_batches,
-            get_args(UnevenBatches),
-            "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the "
-            "last",
-        )
         _check_backend(self.process_group_backend)
         _check_size("tensor_parallel_size", self.tensor_parallel_size)
         _check_size("expert_parallel_size", self.expert_parallel_size)
@@ -576,27 +592,14 @@ class Options:
             candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
         )
         sharding = next(iter(shardings.values()))
-        untried = {
-            "cpu_offload": offload.params or offload.optimizer,
-            "optimizer_shard='world'": sharding.split_replicas,
-            "reshard_after_forward=<number>": sharding.regather_size is not None,
-            "uneven_batches": self.uneven_batches != "error",
-            "uneven_units": self.uneven_units,
-        }
-        planned = {
-            "sharding_strategy='auto'": name == AUTO,
-            "shard_size='auto'": self.shard_size == AUTO,
-            "plan_only": self.plan_only is not False,
-        }
-        splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
-        by_name = self.tensor_parallel_plan is not None  # plans know layers of a plan only
-        unnamed = {} if by_name else planned
-        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
-        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
-        if self.experts is not None and self.expert_parallel_size == 1:
-            raise ConfigurationError(
-                "experts needs expert_parallel_size=2 or more: one rank has all of them"
-            )
+        check_fields(
+            self,
+            {
+                "uneven_batches": "; 'min' ends each epoch with the first rank that has no batch "
+                "left, 'join' with the last"
+            },
+        )
+        self._check_axes(name == AUTO, sharding, offload)
         resolved = {
             "sharding_strategy": name,
             "reshard_after_forward": reshard,
@@ -619,6 +622,30 @@ class Options:
         }
         for option, value in resolved.items():
             object.__setattr__(self, option, value)
+
+    def _check_axes(self, is_auto: bool, sharding: ShardingStrategy, offload: CPUOffload) -> None:
+        """Refuse options that do not work with tensor or expert parallelism."""
+        untried = {
+            "cpu_offload": offload.params or offload.optimizer,
+            "optimizer_shard='world'": sharding.split_replicas,
+            "reshard_after_forward=<number>": sharding.regather_size is not None,
+            "uneven_batches": self.uneven_batches != "error",
+            "uneven_units": self.uneven_units,
+        }
+        planned = {
+            "sharding_strategy='auto'": is_auto,
+            "shard_size='auto'": self.shard_size == AUTO,
+            "plan_only": self.plan_only is not False,
+        }
+        splits = {"tensor_parallel_size": self.tensor_parallel_size > 1}
+        by_name = self.tensor_parallel_plan is not None  # plans know layers of a plan only
+        unnamed = {} if by_name else planned
+        _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
+        _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
+        if self.experts is not None and self.expert_parallel_size == 1:
+            raise ConfigurationError(
+                "experts needs expert_parallel_size=2 or more: one rank has all of them"
+            )
 
     @property
     def order_of_gathers(self) -> list[str]:

@@ -6,7 +6,12 @@ a caller may want to catch one thing alone.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+# -- Texts in messages
+
+_MOST_LISTED = 10
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -19,6 +24,33 @@ def printable(text: str) -> str:
     Names in files are arbitrary.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return names for an error message, at most ten of them."""
+    every = list(names)
+    shown = ", ".join(repr(name) for name in every[:_MOST_LISTED])
+    return f"{shown} and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else shown
+
+
+def first_three(names: Iterable[str]) -> str:
+    """Return the first names for a warning, and the number of the others."""
+    every = list(names)
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: the closest known names, or all."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    if not by_lower:
+        return "there are none."
+    matches = get_close_matches(name.lower(), by_lower, n=3)
+    if matches:
+        return f"did you mean {' or '.join(repr(by_lower[match]) for match in matches)}?"
+    return f"there are {listing(by_lower.values())}."
+
+
+# -- Errors
 
 
 class ConfigurationError(ValueError):

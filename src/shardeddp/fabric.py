@@ -32,8 +32,8 @@ from shardeddp.lightning.checkpointing import Checkpoints
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.private import check_lightning
-from shardeddp.lightning.process_group import ProcessGroup, Ranks
 from shardeddp.lightning.restore import Restore
+from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.plan.sharding_strategy import AUTO
@@ -140,7 +140,7 @@ class ShardedDP(DDPStrategy):
                 raise ConfigurationError(f"{option} goes with the Trainer: {why}. Leave it out")
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
-        self._options, self._group = own, ProcessGroup(own)
+        self._options, self._group = own, RunGroup(own)
         self._checkpoints = Checkpoints(self._group, own)
         self._restore = Restore(self._group, own.checkpoint_options)
         self._sharding = ModelSharding(self._group, self._restore, own)

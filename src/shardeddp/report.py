@@ -303,10 +303,10 @@ def _describe_dtypes(runtime: Runtime) -> str:
         "computed in": _named(spec.param_dtype for spec in specs),
         "reduced in": _named(spec.reduce_dtype for spec in specs if spec.parameter.requires_grad),
     }
-    told = {dtypes for dtypes in used.values() if dtypes}
+    distinct = {dtypes for dtypes in used.values() if dtypes}
     return (
-        f"all in {told.pop()}"
-        if len(told) == 1
+        f"all in {distinct.pop()}"
+        if len(distinct) == 1
         else ", ".join(f"{k} {v}" for k, v in used.items() if v)
     )
 

@@ -173,6 +173,12 @@ is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private("torch._C:_
 storage_use_count: Callable[[int], int] = _private("torch._C:_storage_Use_Count")
 """Number of references of C++ to a storage, given as its ``_cdata``."""
 
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, equal for all tensors over that memory."""
+    return tensor.untyped_storage()._cdata
+
+
 foreach_copy_: Any = _private("torch:_foreach_copy_")
 foreach_mul_: Any = _private("torch:_foreach_mul_")
 foreach_zero_: Any = _private("torch:_foreach_zero_")

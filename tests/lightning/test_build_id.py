@@ -4,7 +4,7 @@ import shutil
 import time
 from pathlib import Path
 
-from shardeddp.lightning.process_group import describe_release
+from shardeddp.lightning.run_group import describe_release
 
 
 def test_a_release_is_its_files_wherever_they_are(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from shardeddp import ShardedDP
-from shardeddp.lightning.process_group import torch_compares
+from shardeddp.lightning.run_group import torch_compares
 from support.tasks import Block, EvaluatedGpt
 from support.trainers import make_trainer
 from support.uneven import loader

@@ -183,6 +183,25 @@ def test_debug_can_be_switched_on_for_a_sharded_module() -> None:
     assert not fit(model).strategy.mesh.compares
 
 
+@on_ranks(2)
+def test_another_timeout_for_a_sharded_module_is_not_ignored_without_a_word() -> None:
+    model = Gpt()
+    first = fit(model, timeout=60, checkpoint_options={"timeout": 90})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = fit(model, timeout=50)
+        fit(model, timeout=60, checkpoint_options={"timeout": 90})
+    assert again.strategy.mesh is first.strategy.mesh
+    texts = [str(it.message) for it in caught if "timeout" in str(it.message)]
+    assert [text.partition("is not applied")[0] for text in texts] == (
+        ["the timeout of 50 s (50 s in saves) "] if dist.get_rank() == 0 else []
+    )
+    assert all("which have 60 s (90 s in saves)" in text for text in texts)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the timeout of")
+        assert fit(Gpt(), timeout=50).strategy.mesh is not first.strategy.mesh
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_units_are_compiled_after_a_later_setup() -> None:

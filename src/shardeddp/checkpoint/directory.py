@@ -52,8 +52,7 @@ from shardeddp.checkpoint.manifest import (
     is_part,
 )
 from shardeddp.checkpoint.remote import RemotePath, Upload
-from shardeddp.errors import CheckpointError
-from shardeddp.wrap.tree import first_three
+from shardeddp.errors import CheckpointError, first_three
 
 # -- Commit of a checkpoint directory
 #

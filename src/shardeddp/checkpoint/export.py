@@ -36,8 +36,7 @@ from shardeddp.checkpoint.safetensors import (
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, TRAINED, VERSION, WEIGHTS
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.checkpoint.state_codec import plain, without_prefix
-from shardeddp.errors import CheckpointError
-from shardeddp.wrap.tree import first_three
+from shardeddp.errors import CheckpointError, first_three
 
 # -- Export to safetensors or to one plain ``.ckpt`` file
 #

@@ -47,9 +47,8 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields, count_in
-from shardeddp.errors import CheckpointError, printable
+from shardeddp.errors import CheckpointError, first_three, printable
 from shardeddp.plan.layout import Interval
-from shardeddp.wrap.tree import first_three
 
 # -- Whole checkpoints in a directory, ordered by step
 

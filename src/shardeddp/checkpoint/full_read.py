@@ -15,9 +15,8 @@ from shardeddp.checkpoint.foreign_pickle import refuse_traps
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
 from shardeddp.checkpoint.manifest import INDEX, Item, Manifest, index_from_bytes
 from shardeddp.checkpoint.remote import RemotePath
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
 from shardeddp.plan.layout import Interval
-from shardeddp.wrap.tree import first_three
 
 PLAIN_SUFFIX = ".ckpt"
 """Suffix of checkpoint names, also of those that are directories."""

@@ -10,6 +10,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -129,30 +130,9 @@ def stream_full(
             ends it, with this rank's error as the reason if they have received it
             (comm/propagation.py).
     """
-
-    def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
-        refuse_tensors(checkpoint, pickled=True)
-        try:
-            file = TorchFile(checkpoint, memory_of_shards)
-        except Exception as error:  # of any class: it is the user's code that is pickled
-            where = where_pickling_fails(checkpoint, lambda it: TorchFile(it, memory_of_shards))
-            raise CheckpointError(
-                f"The state cannot be saved: {where} cannot be pickled: {type(error).__name__}: "
-                f"{str(error)[:300]}"
-            ) from error
-        found, objects, shares, sharded = describe(checkpoint, names, mesh)
-        strided = [
-            (tensor, at)
-            for tensor, at in found
-            if tensor.layout == torch.strided and not tensor.is_quantized
-        ]
-        tensors = [
-            (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor))
-            for tensor, at in strided
-        ]
-        return file, index_to_bytes(run, tensors, objects), shares, sharded
-
-    file, index, shares, sharded = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
+    file, index, shares, sharded = run_on_all_ranks(
+        f"pickling {path}", partial(_prepare, checkpoint, mesh, names, run), mesh.saving
+    )
     compare_shares(shares, sharded, mesh)
     broken: list[Exception] = []
 
@@ -193,6 +173,36 @@ def stream_full(
             raise failures[0]
 
     run_on_all_ranks(f"writing {path}", end, mesh.saving)
+
+
+def _prepare(
+    checkpoint: Mapping[str, Any], mesh: Mesh, names: ParameterNames, run: TrainingRun
+) -> tuple[TorchFile, bytes, list[Share], list[str]]:
+    """Pickle a checkpoint without its elements; no communication.
+
+    Returns:
+        The file to write, its index, this rank's shares of sharded tensors, and the first name of
+        each section.
+    """
+    refuse_tensors(checkpoint, pickled=True)
+    try:
+        file = TorchFile(checkpoint, memory_of_shards)
+    except Exception as error:  # of any class: it is the user's code that is pickled
+        where = where_pickling_fails(checkpoint, lambda it: TorchFile(it, memory_of_shards))
+        raise CheckpointError(
+            f"The state cannot be saved: {where} cannot be pickled: {type(error).__name__}: "
+            f"{str(error)[:300]}"
+        ) from error
+    found, objects, shares, sharded = describe(checkpoint, names, mesh)
+    strided = [
+        (tensor, at)
+        for tensor, at in found
+        if tensor.layout == torch.strided and not tensor.is_quantized
+    ]
+    tensors = [
+        (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided
+    ]
+    return file, index_to_bytes(run, tensors, objects), shares, sharded
 
 
 @contextmanager

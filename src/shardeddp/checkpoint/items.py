@@ -117,9 +117,9 @@ class DataFile:
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
         crc, digests = 0, list[bytes]()
         # The head is written with the first block: one call for a small tensor.
-        gap = self._gap()
-        waiting: list[bytes | memoryview] = [gap, frame.head]
-        offset = self._nbytes + len(gap)
+        padding = self._padding()
+        waiting: list[bytes | memoryview] = [padding, frame.head]
+        offset = self._nbytes + len(padding)
         self._frames.update(frame.head)
         for start in range(0, len(payload), BLOCK_NBYTES):
             block = payload[start : start + BLOCK_NBYTES]
@@ -140,10 +140,10 @@ class DataFile:
         """Append a value pickled by ``torch.save``; a small one, as it is copied in memory."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        gap = self._gap()
-        offset = self._nbytes + len(gap)
+        padding = self._padding()
+        offset = self._nbytes + len(padding)
         self._frames.update(buffer.getbuffer())
-        self._write([gap, buffer.getbuffer()])
+        self._write([padding, buffer.getbuffer()])
         return Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
 
     def close(
@@ -169,11 +169,11 @@ class DataFile:
             table=checksum(table) if rows else "",
         )
 
-    def _gap(self) -> bytes:
+    def _padding(self) -> bytes:
         """Return the padding before the next item."""
-        gap = bytes(-self._nbytes % ALIGNMENT)
-        self._frames.update(gap)
-        return gap
+        padding = bytes(-self._nbytes % ALIGNMENT)
+        self._frames.update(padding)
+        return padding
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
         try:

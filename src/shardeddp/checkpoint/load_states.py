@@ -17,11 +17,10 @@ from torch import nn, optim
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.safetensors import names_in_model
 from shardeddp.checkpoint.state_codec import tensors_in, versions_of, with_versions
-from shardeddp.errors import CheckpointError, printable
+from shardeddp.errors import CheckpointError, first_three, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
-from shardeddp.wrap.tree import first_three
 
 # -- Rollback of a load that does not fit
 

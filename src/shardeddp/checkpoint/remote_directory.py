@@ -15,8 +15,7 @@ from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.full_read import PLAIN_SUFFIX
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
-from shardeddp.errors import CheckpointError
-from shardeddp.wrap.tree import first_three
+from shardeddp.errors import CheckpointError, first_three
 
 # [Note: how a checkpoint is committed to a store] ``last.ckpt`` is a prefix of names there: of
 # ``last.ckpt/manifest.json``, and of the manifest's files in ``last.ckpt/<uuid>/``. Every save has

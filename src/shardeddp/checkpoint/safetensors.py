@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from shardeddp.checkpoint.read import Progress, chunks, silent
-from shardeddp.errors import CheckpointError, printable
-from shardeddp.wrap.tree import first_three
+from shardeddp.errors import CheckpointError, first_three, printable
 
 # -- Writing
 

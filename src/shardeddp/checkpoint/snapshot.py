@@ -32,6 +32,7 @@ from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import storage_of
 
 # -- HostMemory: memory for the copies of all saves
 
@@ -129,8 +130,8 @@ def compare_replicas(
         own.extend(digests())
         return part.to_bytes(8, "little") + digest(b"".join(own))
 
-    told = [*map(bytes, gather_to_first(step, one, group))]
-    if not agree_on_any([len(set(told)) > len({each[:8] for each in told})], group)[0]:
+    received = [*map(bytes, gather_to_first(step, one, group))]
+    if not agree_on_any([len(set(received)) > len({each[:8] for each in received})], group)[0]:
         return
 
     def all_of_them() -> bytes:
@@ -559,7 +560,7 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
     spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None
-    memory = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
+    memory = storage_of(local), local.storage_offset(), local.stride()
     return (*memory, spec, tensor.dtype, tuple(tensor.shape))
 
 

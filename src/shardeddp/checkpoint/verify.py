@@ -57,9 +57,8 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, first_three
 from shardeddp.plan.layout import Interval
-from shardeddp.wrap.tree import first_three
 
 # -- Inspection of a manifest, without reading tensors
 

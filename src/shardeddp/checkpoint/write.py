@@ -63,9 +63,8 @@ from shardeddp.comm import gather_to_first, run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.config import CheckpointOptions
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, first_three
 from shardeddp.plan.layout import Box, Interval, boxes
-from shardeddp.wrap.tree import first_three
 
 # -- Writing: a data file per rank, indexes by rank 0, one commit
 
@@ -96,11 +95,11 @@ class Report:
         return len(head).to_bytes(4, "little") + head + self.runs.tobytes()
 
     @classmethod
-    def from_bytes(cls, told: bytes | memoryview) -> Report:
+    def from_bytes(cls, data: bytes | memoryview) -> Report:
         """Deserialize a report; its runs are a view, since those of many ranks take megabytes."""
-        start = 4 + int.from_bytes(told[:4], "little")
-        file, layout = pickle.loads(told[4:start])
-        return cls(file, layout, np.frombuffer(told, dtype=RUN, offset=start))
+        start = 4 + int.from_bytes(data[:4], "little")
+        file, layout = pickle.loads(data[4:start])
+        return cls(file, layout, np.frombuffer(data, dtype=RUN, offset=start))
 
 
 @dataclass(frozen=True)
@@ -248,9 +247,9 @@ class _Writing:
             needed = sum(map(int, sizes))
             folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
             self.folder = location(os.fsdecode(folders[0]))
-            told = self._gather_to_first(f"writing {self.target}", self._write)
+            reports = self._gather_to_first(f"writing {self.target}", self._write)
             self._compare_replicas()
-            self._gather(f"committing {self.target}", lambda: self._commit(told))
+            self._gather(f"committing {self.target}", lambda: self._commit(reports))
         except Exception:
             if isinstance(self.staging, RemoteStaging):
                 remote_directory.discard(self.staging)
@@ -298,12 +297,12 @@ class _Writing:
         self.own = repeated(write, (CheckpointError,)) if remote else write()
         return self.own.report.to_bytes()
 
-    def _commit(self, told: Sequence[bytes | memoryview]) -> bytes:
+    def _commit(self, reports: Sequence[bytes | memoryview]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and commit."""
         if self.staging is None or self.own is None:
             return b""
-        reports = [*map(Report.from_bytes, told)]
-        manifest, placement = index(self.snapshot, self.run, reports, self.own.objects)
+        parsed = [*map(Report.from_bytes, reports)]
+        manifest, placement = index(self.snapshot, self.run, parsed, self.own.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
             STATE: json.dumps(self.snapshot.tree, separators=(",", ":")).encode(),

@@ -84,20 +84,20 @@ class _Record:
     first: Callable[[], None] | None = None
 
 
-Ranks = HostGroup | dist.ProcessGroup
+CountedGroup = HostGroup | dist.ProcessGroup
 """Group in which operations are counted."""
 
-_RECORDS: weakref.WeakKeyDictionary[Ranks, _Record] = weakref.WeakKeyDictionary()
+_RECORDS: weakref.WeakKeyDictionary[CountedGroup, _Record] = weakref.WeakKeyDictionary()
 
 
-def _record_of(group: Ranks) -> _Record:
+def _record_of(group: CountedGroup) -> _Record:
     record = _RECORDS.get(group)
     if record is None:
         record = _RECORDS[group] = _Record()
     return record
 
 
-def begin(group: Ranks, kind: str) -> None:
+def begin(group: CountedGroup, kind: str) -> None:
     """Count one operation; call it before the operation communicates.
 
     Raises:
@@ -110,24 +110,24 @@ def begin(group: Ranks, kind: str) -> None:
     record.begun[kind] += 1
 
 
-def refuse_inherited(group: Ranks, operation: str) -> None:
+def refuse_inherited(group: CountedGroup, operation: str) -> None:
     """Raise RuntimeError if this process was forked from a rank of the group."""
     if _record_of(group).is_inherited:
         ranks = group.ranks if isinstance(group, HostGroup) else dist.get_process_group_ranks(group)
         raise in_forked_process(operation, ranks)
 
 
-def leave_to_parent(group: Ranks) -> None:
+def leave_to_parent(group: CountedGroup) -> None:
     """Refuse all further operations of a group, in a process that was forked from its rank."""
     _record_of(group).is_inherited = True
 
 
-def begun(group: Ranks) -> dict[str, int]:
+def begun(group: CountedGroup) -> dict[str, int]:
     """Return the number of operations that this rank has begun in a group, by kind."""
     return dict(_record_of(group).begun)
 
 
-def come_first(group: Ranks, action: Callable[[], None]) -> None:
+def come_first(group: CountedGroup, action: Callable[[], None]) -> None:
     """Register a callback that runs before each operation of a group.
 
     ``action`` must not hold a reference to the group.
@@ -135,7 +135,7 @@ def come_first(group: Ranks, action: Callable[[], None]) -> None:
     _record_of(group).first = action
 
 
-def describe_mismatches(group: Ranks, describe: Describe) -> None:
+def describe_mismatches(group: CountedGroup, describe: Describe) -> None:
     """Register the callback that lists each rank's operation in error messages.
 
     ``describe`` must not hold a reference to the group.
@@ -315,8 +315,8 @@ def gather_to_first(
     first = group.rank == 0
     # The first rank's own result, which may be by far the longest, does not travel.
     sent = b"" if first else result
-    told = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8, device="cpu")
-    any_failed, room = HostReduction(told, "gathering", group).wait().tolist()
+    summary = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8, device="cpu")
+    any_failed, room = HostReduction(summary, "gathering", group).wait().tolist()
     if any_failed:
         texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
         _raise_failures(step, texts, failure)

@@ -1,11 +1,10 @@
 """Group pool: process groups of torch, which later runs of a process use again.
 
-Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
-one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
-ended, and the next mesh that asks for the same ones is given those. Requests to a model of an
-earlier run still travel in them: all ranks ask in one order, and wait. A run that was refused
-gives back the groups in which no transfer has broken; the next mesh uses them if all ranks have
-begun the same operations in each.
+Torch keeps a group, its threads and its connections until the group is destroyed, which needs all
+of its ranks to be done with it. So a mesh gives its groups back when its run has ended, and the
+next mesh that asks for equal ones gets these. Requests to a model of an earlier run still travel in
+them: all ranks ask in one order, and wait. A run that was refused gives back the groups in which no
+transfer has broken; the next mesh uses them if all ranks have begun the same operations in each.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
 
 _Returned = dict[_Key, tuple[dist.ProcessGroup, int]]
 _RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.WeakKeyDictionary()
-"""By the default process group, the groups of runs that have ended on this rank.
+"""Groups of runs that have ended on this rank, by the default process group.
 
-With each, how many transfers its run had issued on streams.
+Each with the number of transfers that its run had issued on streams.
 """
 
 _Channels = dict[int, Channel]
 _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
-"""By an axis of host groups, their channels by number, in all meshes."""
+"""Channels of host groups by number, in all meshes, by an axis of the groups."""
 
 
 class GroupPool:
-    """The process groups of one mesh; making them is a collective of all ranks.
+    """Process groups of one mesh; making them is a collective of all ranks.
 
     Args:
         rank: This rank.
-        timeout: How long to wait for ranks that have not come to it yet.
+        timeout: Time for which this rank waits for the others, to compare the returned groups.
     """
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
@@ -65,13 +64,13 @@ class GroupPool:
         timeout: timedelta,
         backend: str | None = None,
     ) -> dist.ProcessGroup:
-        """The group that this rank is in.
+        """Return the group of this rank: one of an earlier run, or a new one.
 
         Args:
-            purpose: What it is for; groups of one purpose may not be in use twice at a time.
-            ranks: Of all groups of the kind; each rank is in one.
-            timeout: After how long a collective in it gives up.
-            backend: None: that of the default process group.
+            purpose: Use of the group; two meshes at a time may not share groups of one purpose.
+            ranks: Ranks of all groups of the kind; each rank is in one.
+            timeout: Timeout of a collective.
+            backend: Backend of the group; None: that of the default process group.
         """
         key = (purpose, tuple(tuple(each) for each in ranks), timeout, backend)
         if key not in self._own:
@@ -82,7 +81,7 @@ class GroupPool:
     def lend(
         self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta
     ) -> dist.ProcessGroup:
-        """A group, as of :meth:`get`, in which what is communicated is the user's."""
+        """Return a group as :meth:`get` does, for communication of users."""
         group = self.get(purpose, ranks, timeout)
         self._lent.add(group.group_name)
         return group
@@ -96,14 +95,14 @@ class GroupPool:
         channel: int = 0,
         patience: timedelta | None = None,
     ) -> HostGroup:
-        """The ranks of a group of the kind that this rank is in, connected on the host.
+        """Return the host group of this rank.
 
         Args:
-            purpose: See :meth:`get`.
-            ranks: See :meth:`get`; all groups have one size.
-            timeout: After how long what connects them gives up.
-            channel: Number of its :class:`Channel`.
-            patience: See :class:`HostGroup`.
+            purpose: Use of the group, as for :meth:`get`.
+            ranks: Ranks of all groups of the kind, which have one size; each rank is in one.
+            timeout: Timeout of a transfer.
+            channel: Number of the :class:`Channel`.
+            patience: Maximum time of an operation, as for :class:`HostGroup`.
         """
         own = next(each for each in ranks if self._rank in each)
         rows, columns = grid_of(len(own))
@@ -133,9 +132,9 @@ class GroupPool:
         )
 
     def give_back(self, issued: int) -> None:
-        """Let later meshes of this process use the groups, too.
+        """Return the groups to the pool, for later meshes of this process.
 
-        Nothing has failed in them, and nothing is under way that is not on all ranks.
+        No transfer has failed in them, and all ranks have begun those that are under way.
 
         Args:
             issued: Number of transfers that the run has issued on its streams.
@@ -143,7 +142,7 @@ class GroupPool:
         self._returned.update({key: (group, issued) for key, group in self._own.items()})
 
     def names(self) -> set[str]:
-        """What torch calls those in which nobody else communicates."""
+        """Return torch's names of the groups in which users do not communicate."""
         groups = self._own.values()
         return {it.group_name for it in groups if it.group_name not in self._lent}
 
@@ -160,7 +159,7 @@ class GroupPool:
         return new_group_of_its_ranks(own, name, timeout, backend)
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
-        """Whether the same groups have been returned on all ranks; after a failure they may not."""
+        """Return whether all ranks have returned the same groups; not so after some failures."""
         client = self._client
         begun = [
             f"{key} {issued} {_begun_in(group)}" for key, (group, issued) in self._returned.items()

@@ -160,6 +160,8 @@ class Mesh:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         self._timeout = timeout
+        self.timeouts = timeout, saving_timeout or timeout
+        """Timeouts of a collective, and of host messages while checkpoints are saved."""
         self._groups = GroupPool(self.rank, timeout)
         axes = axes_of(topology, regather_size)
         make, alone = (

@@ -304,8 +304,8 @@ def _gather(
 
 def _info_of(text: str) -> RankInfo:
     """Return a rank info from its text; another version of this package may send other fields."""
-    told = json.loads(text)
-    return RankInfo(**{it.name: told.get(it.name) for it in fields(RankInfo)})
+    values = json.loads(text)
+    return RankInfo(**{it.name: values.get(it.name) for it in fields(RankInfo)})
 
 
 class _Inbox:

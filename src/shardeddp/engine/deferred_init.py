@@ -29,7 +29,7 @@ from shardeddp.engine.recording import (
     tensors_on_meta,
 )
 from shardeddp.engine.takeover import await_values, is_taken_over
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
 from shardeddp.tensor.gradient_hooks import put_hooks, take_hooks
 from shardeddp.tensor.operations import written
@@ -42,7 +42,7 @@ from shardeddp.torch_private import (
     pytree,
     without_torch_function,
 )
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, is_computed, join
 
 # -- Materializer: values of deferred tensors, in recorded order
 

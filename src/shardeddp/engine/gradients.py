@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -23,7 +24,7 @@ from shardeddp.tensor.backward import (
 )
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_function
+from shardeddp.torch_private import foreach_copy_, foreach_zero_, storage_of, without_torch_function
 
 # -- GradientMemory: the flat gradient tensors of one group
 
@@ -135,10 +136,7 @@ class GradientMemory:
 
     def holds(self, local: torch.Tensor) -> bool:
         """Return whether a tensor is a view of the partial sums."""
-        return (
-            self.partial is not None
-            and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
-        )
+        return self.partial is not None and storage_of(local) == storage_of(self.partial)
 
     def drop_partial_of(self, index: int) -> None:
         """Zero the partial sums of one parameter."""
@@ -181,7 +179,9 @@ class GradientMemory:
             flat[slot.interval.start : slot.interval.stop].view(slot.shape)
             for slot in self._layout.slots
         ]
-        return views + [flat[gap.start : gap.stop] for gap in self._layout.padding_intervals]
+        return views + [
+            flat[padding.start : padding.stop] for padding in self._layout.padding_intervals
+        ]
 
 
 # -- Reduction: one group's gradients in flight
@@ -202,37 +202,68 @@ class ReduceTarget(Enum):
     """Partial sums, which a later micro-batch reduces across replicas."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReductionPlan:
+    """Decisions about one reduction, made before its gradients are packed."""
+
+    target: ReduceTarget
+    kept: Sequence[bool]
+    """Flag per parameter: True to add to its gradient in the gradient shard, False to overwrite."""
+
+    packs_into_shard: bool
+    """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
+
+    leaves_output: bool
+    """True if the output of the reduce-scatter stays in this rank's slice of the buffer.
+
+    It is added to the shard, changes dtype or device, or is divided among replicas. False: the
+    output is the gradient shard.
+    """
+
+    scale: float | None
+    """Factor of gradients while they are packed, so that a sum over replicas is their average.
+
+    None: no factor; replicas average.
+    """
+
+    @property
+    def adds(self) -> bool:
+        """True if averages are added to gradients in the shard.
+
+        Compute may add to the shard at any time (gradients of parameters used outside of their
+        unit). Additions of a reduction run on compute's stream, too: on the reduce stream they
+        would race.
+        """
+        return self.target is not ReduceTarget.IN_PARTIAL_SUMS and any(self.kept)
+
+    @property
+    def kind(self) -> ReduceKind:
+        """Reduction operation across replicas."""
+        return "mean" if self.scale is None else "sum"
+
+
 class Reduction:
     """Gradient reduction in flight: in the shard group first, then across replicas.
 
     Args:
+        plan: Decisions about the reduction.
         memory: Gradient tensors of the group.
         buffer: Packed gradients; 1D, padded_numel.
         output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
             the buffer.
-        target: Destination of the output.
-        kept: Flag per parameter: True to add to its gradient in the gradient shard.
         partial: Sums of earlier micro-batches that are reduced across replicas with these
             gradients; 1D, shard_numel.
-        kind: Reduction operation across replicas.
     """
 
     def __init__(
         self,
+        plan: ReductionPlan,
         memory: GradientMemory,
         buffer: torch.Tensor,
         output: torch.Tensor,
-        target: ReduceTarget,
-        kept: Sequence[bool],
         partial: torch.Tensor | None,
-        kind: ReduceKind,
     ) -> None:
-        self._partial = partial
-        self._kind: ReduceKind = kind
-        self._memory, self._output, self._target, self._kept = memory, output, target, kept
-        # Compute may add to the shard at any time (gradients of parameters used outside of their
-        # unit). Additions here run on compute's stream, too: on the reduce stream they would race.
-        self._adds = target is not ReduceTarget.IN_PARTIAL_SUMS and any(kept)
+        self._plan, self._memory, self._output, self._partial = plan, memory, output, partial
         self._in_buffer = True
         # Later stages in other streams, once issued: across replicas, then to host memory.
         self._following: list[StreamHandle] = []
@@ -271,8 +302,8 @@ class Reduction:
         following = self._following.copy()
         if self._in_buffer or not self._handle.is_ordered:  # compute waits for the first only once
             self._handle.advance()  # may issue the next stages
-        if self._in_buffer and not self._following and self._adds:
-            self._memory.absorb(self._output, self._kept)
+        if self._in_buffer and not self._following and self._plan.adds:
+            self._memory.absorb(self._output, self._plan.kept)
         if self._in_buffer:
             # Only the first collective needed the buffer, and another reduction may have opened it
             # since. `advance` has completed the collective or made compute's stream wait for it, so
@@ -286,17 +317,17 @@ class Reduction:
         following[0].wait()  # may issue the copy to host memory
         for copied in self._following[1:]:
             copied.wait()
-        if self._adds:
-            self._memory.absorb(self._output, self._kept)
+        if self._plan.adds:
+            self._memory.absorb(self._output, self._plan.kept)
         # The reduce stream allocated memory that other streams and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()
         return True
 
     def _after_shard_group(self) -> CollectiveHandle:
         memory = self._memory
-        if self._target is ReduceTarget.IN_PARTIAL_SUMS:
+        if self._plan.target is ReduceTarget.IN_PARTIAL_SUMS:
             memory.keep_partial(self._output)
-        elif self._target is ReduceTarget.ACROSS_REPLICAS:
+        elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
@@ -306,7 +337,7 @@ class Reduction:
                     lambda: self._reduce_across_replicas().then(self._after_replicas)
                 )
             )
-        elif not self._adds:
+        elif not self._plan.adds:
             if memory.is_on_host:
                 self._output = memory.leave_buffer(self._output)
             self._absorb()
@@ -315,18 +346,18 @@ class Reduction:
     def _reduce_across_replicas(self) -> CollectiveHandle:
         replicate, summed = self._memory.mesh.replicate, self._output
         if not self._memory.mesh.topology.split_replicas:
-            return replicate.all_reduce_(summed, self._kind)
+            return replicate.all_reduce_(summed, self._plan.kind)
         self._output = summed.view(replicate.size, -1)[replicate.rank]
         return replicate.reduce_scatter(self._output, summed)
 
     def _after_replicas(self) -> CollectiveHandle:
-        if not self._adds:
+        if not self._plan.adds:
             self._absorb()
         return CollectiveHandle(keep=(self._output,))
 
     def _absorb(self) -> None:
         """Write averages to the gradient shard; on the copy stream if it is in host memory."""
-        memory, output, kept = self._memory, self._output, self._kept
+        memory, output, kept = self._memory, self._output, self._plan.kept
         if not memory.is_on_host:
             memory.absorb(output, kept)
             return
@@ -673,44 +704,46 @@ class GroupGradients:
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
                 kept = self._renew_shard()
-            shard, shard_slots = self._memory.open_shard()
+            plan = self._plan(self._target(across_replicas), kept)
+            shard, slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
-            target = self._target(across_replicas)
-            direct = (
-                self._memory.packs_into_shard
-                and not any(kept)
-                and target is not ReduceTarget.IN_PARTIAL_SUMS
-            )
-            buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
-            # A shard group of one rank reduces the packed buffer across replicas directly, so the
-            # division of the average can be fused with packing.
-            replicate = self._mesh.replicate
-            scales = (
-                direct
-                and target is ReduceTarget.ACROSS_REPLICAS
-                and not replicate.averages
-                and not self.partial
-            )
-            # In a narrower dtype the product would be rounded, but a copy is exact.
-            scaled = scales and self._param_dtype is self._reduce_dtype
-            self._pack(slots, 1.0 / replicate.size if scaled else None)
-        if target is ReduceTarget.IN_PARTIAL_SUMS:
+            buffer = shard
+            if not plan.packs_into_shard:
+                buffer, slots = self._memory.open_buffer()
+            self._pack(slots, plan.scale)
+        if plan.target is ReduceTarget.IN_PARTIAL_SUMS:
             self._partly_used = [
                 any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
             ]
-        # An output that is added to the shard, or changes dtype or device, first lies in this
-        # rank's slice of the buffer.
-        waits = (
-            any(kept)
-            or target is ReduceTarget.IN_PARTIAL_SUMS
-            or self._mesh.topology.split_replicas
-            or shard.dtype is not buffer.dtype
-            or shard.device != buffer.device
+        partial = self._take_partial() if plan.target is ReduceTarget.ACROSS_REPLICAS else None
+        output = shard
+        if plan.leaves_output:
+            output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank]
+        return Reduction(plan, self._memory, buffer, output, partial)
+
+    def _plan(self, target: ReduceTarget, kept: Sequence[bool]) -> ReductionPlan:
+        memory, replicate = self._memory, self._mesh.replicate
+        accumulates = any(kept) or target is ReduceTarget.IN_PARTIAL_SUMS
+        packs_into_shard = memory.packs_into_shard and not accumulates
+        # A shard group of one rank reduces the packed gradients across replicas directly, so the
+        # division of the average can be fused with packing. In a narrower dtype the product would
+        # be rounded, but a copy is exact.
+        scales = (
+            packs_into_shard
+            and target is ReduceTarget.ACROSS_REPLICAS
+            and not replicate.averages
+            and not self.partial
+            and self._param_dtype is self._reduce_dtype
         )
-        output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
-        partial = self._take_partial() if target is ReduceTarget.ACROSS_REPLICAS else None
-        return Reduction(
-            self._memory, buffer, output, target, kept, partial, "sum" if scaled else "mean"
+        return ReductionPlan(
+            target=target,
+            kept=kept,
+            packs_into_shard=packs_into_shard,
+            leaves_output=accumulates
+            or self._mesh.topology.split_replicas
+            or self._main_dtype is not self._reduce_dtype
+            or memory.is_on_host,
+            scale=1.0 / replicate.size if scales else None,
         )
 
     def _kept(self) -> list[bool]:

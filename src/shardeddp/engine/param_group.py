@@ -14,7 +14,7 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.layout import FlatLayout, OwnedIntervals
-from shardeddp.plan.memory import GroupCost, HeldMemory
+from shardeddp.plan.memory import HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
@@ -132,7 +132,6 @@ class FlatGroup:
             unsharded=self.unsharded,
             sharded=self.sharded,
         )
-        self._reduce_dtype = reduce_dtype
 
     @property
     def stale(self) -> bool:
@@ -149,19 +148,6 @@ class FlatGroup:
         """Whether any of the parameters requires a gradient now."""
         with without_torch_function():
             return any(unsharded.requires_grad for unsharded in self.unsharded)
-
-    def cost(self) -> GroupCost:
-        """Return the group's properties for the cost model."""
-        return GroupCost(
-            layout=self.layout,
-            trainable=self.trainable,
-            main_itemsize=self.main_shard.itemsize,
-            param_itemsize=self.buffer.dtype.itemsize,
-            reduce_itemsize=self._reduce_dtype.itemsize,
-            split=self._mesh.gather_slices.size,
-            replicas=self._mesh.replicate.size,
-            parts=self._mesh.tensor.size,
-        )
 
     def held(self) -> HeldMemory:
         """Return the bytes now held on the device."""
@@ -477,7 +463,7 @@ def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: boo
     else:
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
     own = layout.slice_interval(mesh.slice_rank)
-    for gap in layout.padding_intervals:
-        padding = own.intersect(gap).shift(-own.start)
-        shard[padding.start : padding.stop].zero_()
+    for padding in layout.padding_intervals:
+        mine = own.intersect(padding).shift(-own.start)
+        shard[mine.start : mine.stop].zero_()
     return shard

@@ -38,6 +38,7 @@ from shardeddp.torch_private import (
     neg_view,
     parse_to,
     pytree,
+    storage_of,
     storage_use_count,
     without_torch_function,
 )
@@ -96,11 +97,6 @@ def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
             return False
         reach *= size
     return True
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a strided tensor's storage, equal for all tensors over that memory."""
-    return tensor.untyped_storage()._cdata
 
 
 def _lying(tensor: torch.Tensor, storage: int) -> MetaView:

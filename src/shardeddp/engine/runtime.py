@@ -39,6 +39,7 @@ from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.scopes import Scope, scopes_of
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.errors import first_three
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
@@ -50,7 +51,6 @@ from shardeddp.torch_private import (
     engine,
     temporarily_clear_interpreter_stack,
 )
-from shardeddp.wrap.tree import first_three
 
 
 class Phase(Enum):
@@ -317,6 +317,8 @@ class Runtime:
                     progress.unit.reshard()
             if progress.unit.has_views:
                 progress.unit.renew_views()
+        # On the host the block of the last release lives until the next gather takes it. Units
+        # resharded here may have left one, and the next step takes time to come to a gather.
         RELEASED_MEMORY.clear()
 
     def sync_buffers(self) -> None:
@@ -709,6 +711,8 @@ class Runtime:
                 unit.reshard()
             if unit.registration_pending:
                 unit.restore_registration()
+        # The forward or backward is over, so no gather takes the block that the last release has
+        # left: its memory is for the loss, the gradients or the optimizer now.
         RELEASED_MEMORY.clear()
 
 

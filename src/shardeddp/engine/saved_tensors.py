@@ -31,6 +31,7 @@ from shardeddp.torch_private import (
     pop_hooks,
     push_hooks,
     runs_eagerly,
+    storage_of,
     top_hooks,
 )
 
@@ -118,7 +119,7 @@ class _Hooks:
         else:
             values = local_of(tensor) if isinstance(tensor, DTensor) else None
         if values is not None and values.layout is torch.strided:
-            storage = values.untyped_storage()._cdata
+            storage = storage_of(values)
             buffer = self.buffers.get(storage)
             view = None if buffer is None else buffer.save(values, storage)
             if view is not None and values is tensor:

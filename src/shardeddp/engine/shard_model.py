@@ -14,21 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
 from shardeddp.engine.deferred_init import Materializer, MetaGuard, record_resets
-from shardeddp.engine.recording import Recording, storage_of
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.takeover import Takeover
 from shardeddp.engine.unit import Unit
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.garbage import collector_paused
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.wrap.tree import (
-    ParameterSpec,
-    UnitSpec,
-    extent_nbytes,
-    first_three,
-    is_computed,
-    join,
-)
+from shardeddp.torch_private import storage_of
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, extent_nbytes, is_computed, join
 
 # -- Buffers and metrics on the device of a rank
 

@@ -25,6 +25,7 @@ from shardeddp.torch_private import (
     runs_eagerly,
     set_data,
     slice_storage,
+    storage_of,
     storage_of_weak_reference,
     storage_use_count,
     without_torch_function,
@@ -442,13 +443,13 @@ def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def _count_bound() -> int:
     bound = torch.empty(0, device="cpu")
     bound.set_(torch.empty(1, device="cpu").untyped_storage()[:])  # type: ignore[call-overload]
-    return storage_use_count(bound.untyped_storage()._cdata)
+    return storage_use_count(storage_of(bound))
 
 
 def _count_alone() -> int:
     block = torch.empty(1, device="cpu").untyped_storage()
     flat = torch.empty(0, device="cpu").set_(block)  # type: ignore[arg-type]
-    return storage_use_count(flat.untyped_storage()._cdata)
+    return storage_use_count(storage_of(flat))
 
 
 def _count_local() -> int:

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 from shardeddp.engine.hooks import drop_forward_hooks, is_unit_hook
-from shardeddp.engine.recording import storage_of
 from shardeddp.engine.runtime import runtimes_around
 from shardeddp.engine.unit import Unit, register
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, listing
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardTensor, gather
 from shardeddp.tensor.unsharded import swap_bodies
-from shardeddp.torch_private import without_torch_function
-from shardeddp.wrap.tree import listing, registry_of
+from shardeddp.torch_private import storage_of, without_torch_function
+from shardeddp.wrap.tree import registry_of
 
 _FORMER = "_shardeddp_former"  # attribute of a parameter: its former sharded parameter
 _AWAITED = "_shardeddp_awaits_values"  # attribute of a parameter: its shards have no values yet

@@ -123,42 +123,53 @@ class Unit:
             for index, (parameter, sharded, unsharded) in enumerate(
                 zip(specs, group.sharded, group.unsharded, strict=True)
             ):
-                for owner, attribute in parameter.owners:
-                    copies = copies_of(owner) if parameter.is_autocast_copy else None
-                    computes_with = unsharded if copies is None else None
-                    split = parameter.distribution
-                    scope = None
-                    if copies is None and split is not None and split.scope is not None:
-                        is_shared = len(parameter.owners) > 1
-                        scope = owner if is_shared and has_forward(owner) else split.scope
-                    self._registrations.append(
-                        _Registration(
-                            owner,
-                            attribute,
-                            sharded,
-                            sharded,
-                            computes_with,
-                            group.buffer if parameter.is_wrapped and copies is None else None,
-                            index,
-                            scope,
-                        )
-                    )
-                    if copies is not None:
-                        wrapper = None if split is None else split.wrapper
-                        copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
-                        if wrapper is not None:
-                            self._wrapped_copies.append((copies, attribute, group.buffer, index))
-                        if len(parameter.owners) > 1:
-                            # Gradients of several modules' uses add up in the parameter's dtype.
-                            accumulate_in(unsharded, parameter.dtype)
-                        self._copies[id(owner)] = owner, copies
+                self._add(parameter, group.buffer, index, sharded, unsharded)
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         self._by_scope: dict[int, list[_Registration]] = {}
-        for slot in self._registrations:
-            register(slot.owner, slot.attribute, slot.sharded)
-            if slot.scope is not None:
-                self._by_scope.setdefault(id(slot.scope), []).append(slot)
-                slot.in_scope = False
+        for registration in self._registrations:
+            register(registration.owner, registration.attribute, registration.sharded)
+            if registration.scope is not None:
+                self._by_scope.setdefault(id(registration.scope), []).append(registration)
+                registration.in_scope = False
+
+    def _add(
+        self,
+        parameter: ParameterSpec,
+        buffer: GatheredBuffer,
+        index: int,
+        sharded: ShardTensor,
+        unsharded: nn.Parameter,
+    ) -> None:
+        """Add the registrations of a parameter in all of its modules."""
+        for owner, attribute in parameter.owners:
+            copies = copies_of(owner) if parameter.is_autocast_copy else None
+            computes_with = unsharded if copies is None else None
+            split = parameter.distribution
+            scope = None
+            if copies is None and split is not None and split.scope is not None:
+                is_shared = len(parameter.owners) > 1
+                scope = owner if is_shared and has_forward(owner) else split.scope
+            self._registrations.append(
+                _Registration(
+                    owner,
+                    attribute,
+                    sharded,
+                    sharded,
+                    computes_with,
+                    buffer if parameter.is_wrapped and copies is None else None,
+                    index,
+                    scope,
+                )
+            )
+            if copies is not None:
+                wrapper = None if split is None else split.wrapper
+                copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
+                if wrapper is not None:
+                    self._wrapped_copies.append((copies, attribute, buffer, index))
+                if len(parameter.owners) > 1:
+                    # Gradients of several modules' uses add up in the parameter's dtype.
+                    accumulate_in(unsharded, parameter.dtype)
+                self._copies[id(owner)] = owner, copies
 
     @property
     def stale(self) -> bool:
@@ -187,8 +198,13 @@ class Unit:
 
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
-        return [group.cost() for group in self.groups] + [
-            _passthrough_cost(specs) for specs in by_buffer(self.spec.passthrough)
+        return [
+            _cost_of(
+                specs, group.layout, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
+            )
+            for specs, group in zip(self._members, self.groups, strict=True)
+        ] + [
+            _cost_of(specs, layout_of(specs, 1), None) for specs in by_buffer(self.spec.passthrough)
         ]
 
     def held(self) -> HeldMemory:
@@ -218,23 +234,23 @@ class Unit:
         self._finish_gather()
         for group in self.groups:
             group.activate()
-        for slot in self._registrations:
-            if slot.buffer is not None:
-                slot.unsharded = slot.buffer.wrapped[slot.index]
-            found = slot.owner._parameters.get(slot.attribute)
+        for registration in self._registrations:
+            if registration.buffer is not None:
+                registration.unsharded = registration.buffer.wrapped[registration.index]
+            found = registration.owner._parameters.get(registration.attribute)
             if found is None:
-                found = self._moved(slot)
-            if slot.unsharded is None or found is slot.unsharded:
+                found = self._moved(registration)
+            if registration.unsharded is None or found is registration.unsharded:
                 continue
-            if found is slot.resting:
-                if slot.in_scope:
-                    register(slot.owner, slot.attribute, slot.unsharded)
-            elif found is None or _is_temporary(found, slot.resting):
+            if found is registration.resting:
+                if registration.in_scope:
+                    register(registration.owner, registration.attribute, registration.unsharded)
+            elif found is None or _is_temporary(found, registration.resting):
                 self.registration_pending = True
             else:
                 raise ConfigurationError(
-                    f"parameter {slot.sharded.spec.fqn} "
-                    f"({type(slot.owner).__name__}.{slot.attribute} of unit {self.label}) was "
+                    f"parameter {registration.sharded.spec.fqn} "
+                    f"({type(registration.owner).__name__}.{registration.attribute} of unit {self.label}) was "
                     f"replaced after sharding: expected the parameter that was there at setup. "
                     f"Change a parameter's values in place (copy_) instead of assigning a new "
                     f"nn.Parameter, or assign it before the Trainer sets the model up"
@@ -288,9 +304,9 @@ class Unit:
         """
         self._move("reshard")
         self.restore_registration()
-        for slot in self._registrations:
-            if slot.buffer is not None:
-                slot.unsharded = slot.buffer.parameters[slot.index]
+        for registration in self._registrations:
+            if registration.buffer is not None:
+                registration.unsharded = registration.buffer.parameters[registration.index]
         for owner, copies in self._copies.values():
             copies.deactivate(owner)
         for group in self.groups:
@@ -305,16 +321,16 @@ class Unit:
         self.registration_pending = False
         self._restore(self._registrations)
 
-    def _restore(self, slots: Iterable[_Registration]) -> None:
-        for slot in slots:
-            wanted, other = slot.resting, slot.unsharded
-            if other is not None and self.state is UnitState.UNSHARDED and slot.in_scope:
+    def _restore(self, registrations: Iterable[_Registration]) -> None:
+        for registration in registrations:
+            wanted, other = registration.resting, registration.unsharded
+            if other is not None and self.state is UnitState.UNSHARDED and registration.in_scope:
                 wanted, other = other, wanted
-            found = slot.owner._parameters.get(slot.attribute)
+            found = registration.owner._parameters.get(registration.attribute)
             if found is None:
-                found = self._moved(slot)
+                found = self._moved(registration)
             if other is not None and found is other:
-                register(slot.owner, slot.attribute, wanted)
+                register(registration.owner, registration.attribute, wanted)
             elif found is not wanted:
                 self.registration_pending = True
 
@@ -325,20 +341,23 @@ class Unit:
         """
         return [
             scope
-            for slots in self._by_scope.values()
-            if (scope := slots[0].scope) is not None
-            and any(slot.unsharded is not None and slot.unsharded.numel() for slot in slots)
+            for registrations in self._by_scope.values()
+            if (scope := registrations[0].scope) is not None
+            and any(
+                registration.unsharded is not None and registration.unsharded.numel()
+                for registration in registrations
+            )
         ]
 
     def set_scope(self, scope: nn.Module, runs: bool) -> None:
         """Register the parameters of a scope, as its forward runs or not."""
-        slots = self._by_scope.get(id(scope), [])
-        for slot in slots:
-            slot.in_scope = runs
-        self._restore(slots)
+        registrations = self._by_scope.get(id(scope), [])
+        for registration in registrations:
+            registration.in_scope = runs
+        self._restore(registrations)
 
-    def _moved(self, slot: _Registration) -> torch.Tensor | None:
-        """Find the parameter of a slot under a new module or name in the unit, and move the slot.
+    def _moved(self, registration: _Registration) -> torch.Tensor | None:
+        """Find a parameter under a new module or name in the unit, and move its registration there.
 
         Pruning and parametrizations register a parameter elsewhere and compute with it from there.
         None: the parameter was removed, or is registered outside of the unit.
@@ -346,39 +365,41 @@ class Unit:
         places = {(id(each.owner), each.attribute) for each in self._registrations}
         for owner in self.spec.module.modules():
             for attribute, other in owner._parameters.items():
-                is_own = other is not None and (other is slot.resting or other is slot.unsharded)
+                is_own = other is not None and (
+                    other is registration.resting or other is registration.unsharded
+                )
                 if is_own and (id(owner), attribute) not in places:
-                    slot.owner, slot.attribute = owner, attribute
+                    registration.owner, registration.attribute = owner, attribute
                     return other
         return None
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return modules with their tensors while the unit is sharded; an entry per parameter."""
-        return [(slot.owner, slot.resting) for slot in self._registrations]
+        return [(registration.owner, registration.resting) for registration in self._registrations]
 
     def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded.
 
         To undo this, pass the sharded parameter itself.
         """
-        for slot in self._registrations:
-            if slot.sharded is sharded:
-                former, slot.resting = slot.resting, resting
-                if slot.owner._parameters.get(slot.attribute) is former:
-                    register(slot.owner, slot.attribute, resting)
+        for registration in self._registrations:
+            if registration.sharded is sharded:
+                former, registration.resting = registration.resting, resting
+                if registration.owner._parameters.get(registration.attribute) is former:
+                    register(registration.owner, registration.attribute, resting)
         self._summoned = [
-            slot.resting
-            for slot in self._registrations
-            if not isinstance(slot.resting, ShardTensor)
+            registration.resting
+            for registration in self._registrations
+            if not isinstance(registration.resting, ShardTensor)
         ]
         self._summoned_version = self._version_of_summoned()
 
     def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
         """Yield the tensors that modules hold for sharded parameters, each with its parameter."""
-        for slot in self._registrations:
-            yield slot.resting, slot.sharded
-            if slot.unsharded is not None:
-                yield slot.unsharded, slot.sharded
+        for registration in self._registrations:
+            yield registration.resting, registration.sharded
+            if registration.unsharded is not None:
+                yield registration.unsharded, registration.sharded
 
     @property
     def is_overridden(self) -> bool:
@@ -507,13 +528,19 @@ def _make_groups(
     groups: list[FlatGroup] = []
     owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
     for specs in members:
-        own = mesh.experts if specs[0].is_of_experts else mesh
-        assert own is not None
+        own = _mesh_of(specs, mesh)
         layout, memory = layout_of(specs, own.topology.num_slices), specs[0].memory
         group = FlatGroup(specs, layout, own, sharding, owners.get(memory))
         owners.setdefault(memory, group)
         groups.append(group)
     return groups
+
+
+def _mesh_of(specs: Sequence[ParameterSpec], mesh: Mesh) -> Mesh:
+    """Return the mesh in which a group is sharded: the mesh of experts has its own axes."""
+    own = mesh.experts if specs[0].is_of_experts else mesh
+    assert own is not None
+    return own
 
 
 def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
@@ -523,28 +550,41 @@ def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
         split = specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
         own = topology.over_experts(experts) if experts else topology
-        costs.append(
-            GroupCost(
-                layout=layout_of(specs, own.num_slices),
-                trainable=any(it.parameter.requires_grad for it in specs),
-                main_itemsize=specs[0].dtype.itemsize,
-                param_itemsize=specs[0].param_dtype.itemsize,
-                reduce_itemsize=specs[0].reduce_dtype.itemsize,
-                split=own.num_slices // own.shard_size,
-                replicas=own.replicate_size,
-                parts=own.tensor_size,
-            )
-        )
+        costs.append(_cost_of(specs, layout_of(specs, own.num_slices), own))
     return costs
 
 
-def _passthrough_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
+def _cost_of(
+    specs: Sequence[ParameterSpec],
+    layout: FlatLayout,
+    topology: Topology | None,
+    *,
+    trainable: bool | None = None,
+) -> GroupCost:
+    """Return the cost of a flat buffer.
+
+    Args:
+        specs: Parameters in it.
+        layout: Layout of the parameters.
+        topology: Ranks that share it; None: passthrough parameters, as if in a buffer of one rank,
+            which are used and reduced in their own dtype.
+        trainable: Whether it gets gradients; None: if one of the parameters requires a gradient.
+    """
+    first = specs[0]
+    dtypes = first.dtype, first.param_dtype, first.reduce_dtype
+    main, param, reduced = dtypes if topology is not None else [first.dtype] * 3
+    ranks = topology or Topology(world_size=1, shard_size=1)
+    if trainable is None:
+        trainable = any(it.parameter.requires_grad for it in specs)
     return GroupCost(
-        layout=layout_of(specs, 1),
-        trainable=any(spec.parameter.requires_grad for spec in specs),
-        main_itemsize=specs[0].dtype.itemsize,
-        param_itemsize=specs[0].dtype.itemsize,
-        reduce_itemsize=specs[0].dtype.itemsize,
+        layout=layout,
+        trainable=trainable,
+        main_itemsize=main.itemsize,
+        param_itemsize=param.itemsize,
+        reduce_itemsize=reduced.itemsize,
+        split=ranks.num_slices // ranks.shard_size,
+        replicas=ranks.replicate_size,
+        parts=ranks.tensor_size,
     )
 
 

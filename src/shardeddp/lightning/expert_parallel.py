@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
     Trainer,
@@ -16,7 +16,6 @@ from shardeddp.lightning.api import (
     rank_zero_warn,
 )
 from shardeddp.tensor.expert_dispatch import is_unsent
-from shardeddp.wrap.tree import first_three
 
 EXPERT_PARALLEL = "expert_parallel"
 """Name of the mesh axis of expert ranks."""

@@ -20,7 +20,7 @@ from shardeddp.lightning.api import (
     callbacks_of,
 )
 from shardeddp.lightning.preemption import Preemption
-from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.lightning.run_group import RunGroup
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class Guards:
     """Handling of preemption, single-rank failures and broken transfers, one run at a time."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: RunGroup) -> None:
         self._group = group
         self._preemption = Preemption()
         self._interruption: _Interruption | None = None  # kept over runs

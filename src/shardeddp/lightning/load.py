@@ -20,10 +20,10 @@ from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
+from shardeddp.errors import first_three
 from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
-from shardeddp.wrap.tree import first_three
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
 

@@ -17,7 +17,7 @@ from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
 from shardeddp.engine.takeover import Takeover, is_taken_over
-from shardeddp.errors import ConfigurationError, RankError
+from shardeddp.errors import ConfigurationError, RankError, first_three
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import Precision, rank_zero_info, rank_zero_warn
@@ -29,8 +29,8 @@ from shardeddp.lightning.precision import (
     forget_dtypes,
     resolve_dtypes,
 )
-from shardeddp.lightning.process_group import ProcessGroup, Ranks
 from shardeddp.lightning.restore import Restore
+from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.lightning.tensor_parallel import (
     TENSOR_PARALLEL,
     count_batches_once,
@@ -57,7 +57,7 @@ from shardeddp.wrap.tensor_plan import (
     with_heads_of_configs,
     with_own_forward,
 )
-from shardeddp.wrap.tree import UnitSpec, first_three
+from shardeddp.wrap.tree import UnitSpec
 
 # -- Generation with transformers
 #
@@ -119,7 +119,7 @@ class ModelSharding:
         options: Options of units, dtypes, recomputation and the sharding strategy.
     """
 
-    def __init__(self, group: ProcessGroup, restore: Restore, options: Options) -> None:
+    def __init__(self, group: RunGroup, restore: Restore, options: Options) -> None:
         self._group, self._restore, self.options = group, restore, options
         # Covers every module that is built; several may be built before one is sharded.
         self._recording = Recording()
@@ -205,7 +205,7 @@ class ModelSharding:
             _refuse_sync_batch_norm(module)
         if runtime is not None and not outdated:
             # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
-            self._group.current = runtime.mesh
+            self._group.reuse(runtime.mesh)
             return runtime
         tensor_size = self.options.tensor_parallel_size
         refuse_sharded(module, max(tensor_size, self.options.expert_parallel_size))

@@ -28,7 +28,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
-from shardeddp.lightning.process_group import ProcessGroup, Ranks
+from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import (
@@ -391,7 +391,7 @@ def choose_shard_size(
 
 
 def choose_on_rank_zero(
-    group: ProcessGroup, module: LightningModule | None, options: Options, setting: RunSetting
+    group: RunGroup, module: LightningModule | None, options: Options, setting: RunSetting
 ) -> tuple[Chosen, Options]:
     """Replace ``auto`` in the options by the choice of rank 0, and log it; a collective.
 

@@ -66,7 +66,7 @@ from shardeddp.comm import agree_on_highest_alike, gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.engine.shard_model import place_module
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     AttributeDict,
@@ -84,8 +84,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_warn,
 )
-from shardeddp.lightning.process_group import ProcessGroup
-from shardeddp.wrap.tree import first_three
+from shardeddp.lightning.run_group import RunGroup
 
 _ATTEMPTS = 3
 """Maximum number of reads of a checkpoint that is replaced while it is read."""
@@ -100,7 +99,7 @@ CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 class Restore:
     """Loader of one checkpoint at a time into a module, before or after it is sharded."""
 
-    def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
+    def __init__(self, group: RunGroup, options: CheckpointOptions) -> None:
         self._group = group
         self._options = options
         self.path: Location = Path()
@@ -174,25 +173,7 @@ class Restore:
                 else partial(open_file, path, weights_only, part)
             )
         else:
-            torch.cuda.empty_cache()  # as Lightning does here
-            torchs = type(io) is TorchCheckpointIO
-            if torchs and kind == "file" and isinstance(place, Path) and weights_only is not False:
-                require_data(path)
-            try:
-                return io.load_checkpoint(path, weights_only=weights_only)
-            except Exception as error:  # torch's reader of the legacy format raises any exception
-                # With pickle, a missing class is not damage.
-                is_class = weights_only is False and isinstance(
-                    error, (AttributeError, ImportError)
-                )
-                if not torchs or is_class:
-                    raise
-                if isinstance(error, pickle.UnpicklingError):
-                    raise refusal_of(path, error) from error
-                raise CheckpointError(
-                    f"{path} is no checkpoint that can be read, or was cut off while it was "
-                    f"written or copied: {type(error).__name__}: {error}"
-                ) from error
+            return _read_by_plugin(place, weights_only, io, is_file=kind == "file")
 
         def read() -> tuple[bytes, dict[str, Any]]:
             return content_id(place), reading()
@@ -528,6 +509,30 @@ def _start_from(path: str) -> dict[str, Any]:
         OPTIMIZERS: [],
         "lr_schedulers": [],
     }
+
+
+def _read_by_plugin(
+    place: Location, weights_only: bool | None, io: CheckpointIO, *, is_file: bool
+) -> dict[str, Any]:
+    """Read one file with the Trainer's plugin: its own format, or torch's legacy one."""
+    path = str(place)
+    torch.cuda.empty_cache()  # as Lightning does here
+    torchs = type(io) is TorchCheckpointIO
+    if torchs and is_file and isinstance(place, Path) and weights_only is not False:
+        require_data(path)
+    try:
+        return io.load_checkpoint(path, weights_only=weights_only)
+    except Exception as error:  # torch's reader of the legacy format raises any exception
+        # With pickle, a missing class is not damage.
+        is_class = weights_only is False and isinstance(error, (AttributeError, ImportError))
+        if not torchs or is_class:
+            raise
+        if isinstance(error, pickle.UnpicklingError):
+            raise refusal_of(path, error) from error
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be read, or was cut off while it was "
+            f"written or copied: {type(error).__name__}: {error}"
+        ) from error
 
 
 def clear_away(folders: Iterable[str | Location]) -> None:

@@ -26,7 +26,7 @@ from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import LightningModule, Trainer, TrainerFn, has_iterable_dataset
 from shardeddp.lightning.private import FitLoop, PrefetchDataFetcher, ProcessedTracker
-from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.lightning.run_group import RunGroup
 
 # -- Loader states of all ranks
 #
@@ -100,7 +100,7 @@ def _mapping_in(tree: Any, *keys: str) -> dict[str, Any]:
 class Resume:
     """Saving and restoring of state that Lightning does not save."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: RunGroup) -> None:
         self._group = group
         self._randomness = ResumeRandomness()
         self._streams = _ResumedStreams()

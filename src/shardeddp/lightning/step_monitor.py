@@ -272,12 +272,12 @@ class StepMonitor(Callback):
             return
         (window, answer), fit.asked = fit.asked, None
         numbers = answer.wait().view(torch.float32).view(-1, 2).tolist()
-        told = [(data, compute) for data, compute in numbers]
-        own = [*map(sum, told)]
+        times = [(data, compute) for data, compute in numbers]
+        own = [*map(sum, times)]
         window.slower = window.steps * (max(own) - own[fit.mesh.rank])
         fit.since_log.add(window)
         fit.all.add(window)
-        if said := fit.stragglers.add(told):
+        if said := fit.stragglers.add(times):
             rank_zero_warn(said)
         self.stragglers = fit.stragglers.named
 

@@ -27,8 +27,8 @@ from shardeddp.config import (
     CheckpointOptions,
     CPUOffload,
     MixedPrecision,
+    OptimizerScope,
     Options,
-    Scope,
     StartMethod,
     StateDictType,
     UnevenBatches,
@@ -66,9 +66,9 @@ from shardeddp.lightning.planning import (
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
-from shardeddp.lightning.process_group import ProcessGroup, Ranks, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
+from shardeddp.lightning.run_group import Ranks, RunGroup, environment_without_ranks
 from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
@@ -176,7 +176,8 @@ class ShardedDP(ParallelStrategy):
             ``max_file_gb`` of ``checkpoint_options``, a directory beyond. Every setting loads both.
         checkpoint_options: Further checkpoint options: size limit of files, asynchronous saves,
             durability, foreign formats.
-        process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
+        process_group_backend: Backend of the process group: ``gloo``, ``nccl``, or one for each
+            kind of device (``cpu:gloo,cuda:nccl``). None: the device's own.
         timeout: Time after which a collective fails: seconds or a timedelta (``0:10:00`` in YAML).
         debug: True: compare the collectives of user code over ranks before they run. If ranks
             differ, an error names both lines instead of a hang. Each such call then waits for a
@@ -205,7 +206,7 @@ class ShardedDP(ParallelStrategy):
         cpu_offload: bool | CPUOffload = False,
         reshard_after_forward: bool | int | None = None,
         optimizer_shard: OptimizerShard = "group",
-        optimizer_scope: Mapping[str, Scope] | None = None,
+        optimizer_scope: Mapping[str, OptimizerScope] | None = None,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: TensorPlan | None = None,
         expert_parallel_size: int = 1,
@@ -242,7 +243,7 @@ class ShardedDP(ParallelStrategy):
         """Plan made under ``plan_only``."""
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # for one rank, if the cluster's knows none
-        self._group = ProcessGroup(options)
+        self._group = RunGroup(options)
         self._checkpoints = Checkpoints(self._group, options)
         self._restore = Restore(self._group, options.checkpoint_options)
         self._model_sharding = ModelSharding(self._group, self._restore, options)

@@ -21,7 +21,7 @@ from shardeddp.comm.activations import name_group
 from shardeddp.comm.consistency import checksum
 from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
     Trainer,
@@ -32,7 +32,6 @@ from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
-from shardeddp.wrap.tree import first_three
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the mesh axes, as in Lightning's ``ModelParallelStrategy``."""
@@ -279,6 +278,10 @@ def _described(gradient: torch.Tensor | None, device: torch.device) -> torch.Ten
 
 
 _DATA_GROUPS: list[ProcessGroup] = []
+"""Groups of this process that metrics use, each once; runs on equal meshes use one group.
+
+None is ever removed, as a metric of an earlier run may still be computed with its index.
+"""
 
 
 @dataclass(frozen=True)
@@ -295,8 +298,10 @@ class GatherOverData:
 
 def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let metrics synchronize only over ranks with different batches."""
-    gather = GatherOverData(len(_DATA_GROUPS))
-    _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
+    group = mesh[DATA_PARALLEL].get_group()
+    if group not in _DATA_GROUPS:
+        _DATA_GROUPS.append(group)
+    gather = GatherOverData(_DATA_GROUPS.index(group))
     for child in module.modules():
         if isinstance(child, Metric) and (
             child.dist_sync_fn is None or isinstance(child.dist_sync_fn, GatherOverData)

@@ -280,10 +280,10 @@ class EvenTraining:
             map(has_iterable_dataset, loader.flattened if loader is not None else ())
         )
         answers = all_gather_bytes(json.dumps([length, asks]).encode(), self.mesh.control)
-        told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
-        counts = [inf if count is None else count for count, _ in told]
+        loaders: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
+        counts = [inf if count is None else count for count, _ in loaders]
         self._own = inf if asks else counts[self.mesh.rank]
-        self._asks = any(asks for _, asks in told)
+        self._asks = any(asks for _, asks in loaders)
         self._differ = len(set(counts)) > 1 and (
             self._asks or not _ends_before(trainer, min(counts))
         )
@@ -360,17 +360,17 @@ class EvenTraining:
         """
         if not agree_on_any([mine != "more"], self.mesh.control)[0]:
             return False
-        told = [
+        states = [
             json.loads(text)
             for text in all_gather_bytes(json.dumps(mine).encode(), self.mesh.control)
         ]
-        if set(told) == {"none"}:
+        if set(states) == {"none"}:
             return None
-        if len(set(told)) > 1:
+        if len(set(states)) > 1:
             self._differ = True
             had = {"more": f"more than {ready}", "last": f"{ready}", "none": f"{ready - 1}"}
-            self._refuse([had[each] for each in told], too_late="none" in told)
-        return self._choice != "join" or "more" not in told
+            self._refuse([had[each] for each in states], too_late="none" in states)
+        return self._choice != "join" or "more" not in states
 
     def _refuse(self, counts: Sequence[str], *, too_late: bool = False) -> None:
         """Raise if ``uneven_batches`` does not allow different numbers, or it is too late to stop.
@@ -405,17 +405,17 @@ class WatchedFetcher(PrefetchDataFetcher):
         vars(self).update(vars(fetcher))
         self._goes_on, self._rank = goes_on, rank
         self._last: Any = None
-        self._told = False
+        self._repeats_next = False
         self.repeats = False
         """True if the last returned batch was a repeated one."""
 
     def repeat(self) -> None:
         """Repeat the last batch on the next call, if training continues then."""
-        self._told = True
+        self._repeats_next = True
 
     @override
     def __next__(self) -> Any:
-        ended, self._told, self.repeats = self._told, False, False
+        ended, self._repeats_next, self.repeats = self._repeats_next, False, False
         try:
             if not ended:
                 self._last = super().__next__()
@@ -439,7 +439,7 @@ class WatchedFetcher(PrefetchDataFetcher):
     @override
     def reset(self) -> None:
         super().reset()
-        self._last, self._told = None, False
+        self._last, self._repeats_next = None, False
 
 
 def _ends_before(trainer: Trainer, count: float) -> bool:

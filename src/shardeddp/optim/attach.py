@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardeddp.config import Scope
+from shardeddp.config import OptimizerScope
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.elementwise import LocalStep
 from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
@@ -103,7 +103,7 @@ def attach_optimizer(
     optimizer: optim.Optimizer,
     on_step: OnStep,
     offload: bool = False,
-    stated: Mapping[str, Scope] | None = None,
+    stated: Mapping[str, OptimizerScope] | None = None,
 ) -> None:
     """Prepare an optimizer over sharded parameters.
 

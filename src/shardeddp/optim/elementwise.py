@@ -276,7 +276,7 @@ class LocalStep(SwappedStep):
     def _prefer_fused(self) -> None:
         """Use torch's fused host kernel for an offloaded optimizer, unless the user chose one."""
         for group in self._optimizer.param_groups:
-            untold = (
+            is_unset = (
                 group.get("foreach") is None
                 and not group.get("fused")
                 and not group.get("differentiable")
@@ -286,7 +286,11 @@ class LocalStep(SwappedStep):
                 for parameter in group["params"]
                 if isinstance(parameter, ShardTensor)
             )
-            if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
+            if (
+                type(self._optimizer) in _FUSED_ON_HOST
+                and is_unset
+                and (self._offload or taken_off)
+            ):
                 group["fused"] = True
 
 

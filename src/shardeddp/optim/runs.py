@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardeddp.optim.scope import SCALAR_STATES
 from shardeddp.optim.swap import State
 from shardeddp.tensor.shard_tensor import ShardTensor
-from shardeddp.torch_private import storage_use_count
+from shardeddp.torch_private import storage_of, storage_use_count
 
 WINDOW = 1 << 18
 """Elements of a window of a main shard: parameters that begin in one window are stepped together.
@@ -151,9 +151,7 @@ def _lies_like(part: torch.Tensor, shard: torch.Tensor) -> bool:
 
 
 def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.dtype is other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    )
+    return one.dtype is other.dtype and storage_of(one) == storage_of(other)
 
 
 # -- Splitting and joining of runs
@@ -307,7 +305,7 @@ def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
     base: Any = tensor._base
     uses = (
         tensor._use_count(),  # type: ignore[attr-defined]
-        storage_use_count(tensor.untyped_storage()._cdata),
+        storage_use_count(storage_of(tensor)),
     )
     return uses if base is None else (*uses, base._use_count(), sys.getrefcount(base))
 

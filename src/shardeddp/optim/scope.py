@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import optim
 
-from shardeddp.config import Options, Scope
+from shardeddp.config import OptimizerScope, Options
 from shardeddp.errors import ConfigurationError
 
 ELEMENTWISE: set[type[optim.Optimizer]] = {
@@ -20,9 +20,13 @@ SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """States of these optimizers with one number per parameter of any shape."""
 
 # By name: torch 2.11 is supported, which does not have all of them.
-_OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}
+_OTHERS: dict[str, OptimizerScope] = {
+    "Adafactor": "parameter",
+    "Muon": "parameter",
+    "LBFGS": "model",
+}
 
-KNOWN: dict[type, Scope] = {
+KNOWN: dict[type, OptimizerScope] = {
     **dict.fromkeys(ELEMENTWISE, "element"),
     **{vars(optim)[name]: scope for name, scope in _OTHERS.items() if name in vars(optim)},
 }
@@ -36,7 +40,9 @@ _HARMLESS = {
 }
 
 
-def scope_of(kind: type, stated: Mapping[str, Scope] | None = None) -> Scope | None:
+def scope_of(
+    kind: type, stated: Mapping[str, OptimizerScope] | None = None
+) -> OptimizerScope | None:
     """Return the scope of an optimizer's class; None: unknown, to be treated as ``model``.
 
     Known classes are torch's own, subclasses of them that only change their construction, and those

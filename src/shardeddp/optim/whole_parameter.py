@@ -433,10 +433,10 @@ class OwnedStates(OutsideStates):
             return json.dumps(list(mine.items())).encode()
 
         answers = gather_results("describing the optimizer's states", answer, self._mesh.control)
-        told = {parameters[number]: form for number, form in self._from_owners(answers)}
+        changed = {parameters[number]: form for number, form in self._from_owners(answers)}
         self._forms = {
             parameter: form
-            for parameter, form in {**self._forms, **told}.items()
+            for parameter, form in {**self._forms, **changed}.items()
             if form is not None
         }
         self._have_numbers = any(map(has_number, self._forms.values()))

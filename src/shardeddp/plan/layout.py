@@ -330,8 +330,10 @@ class FlatLayout:
             *(edge for slot in self.slots for edge in (slot.interval.start, slot.interval.stop)),
         ]
         edges.append(self.padded_numel)
-        gaps = (Interval(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
-        return tuple(gap for gap in gaps if gap.numel)
+        between = (
+            Interval(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)
+        )
+        return tuple(padding for padding in between if padding.numel)
 
     def slice_interval(self, slice_rank: int) -> Interval:
         """Return the interval of the flat buffer that ``slice_rank`` owns."""

@@ -31,7 +31,37 @@ class ShardSize(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingStrategy:
-    """Sharding strategy of the engine: shard size, times of resharding and of reduction."""
+    """Sharding strategy of the engine: shard size, times of resharding and of reduction.
+
+    Groups are axes of ``Topology``; ``Mesh`` (comm/mesh.py) has the collectives of each. Main
+    shards, gradient shards and optimizer states are always 1 / shard group:
+
+    ================  ============  ===============  ==================  =========================
+    strategy          shard group   replicate group  gathered, released  reduced
+    ================  ============  ===============  ==================  =========================
+    full_shard        all ranks     this rank        F, B; f, b          each micro-batch: S
+    hybrid_shard      node          one rank a node  F, B; f, b          each micro-batch: S; last
+                                                                         of the step: then R
+    shard_grad_op     all ranks     this rank        F; b                each micro-batch: S
+    shard_optimizer   all ranks     this rank        F if changed; never last of the step: S
+    no_shard          this rank     all ranks        never; never        last of the step: R
+    ================  ============  ===============  ==================  =========================
+
+    F, B: before a unit's forward, before its backward: ``Runtime._visit``, which also prefetches,
+    lets ``FlatGroup.unshard`` issue an all-gather in the shard group (``Mesh.gather``). f, b: after
+    them, ``Runtime.leave`` and ``Runtime._reshard_after_backward`` let ``FlatGroup.release`` free
+    the buffer. "If changed" is ``FlatGroup.gathers``.
+
+    S: ``Reduction`` issues a reduce-scatter in the shard group (``Mesh.reduce``).
+    R: ``Reduction._reduce_across_replicas`` issues an all-reduce of its output in the replicate
+    group (``Mesh.replicate``). Earlier micro-batches of hybrid sharding wait for R as partial sums:
+    ``GradientMemory.keep_partial``.
+
+    Under ``split_replicas`` shards are 1 / (shard group x replicate group): R is a reduce-scatter,
+    and a gather of a changed shard begins among its replicas (``Mesh.gather_slices``, in
+    ``FlatGroup._gather_shards``). Under ``regather_size`` the gather of B is in a part of the shard
+    group (``Mesh.regather``, in ``FlatGroup._gather_parts``).
+    """
 
     shard_size: int | ShardSize
     reshard: Reshard
@@ -159,6 +189,7 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # DDP: a shard group of one rank
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
+"""Strategies by name, in the order of preference for unknown hardware: the least memory first."""
 
 
 def find_sharding(sharding_strategy: str) -> ShardingStrategy:
@@ -241,12 +272,9 @@ def choose_sharding(
 AUTO = "auto"
 """Option value of a strategy or shard size that setup chooses by a plan."""
 
-PREFERENCE = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-"""Order of preference for unknown hardware: the least memory first."""
-
 
 def candidates(**options: Any) -> dict[str, ShardingStrategy]:
-    """Return the sharding strategies that accept the options, in the order of ``PREFERENCE``.
+    """Return the sharding strategies that accept the options, in the order of preference for unknown hardware.
 
     Args:
         options: Options of :func:`choose_sharding`.
@@ -256,7 +284,7 @@ def candidates(**options: Any) -> dict[str, ShardingStrategy]:
     """
     found: dict[str, ShardingStrategy] = {}
     refusals: list[ConfigurationError] = []
-    for name in PREFERENCE:
+    for name in SHARDING_STRATEGIES:
         try:
             found[name] = choose_sharding(name, **options)
         except ConfigurationError as error:

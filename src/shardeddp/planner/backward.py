@@ -11,12 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from shardeddp.torch_private import pytree
-
-
-def storage(tensor: torch.Tensor) -> int:
-    """Return the id of a tensor's storage, unique while the storage is alive."""
-    return tensor.untyped_storage()._cdata
+from shardeddp.torch_private import pytree, storage_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +102,7 @@ class LiveStorages:
         for key in [key for key, (alive, *_) in self._made.items() if alive.expired()]:
             self.nbytes -= self._made.pop(key)[1]
         for it in results:
-            key, memory = storage(it), it.untyped_storage()
+            key, memory = storage_of(it), it.untyped_storage()
             if key not in self._made:
                 self._made[key] = StorageWeakRef(memory), memory.nbytes(), len(self.history)
                 self.nbytes += memory.nbytes()
@@ -116,7 +111,7 @@ class LiveStorages:
 
     def born(self, tensor: torch.Tensor) -> int:
         """Return the place in ``history`` of the operation that made a tensor's storage."""
-        return self._made[storage(tensor)][2] if storage(tensor) in self._made else 0
+        return self._made[storage_of(tensor)][2] if storage_of(tensor) in self._made else 0
 
 
 def root_of(outputs: Any) -> torch.Tensor | None:

@@ -536,17 +536,22 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     for other in others:
         differs = [name for name in names if vars(other.choice)[name] != mine[name]]
         if len(differs) == 1 or set(differs) in together:
-            change = " ".join(str(vars(other.choice)[name]) for name in differs)
-            if not other.fits:
-                over = other.memory.peak * (1 + MEMORY_INTERVAL) - cluster.gpu.memory_gb * 1e9
-                verdict = f"may need {over / GIB:.1f} GiB more than there is"
-            else:
-                slower = best.tokens_per_second / other.tokens_per_second - 1
-                theirs = vars(other.step)
-                cause = max(
-                    parts,
-                    key=lambda it: theirs[it] / other.tokens - parts[it] / best.tokens,
-                )
-                verdict = f"{100 * slower:.0f} % slower, most by {cause}"
-            lines.append(f"{differs[0]} {change}: {verdict}.")
+            lines.append(_loss_of(other, differs, best, cluster))
     return lines[:12]
+
+
+def _loss_of(other: Planned, differs: Sequence[str], best: Planned, cluster: Cluster) -> str:
+    """Return the line about a plan that differs from the best one in one choice."""
+    change = " ".join(str(vars(other.choice)[name]) for name in differs)
+    if not other.fits:
+        over = other.memory.peak * (1 + MEMORY_INTERVAL) - cluster.gpu.memory_gb * 1e9
+        verdict = f"may need {over / GIB:.1f} GiB more than there is"
+    else:
+        slower = best.tokens_per_second / other.tokens_per_second - 1
+        parts, theirs = vars(best.step), vars(other.step)
+        cause = max(
+            parts,
+            key=lambda it: theirs[it] / other.tokens - parts[it] / best.tokens,
+        )
+        verdict = f"{100 * slower:.0f} % slower, most by {cause}"
+    return f"{differs[0]} {change}: {verdict}."

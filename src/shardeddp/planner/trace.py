@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
-from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
     LiveStorages,
@@ -31,7 +31,6 @@ from shardeddp.planner.backward import (
     UnitMemory,
     root_of,
     run_backward,
-    storage,
     with_form,
 )
 from shardeddp.planner.collectives import Exchange
@@ -43,9 +42,10 @@ from shardeddp.torch_private import (
     HigherOrderOperator,
     flex_attention_device,
     pytree,
+    storage_of,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 # -- counted work
 
@@ -202,8 +202,8 @@ class _Recorder:
     def add_inputs(self, work: Work, values: Any) -> None:
         """Count the tensors among values that are no inputs of earlier units."""
         for it in pytree.tree_leaves(values):
-            if isinstance(it, torch.Tensor) and storage(it) not in self.inputs:
-                self.inputs.add(storage(it))
+            if isinstance(it, torch.Tensor) and storage_of(it) not in self.inputs:
+                self.inputs.add(storage_of(it))
                 self.known.append(StorageWeakRef(it.untyped_storage()))
                 work.input_nbytes += it.nbytes
 
@@ -234,7 +234,7 @@ class _Recorder:
         for it in self.unsaved:
             it.is_redone = True
         self.unsaved.clear()
-        key = storage(tensor)
+        key = storage_of(tensor)
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
             self.known.append(StorageWeakRef(tensor.untyped_storage()))
@@ -247,18 +247,18 @@ class _Recorder:
         operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
         if not results or isinstance(func, HigherOrderOperator):
             return
-        self.live.add(it for it in results if storage(it) not in self.free)
+        self.live.add(it for it in results if storage_of(it) not in self.free)
         if self.is_paused:
             return
         if func.namespace == "shardeddp":
             self.exchange(func.name(), operands[0], results[0])
         if self.is_backward:
             return
-        if operands and all(storage(it) in self.free for it in operands):
-            self.free.update(map(storage, results))  # casts and views of parameters
+        if operands and all(storage_of(it) in self.free for it in operands):
+            self.free.update(map(storage_of, results))  # casts and views of parameters
             self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
             return
-        if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
+        if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
             return
         name = func.name().partition("::")[2].partition(".")[0]
         nbytes = sum(it.nbytes for it in (*operands, *results))
@@ -281,6 +281,9 @@ class _Recorder:
                 work.matmul_nbytes += nbytes
             else:
                 work.moved_nbytes += nbytes
+        if operands and all(storage_of(it) in self.free for it in operands):
+            self.free.update(map(storage_of, results))  # casts and views of parameters
+            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
 
     def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         kind: Any = name.partition("::")[2]
@@ -597,7 +600,7 @@ def profile(
         replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
         for unit in build_units(module, policy, split)
     ]
-    free = {storage(it) for it in (*module.parameters(), *module.buffers())}
+    free = {storage_of(it) for it in (*module.parameters(), *module.buffers())}
     wrapped = [*_wrapped(units)]
 
     def run(
@@ -643,28 +646,8 @@ def profile(
         recorder, was_asked, error = run(reuses=False)
     if error is not None and was_asked:
         recorder, _, error = run(True)  # booleans are True: assertions hold
-    said = str(error).splitlines()[0] if str(error) else ""
-    if error is not None and axes.expert_size > 1:
-        raise UsageError(
-            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
-            f"({type(error).__name__}: {said})"
-        ) from error
-    if error is not None and axes.tensor_size > 1:
-        raise UsageError(
-            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
-            f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
-            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
-            f"whatever lies between is split too, or takes any number of features"
-        ) from error
     if error is not None:
-        raise ConfigurationError(
-            f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-            f"{said}). The planner runs one training step on tensors that have shapes and no "
-            f"values: a step that reads values (item() of whole numbers, shapes that depend on "
-            f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
-            f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
-            f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
-        ) from error
+        raise _refusal(module, axes, error, units) from error
     return ModelProfile(
         units=units,
         work=recorder.work,
@@ -674,6 +657,33 @@ def profile(
         memory=recorder.memory,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
+    )
+
+
+def _refusal(
+    module: nn.Module, axes: ModelAxes, error: BaseException, units: Sequence[UnitSpec]
+) -> ConfigurationError:
+    """Return the error about a step that fails on tensors without values, with the remedy."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if axes.expert_size > 1:
+        return UsageError(
+            f"{type(module).__name__} does not run with experts divided among {axes.size} ranks "
+            f"({type(error).__name__}: {said})"
+        )
+    if axes.tensor_size > 1:
+        return UsageError(
+            f"{type(module).__name__} does not run with layers split over {axes.size} ranks as "
+            f"tensor_parallel_plan says ({type(error).__name__}: {said}). What comes out of a 'colwise' "
+            f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
+            f"whatever lies between is split too, or takes any number of features"
+        )
+    return ConfigurationError(
+        f"{type(module).__name__} does not run without values ({type(error).__name__}: "
+        f"{said}). The planner runs one training step on tensors that have shapes and no "
+        f"values: a step that reads values (item() of whole numbers, shapes that depend on "
+        f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
+        f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
+        f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardeddp.tensor.operations import written
-from shardeddp.torch_private import FakeTensor, pytree, unset_fake_temporarily
+from shardeddp.torch_private import FakeTensor, pytree, storage_of, unset_fake_temporarily
 
 _MOST = 1 << 24
 """Largest number of elements of a tensor with known values; indices of a router have fewer."""
@@ -50,7 +50,7 @@ class Values:
         if not isinstance(tensor, FakeTensor):
             return None if tensor.is_floating_point() or tensor.is_meta else tensor
         found: torch.Tensor | None = vars(tensor).get(_KNOWN)
-        return None if found is None or _memory(found) in self._lost else found
+        return None if found is None or storage_of(found) in self._lost else found
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on fake tensors, and record the values of its results if known."""
@@ -102,7 +102,7 @@ class Values:
         for it in tensors:
             values = self.of(it)
             if values is not None:
-                self._lost[_memory(values)] = values
+                self._lost[storage_of(values)] = values
 
     def _as_numbers(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replace known boolean masks among indices by the indices of their True elements."""
@@ -165,7 +165,3 @@ def _without_memory(value: Any) -> Any:
 def _keep(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     vars(fake)[_KNOWN] = real
     return fake
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -169,11 +169,13 @@ class TokenDispatch:
         sent = _counts(flat, num_experts).view(size, own)
         # Of each rank, rows for each of the experts here, and the layer that it sends them to.
         layer = 0 if self._divided is None else crc32(self._divided.name.encode())
-        told = torch.cat([sent, sent.new_full((size, 1), layer)], 1)
+        received = torch.cat([sent, sent.new_full((size, 1), layer)], 1)
         if mesh is not None:
             lengths = [own + 1] * size
-            told = all_to_all(told.view(-1), lengths, lengths, mesh.group).view(size, own + 1)
-        both = torch.cat([sent, told], 1).tolist()  # the one transfer to the host
+            received = all_to_all(received.view(-1), lengths, lengths, mesh.group).view(
+                size, own + 1
+            )
+        both = torch.cat([sent, received], 1).tolist()  # the one transfer to the host
         if any(row[-1] != layer for row in both):
             self._refuse_other_layer()
         self._leaving = tuple(sum(row[:own]) for row in both)
@@ -181,7 +183,7 @@ class TokenDispatch:
         self.counts = [sum(row[own + at] for row in both) for at in range(own)]
         # Rows arrive ordered by rank, and are reordered by expert.
         numbers = torch.arange(own, device=index.device).repeat(size)
-        every = told[:, :own].reshape(-1)
+        every = received[:, :own].reshape(-1)
         by_rank = numbers.repeat_interleave(every, output_size=sum(self._arriving))
         self._by_expert = by_rank.argsort(stable=True)
         self._anchor: torch.Tensor | None = None

@@ -64,6 +64,7 @@ from shardeddp.torch_private import (
     never_traced,
     pytree,
     refuse_data_pointer,
+    storage_of,
     without_torch_function,
 )
 
@@ -1101,7 +1102,7 @@ def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare memory; also of empty shards, so that the result is the same on all ranks."""
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        storage_of(one) == storage_of(other)
         and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape
     )

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.torch_private import (
     HigherOrderOperator,
     OpOverload,
@@ -18,7 +18,7 @@ from shardeddp.torch_private import (
     has_kernel,
     higher_order_operations,
 )
-from shardeddp.wrap.tree import imported, nearest
+from shardeddp.wrap.tree import imported
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Returns the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""

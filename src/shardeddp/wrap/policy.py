@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch import nn
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, listing, nearest
 from shardeddp.torch_private import content_of_fsdp_policy
 from shardeddp.wrap.tree import (
     class_of,
@@ -20,8 +20,6 @@ from shardeddp.wrap.tree import (
     import_path,
     imported,
     join,
-    listing,
-    nearest,
     uncompiled,
     unit_candidates,
     unit_children,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, first_three, nearest
 from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
 from shardeddp.tensor.module_hooks import DividedCount, refuse_split
 from shardeddp.tensor.parallel_styles import (
@@ -29,7 +29,7 @@ from shardeddp.tensor.parallel_styles import (
     forget_inputs_after,
     linear_sizes,
 )
-from shardeddp.wrap.tree import first_three, has_forward, join, nearest
+from shardeddp.wrap.tree import has_forward, join
 
 TensorPlan = Literal["auto"] | Mapping[str, Any]
 """``auto``, or styles by pattern of names: a style's name, several of them, or a style of torch."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 
 import torch
@@ -177,7 +176,6 @@ def join(prefix: str, name: str) -> str:
 
 # -- Module tree: possible units, their names and classes
 
-_MOST_LISTED = 10
 _INSIDE = "_orig_mod"  # name of the module inside of an OptimizedModule
 
 
@@ -285,27 +283,3 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def unit_candidates(root: nn.Module) -> dict[str, nn.Module]:
     """Return every module but the root that could be a unit, by fqn, in ``named_modules`` order."""
     return {name: module for name, module in walk(root) if name and has_forward(module)}
-
-
-def listing(names: Iterable[str]) -> str:
-    """Return names for an error message, at most ten of them."""
-    every = list(names)
-    shown = ", ".join(repr(name) for name in every[:_MOST_LISTED])
-    return f"{shown} and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else shown
-
-
-def first_three(names: Iterable[str]) -> str:
-    """Return the first names for a warning, and the number of the others."""
-    every = list(names)
-    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: the closest known names, or all."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    if not by_lower:
-        return "there are none."
-    matches = get_close_matches(name.lower(), by_lower, n=3)
-    if matches:
-        return f"did you mean {' or '.join(repr(by_lower[match]) for match in matches)}?"
-    return f"there are {listing(by_lower.values())}."

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, listing, nearest
 from shardeddp.garbage import collector_paused
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import storage_of
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import (
     ParameterSpec,
@@ -22,9 +23,7 @@ from shardeddp.wrap.tree import (
     extent_nbytes,
     has_forward,
     join,
-    listing,
     module_behind,
-    nearest,
     registry_of,
 )
 
@@ -126,7 +125,7 @@ def _by_memory(found: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
         if not parameter.numel() or parameter.layout is not torch.strided:
             groups[id(parameter)] = [spec]
             continue
-        storage = parameter.untyped_storage()._cdata
+        storage = storage_of(parameter)
         start = int(parameter.storage_offset()) * parameter.element_size()
         groups.setdefault(
             (storage, start, parameter.shape, parameter.stride(), parameter.dtype), []

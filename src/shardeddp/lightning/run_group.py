@@ -1,4 +1,4 @@
-"""Process group of a run: set-up, build id, mesh of communicators, and users' communication."""
+"""Run group: ranks of a run; set-up, build id, mesh of communicators, and users' communication."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Ranks(NamedTuple):
     per_node: int
 
 
-class ProcessGroup:
+class RunGroup:
     """Ranks of a run and their communication.
 
     Args:
@@ -235,20 +235,21 @@ class ProcessGroup:
             and runtime.mesh.topology.tensor_size == tensor_size
             and runtime.mesh.expert_size == expert_size
         ):
-            self.current = runtime.mesh
+            self.reuse(runtime.mesh)
         elif self.current is None:
-            saving_s = options.checkpoint_options.timeout
+            timeout, saving_timeout = self._timeouts
             self.current = Mesh(
                 options.sharding.topology(
                     ranks.num_nodes, ranks.per_node, self._order, tensor_size
                 ),
                 ranks.device,
-                options.timeout,
+                timeout,
                 options.sharding.regather_size,
-                saving_timeout=options.timeout if saving_s is None else timedelta(seconds=saving_s),
+                saving_timeout=saving_timeout,
                 debug=options.debug,
                 expert_size=expert_size,
             )
+        assert self.current is not None
         if tensor_size > 1 and self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
         if expert_size > 1 and self.device_mesh is None:
@@ -260,6 +261,26 @@ class ProcessGroup:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
+
+    def reuse(self, mesh: Mesh) -> None:
+        """Use the mesh of an earlier run, to which a module's shards belong; warn of its timeouts."""
+        if mesh is self.current:
+            return
+        self.current = mesh
+        if mesh.timeouts != self._timeouts:
+            (own, saving), (kept, kept_saving) = self._timeouts, mesh.timeouts
+            rank_zero_warn(
+                f"the timeout of {own.total_seconds():g} s ({saving.total_seconds():g} s in saves) "
+                f"is not applied: the module keeps the process groups of the run that has sharded "
+                f"it, which have {kept.total_seconds():g} s ({kept_saving.total_seconds():g} s in "
+                f"saves). Build the module anew for other timeouts"
+            )
+
+    @property
+    def _timeouts(self) -> tuple[timedelta, timedelta]:
+        """Timeouts of a collective and of saves that the options ask for."""
+        timeout, saving_s = self.options.timeout, self.options.checkpoint_options.timeout
+        return timeout, timeout if saving_s is None else timedelta(seconds=saving_s)
 
     @property
     def expert_mesh(self) -> DeviceMesh:
