@@ -539,7 +539,7 @@ def copies_of(module: nn.Module) -> list[nn.Module]:
     return [deepcopy(module), torch.load(stored, weights_only=False)]
 
 
-def train_copied(kind: type[Mixture]) -> list[float]:
+def train_copied(kind: type[Mixture], compiled: bool = False) -> list[float]:
     """Differences of what copies of the blocks compute from what an undivided model does."""
     differences: list[float] = []
 
@@ -554,6 +554,8 @@ def train_copied(kind: type[Mixture]) -> list[float]:
                 it.shape == undivided.state_dict()[f"blocks.{name}"].shape
                 for name, it in copied.named_parameters()
             )
+            for block in copied.children() if compiled else ():
+                block.compile(backend="aot_eager")
             made, expected = copied(x), undivided.blocks(x)
             differences.append(float((made - expected).detach().abs().max()))
             made.sum().backward()
@@ -564,7 +566,7 @@ def train_copied(kind: type[Mixture]) -> list[float]:
         (kind,),
         {"on_train_start": compare, "on_train_batch_end": compare},
     )
-    experts = {WithRaw: Raw, Stacked: None}.get(kind, "blocks.*.experts")
+    experts = {WithRaw: Raw, Stacked: None, Mixture: Expert}.get(kind, "blocks.*.experts")
     train("full_shard", 2, copying, steps=1, experts=experts)
     return differences
 
@@ -573,6 +575,75 @@ def train_copied(kind: type[Mixture]) -> list[float]:
 def test_copies_of_a_model_have_all_experts(world: Worlds, kind: type[Mixture]) -> None:
     for differences in world(2).run(train_copied, kind):
         assert len(differences) == 6 and max(differences) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Mixture, WithRows, Stacked])
+def test_compiled_copies_of_a_model_have_all_experts(world: Worlds, kind: type[Mixture]) -> None:
+    for differences in world(2).run(train_copied, kind, True):
+        assert len(differences) == 6 and max(differences) < 1e-6
+
+
+class BalancedBlock(StackedBlock):
+    """Computes with the number of its experts, as losses for their balance do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + self.experts.num_experts * self.router.gate.bias.pow(2))[0]
+
+
+class Balanced(Mixture):
+    block = BalancedBlock
+
+
+def train_compiled(kind: type[Mixture], **options: Any) -> Any:
+    """Train and evaluate with compiled blocks."""
+
+    def compile_blocks(module: Any) -> None:
+        for block in module.blocks:
+            block.compile(backend="aot_eager")
+
+    undivided = kind()
+
+    def copy_weights(module: Any) -> None:
+        undivided.load_state_dict(
+            {key: it.full_tensor() for key, it in module.state_dict().items()}
+        )
+
+    def evaluate(module: Any, batch: list[torch.Tensor]) -> None:
+        difference = float(module.loss(batch[0]) - undivided.loss(batch[0]))
+        assert abs(difference) < 1e-5
+
+    methods = {
+        "on_fit_start": compile_blocks,
+        "on_validation_start": copy_weights,
+        "validation_step": evaluate,
+        "val_dataloader": kind.train_dataloader,
+    }
+    compiled = type(f"Compiled{kind.__name__}", (kind,), methods)
+    evaluates = {"limit_val_batches": 1, "num_sanity_val_steps": 1, "val_check_interval": 2}
+    options = {"experts": None if issubclass(kind, Stacked | Balanced) else Expert, **options}
+    return train("full_shard", 2, compiled, steps=FEWER_STEPS, trainer_options=evaluates, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Mixture, {}),
+        (Stacked, {}),
+        (Balanced, {}),
+        (WithRows, {"experts": Rows}),
+        (Mixture, {"activation_checkpointing": {ListBlock}}),
+        (Stacked, {"activation_checkpointing": {StackedBlock}}),
+    ],
+)
+def test_compiled_layers_of_experts_train_and_evaluate_as_in_one_process(
+    world: Worlds, kind: type[Mixture], options: dict[str, Any]
+) -> None:
+    expected, losses = train_whole(kind, steps=FEWER_STEPS)
+    for found, seen in world(2).run(partial(train_compiled, kind, **options)):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=False)) < 1e-5
 
 
 class Recomputing(Rows):
@@ -663,6 +734,16 @@ class Penalized(WithRows):
 
 class PastRows(Mixture):
     block = PastRowsBlock
+
+
+class CompiledPastRows(PastRows):
+    """The same in compiled code, with frozen experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.experts.requires_grad_(False)
+            block.compile(backend="aot_eager")
 
 
 class Skipping(Mixture):
@@ -922,6 +1003,7 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         ),
         (RecomputesInside, "a recomputation reads it", {"experts": Recomputing}),
         (PastRows, "was not called since dispatch", {"experts": Rows}),
+        (CompiledPastRows, "was not called since dispatch", {"experts": Rows}),
         (Mixture, "none was found", {"experts": None}),
         (Mixture, "members of an nn.ModuleList", {"experts": Router}),
         (Averaged, "EMAWeightAveraging", {}),

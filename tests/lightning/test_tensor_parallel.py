@@ -499,7 +499,16 @@ class PenalisedOwn(Penalised):
             block.down.register_forward_hook(squash)
 
 
-@pytest.mark.parametrize("kind", [Penalised, PenalisedOwn], ids=["torch", "own"])
+class CompiledRoot(PenalisedOwn):
+    """The same, compiled as a whole: its step is not."""
+
+    def on_fit_start(self) -> None:
+        self.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "kind", [Penalised, PenalisedOwn, CompiledRoot], ids=["torch", "own", "compiled"]
+)
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_loss_and_hooks_see_whole_parameters_and_layers(
@@ -512,13 +521,26 @@ def test_a_loss_and_hooks_see_whole_parameters_and_layers(
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
 
 
+class CompiledOwn(PenalisedOwn):
+    """The same, with compiled blocks."""
+
+    def on_fit_start(self) -> None:
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputed"),
+    [(PenalisedOwn, {OwnLinear, OwnNorm}), (CompiledOwn, {Block})],
+    ids=["layers", "compiled blocks"],
+)
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
-def test_split_layers_of_own_classes_are_recomputed_by_themselves(
-    world: Worlds, plan: dict[str, Any]
+def test_split_layers_of_own_classes_are_recomputed(
+    world: Worlds, plan: dict[str, Any], kind: type[Penalised], recomputed: set[type[nn.Module]]
 ) -> None:
     expected, losses = train_whole(PenalisedOwn, steps=FEWER_STEPS)
-    options = {"tensor_parallel_plan": plan, "activation_checkpointing": {OwnLinear, OwnNorm}}
-    run = partial(train, "full_shard", 2, kind=PenalisedOwn, steps=FEWER_STEPS, **options)
+    options = {"tensor_parallel_plan": plan, "activation_checkpointing": recomputed}
+    run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
     for found, seen, _ in world(2).run(run):
         assert distance(found, expected) < 1e-5
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
@@ -1173,7 +1195,9 @@ def test_split_layers_may_be_called_outside_of_a_step(world: Worlds) -> None:
     world(2).run(call_outside)
 
 
-def train_copied(kind: type[Planned], plan: dict[str, Any]) -> list[float | str]:
+def train_copied(
+    kind: type[Planned], plan: dict[str, Any], compiled: bool = False
+) -> list[float | str]:
     """Differences of what copies of a model compute from what a whole model does, or their errors."""
     differences: list[float | str] = []
 
@@ -1185,6 +1209,8 @@ def train_copied(kind: type[Planned], plan: dict[str, Any]) -> list[float | str]
         torch.save(module.blocks, stored)
         stored.seek(0)
         for copied in (deepcopy(module.blocks), torch.load(stored, weights_only=False)):
+            for block in copied if compiled else ():
+                block.compile(backend="aot_eager")
             try:
                 differences.append(float((copied(x) - whole.blocks(x)).detach().abs().max()))
                 copied(x).sum().backward()
@@ -1199,15 +1225,16 @@ def train_copied(kind: type[Planned], plan: dict[str, Any]) -> list[float | str]
     return differences
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [(Planned, PLAN), (Planned, SEQUENCE_PLAN), (PenalisedOwn, PLAN)],
     ids=["whole", "sequences", "own layers"],
 )
 def test_copies_of_split_layers_are_whole(
-    world: Worlds, kind: type[Planned], plan: dict[str, Any]
+    world: Worlds, kind: type[Planned], plan: dict[str, Any], compiled: bool
 ) -> None:
-    for differences in world(2).run(train_copied, kind, plan):
+    for differences in world(2).run(train_copied, kind, plan, compiled):
         assert len(differences) == 4 and max(differences) < 1e-6
 
 
