@@ -201,7 +201,8 @@ def _compare_batches(step: str, inputs: object, mesh: Mesh) -> None:
             f"tensor_parallel_size={mesh.tensor.size}: expected one batch on all ranks that split "
             f"layers, found different ones in {step}. These ranks compute one forward together. Give "
             f"a sampler strategy.distributed_sampler_kwargs, divide an iterable dataset by its rank "
-            f"and num_replicas as well, and seed random augmentations alike (seed_everything)"
+            f"and num_replicas as well, and seed random augmentations alike (seed_everything). Tensors of a "
+            f"batch are compared, numbers and strings are not: what may differ (a time) is no tensor"
         )
 
 
