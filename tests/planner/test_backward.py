@@ -95,6 +95,39 @@ def test_a_backward_that_needs_values_is_estimated() -> None:
     assert found == MemoryRecord(activations=[2 * RESULT], gradients=[2 * WEIGHT])
 
 
+class Aside(Unit):
+    """Leaves a part of the loss with its module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aside = x.pow(2).mean()
+        return super().forward(x)
+
+
+class WithAside(nn.Module):
+    """Sums what its units have left aside, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Aside(torch.tanh) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 64 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            x = unit(x * 2)
+        return self.head(x).exp().sum() + sum(unit.aside for unit in self.units)  # type: ignore[misc]
+
+
+def test_a_loss_of_results_that_units_have_not_returned_is_estimated() -> None:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, WIDTH, requires_grad=True))
+
+    policy = resolve_policy({Aside})
+    found = profile(
+        WithAside(), step, policy=policy, precision="32-true", micro_batch=VECTORS, tokens=VECTORS
+    )
+    assert found.memory[0].backward.peak >= 2 * 64 * RESULT
+
+
 def test_more_samples_are_extrapolated_at_every_moment() -> None:
     one, two, many = (planned(micro_batch=count).memory[1] for count in (1, 2, VECTORS))
     found = one.extrapolate(two, VECTORS)

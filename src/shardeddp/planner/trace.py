@@ -161,6 +161,8 @@ class _Recorder:
     """Storages in the sets above: no other one gets their ids, and their memory is not kept."""
     live: LiveStorages = field(default_factory=LiveStorages)
     memory: list[UnitMemory] = field(default_factory=list[UnitMemory])
+    largest: list[int] = field(default_factory=list[int])
+    """Bytes of the largest result of each unit, and of the root after the last one."""
     anchors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Ends of backwards at the results of units that have run."""
     after_units: bool = False
@@ -176,6 +178,7 @@ class _Recorder:
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
         self.memory = [UnitMemory() for _ in self.work]
+        self.largest = [0 for _ in self.work]
 
     @contextmanager
     def rehearsal(self) -> Generator[None]:
@@ -209,22 +212,25 @@ class _Recorder:
 
     def run_backward(
         self,
+        index: int,
         root: torch.Tensor | None,
         inputs: Any,
         parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
     ) -> MemoryRecord:
-        """Run a backward for its memory; if it fails without values, estimate it."""
+        """Run the backward of a unit, or of the loss (0), for its memory.
+
+        Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
+        """
         ends = [it for it in pytree.tree_leaves(inputs) if isinstance(it, torch.Tensor)]
         if root is None:
             return MemoryRecord()
-        given = sum(it.nbytes for it in ends)
         self.is_paused = True
         try:
             with torch.autocast("cpu", enabled=False):
                 return run_backward(root, self.live, ends, parameters)
         except Exception:  # noqa: BLE001 - the module's own code
             own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
-            return MemoryRecord(activations=[2 * given], gradients=[own])
+            return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
         finally:
             self.is_paused = False
 
@@ -264,6 +270,9 @@ class _Recorder:
         nbytes = sum(it.nbytes for it in (*operands, *results))
         is_matmul = func.overloadpacket in flop_registry or is_grouped(func, operands)
         causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
+        index = self.inside[-1]
+        if index or self.after_units:
+            self.largest[index] = max(self.largest[index], *(it.nbytes for it in results))
         for work in self.targets():
             work.kernels += 1
             if is_matmul or "scaled_dot_product" in name:
@@ -481,7 +490,7 @@ def _once_each(
             ends = given, recorder.anchors[nested:]
             out, root = pytree.tree_map(TensorSpec.of, result), root_of(result)
             del result
-            timeline = recorder.run_backward(root, ends, _parameters_of(units[index]))
+            timeline = recorder.run_backward(index, root, ends, _parameters_of(units[index]))
             recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
             if reuses and not any(vars(work)["kernels"] for work in before):
                 works = [Work(**vars(recorder.work[it])) for it in inner[index]]
@@ -633,7 +642,7 @@ def profile(
                 root = root_of(loss)
                 del loss
                 ends, own = recorder.anchors, _parameters_of(units[0])
-                head = recorder.run_backward(root, ends, own)
+                head = recorder.run_backward(0, root, ends, own)
                 recorder.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
         except ConfigurationError:
             raise
