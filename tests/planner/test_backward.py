@@ -117,6 +117,34 @@ class WithAside(nn.Module):
         return self.head(x).exp().sum() + sum(unit.aside for unit in self.units)  # type: ignore[misc]
 
 
+class Chooser(nn.Module):
+    """Returns places, on which shapes depend."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.shape[0] // 2)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chooser, self.head = Chooser(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.chooser(x)
+        return self.head(x[: int(places.max()) + 1]).sum()
+
+
+def test_known_values_of_a_unit_s_result_are_known_outside_of_it() -> None:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, WIDTH))
+
+    policy = resolve_policy({Chooser, nn.Linear})
+    found = profile(
+        Choosing(), step, policy=policy, precision="32-true", micro_batch=VECTORS, tokens=VECTORS
+    )
+    assert found.work[-1].input_nbytes == RESULT // 2
+
+
 def test_a_loss_of_results_that_units_have_not_returned_is_estimated() -> None:
     def step(module: nn.Module, samples: int) -> torch.Tensor:
         return module(torch.zeros(samples, WIDTH, requires_grad=True))

@@ -169,9 +169,14 @@ class TensorSpec:
     requires_grad: bool
 
     @staticmethod
-    def of(value: Any) -> Any:
-        """Return the form of a tensor, and any other value as it is."""
-        if not isinstance(value, torch.Tensor):
+    def of(value: Any, requires_grad: bool = False) -> Any:
+        """Return the form of a tensor, and any other value as it is.
+
+        Args:
+            value: Part of the result of a module.
+            requires_grad: True if a tensor that requires no gradient stays as it is, too.
+        """
+        if not isinstance(value, torch.Tensor) or (requires_grad and not value.requires_grad):
             return value
         return TensorSpec(value.size(), value.stride(), value.dtype, value.requires_grad)
 

@@ -488,7 +488,9 @@ def _once_each(
                 recorder.unsaved = around
             made, live.peak = live.peak - at_start, max(live.peak, largest)
             ends = given, recorder.anchors[nested:]
-            out, root = pytree.tree_map(TensorSpec.of, result), root_of(result)
+            root = root_of(result)
+            # Results without a graph may have known values.
+            out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
             del result
             timeline = recorder.run_backward(index, root, ends, _parameters_of(units[index]))
             recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
@@ -496,7 +498,7 @@ def _once_each(
                 works = [Work(**vars(recorder.work[it])) for it in inner[index]]
                 works[inner[index].index(index)].input_nbytes = 0  # counted for each call
                 known[key] = (
-                    out,
+                    pytree.tree_map(TensorSpec.of, out),
                     works,
                     [
                         recorder.exchanges[it][count:]
