@@ -218,7 +218,8 @@ def train(
     """The parameters that ranks have trained together, logged means, and a logged sum."""
     if name == "hybrid_shard":
         more["shard_size"] = max(1, dist.get_world_size() // size // 2)
-    strategy = ShardedDP(name, tensor_parallel_size=size, auto_wrap_policy={Block}, **more)
+    more = {"auto_wrap_policy": {Block}, **more}
+    strategy = ShardedDP(name, tensor_parallel_size=size, **more)
     trainer = make_trainer(
         strategy,
         max_steps=steps,
@@ -517,6 +518,15 @@ def test_a_loss_and_hooks_see_whole_parameters_and_layers(
     expected, losses = train_whole(kind, steps=FEWER_STEPS)
     run = partial(train, name, 2, kind=kind, tensor_parallel_plan=plan, steps=FEWER_STEPS)
     for found, seen, _ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
+
+
+def test_layers_of_a_compiled_model_may_be_called_past_its_forward(world: Worlds) -> None:
+    expected, losses = train_whole(PenalisedOwn, steps=FEWER_STEPS)
+    options: dict[str, Any] = {"tensor_parallel_plan": PLAN, "auto_wrap_policy": None}
+    run = partial(train, "full_shard", 2, kind=CompiledRoot, steps=FEWER_STEPS, **options)
+    for found, seen, _ in world(2).run(run):
         assert distance(found, expected) < 1e-5
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
 

@@ -11,13 +11,15 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardeddp.engine.calls import CallHook, Listener, compiled_call
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.tensor.module_hooks import ModuleHook, state_of
 
-_SCOPES = "_shardeddp_scopes"  # attribute of a module: scopes that its call enters
+_SCOPES = "_shardeddp_scopes"  # attribute of a module: scopes that code of its forward needs
 
 
 class Scope(ModuleHook):
@@ -27,7 +29,8 @@ class Scope(ModuleHook):
 
     Within compiled code modules cannot change what they hold: there the parts are registered for
     the whole call of the outermost compiled module, of the unit's module at most. Stacked experts
-    are an exception, whose call is a graph break: it is between exchanges of tokens.
+    are an exception, whose call is a graph break: it is between exchanges of tokens. A call from
+    elsewhere, past that compiled module, enters the scope as well.
 
     Args:
         unit: Unit with the parameters.
@@ -43,6 +46,8 @@ class Scope(ModuleHook):
         self._whole = {name: vars(self.module)[name] for name in changed}
         self._listener = Listener(self.enter, self.leave)
         self._hook: CallHook | None = None
+        self._within: list[nn.Module] = []  # modules with this scope in their dictionaries
+        self._handles: list[RemovableHandle] = []  # hooks of calls past the compiled module
         self._calls = 0  # that have not returned
 
     def follow(self, hooks: dict[int, CallHook]) -> None:
@@ -63,7 +68,14 @@ class Scope(ModuleHook):
             self._leave_call()
             self._hook = hook
             hook.listeners.append(self._listener)
-            boundary.__dict__.setdefault(_SCOPES, []).append(self)
+            self._within = self._path[self._path.index(boundary) :]
+            for module in self._within:
+                module.__dict__.setdefault(_SCOPES, []).append(self)
+            if boundary is not self.module:
+                self._handles = [
+                    self.module.register_forward_pre_hook(self._enter_past, prepend=True),
+                    self.module.register_forward_hook(self._leave_past, always_call=True),
+                ]
 
     def reset(self) -> None:
         """Drop calls that have not returned: torch calls no hook after a KeyboardInterrupt."""
@@ -78,10 +90,14 @@ class Scope(ModuleHook):
     def _leave_call(self) -> None:
         if self._hook is not None:
             self._hook.listeners.remove(self._listener)
-            of_call = vars(self._hook.module)[_SCOPES]
-            of_call.remove(self)
-            if not of_call:
-                del self._hook.module.__dict__[_SCOPES]
+        for module in self._within:
+            of_module = vars(module)[_SCOPES]
+            of_module.remove(self)
+            if not of_module:
+                del module.__dict__[_SCOPES]
+        for handle in self._handles:
+            handle.remove()
+        self._within, self._handles = [], []
         self._hook = None
         self._calls = 0
         self._set(False)
@@ -121,6 +137,15 @@ class Scope(ModuleHook):
         if self._state is not None:
             self._state.num_calls += 1
 
+    def _enter_past(self, module: nn.Module, args: Any) -> None:
+        # Traced: in compiled code the scope is entered already.
+        if not torch.compiler.is_compiling() and self.is_of(module):
+            self.enter()
+
+    def _leave_past(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self.is_of(module):
+            self.leave()
+
     def leave(self, inputs: Any = None, output: Any = None) -> None:
         """Register the sharded parameters after the outermost call."""
         self._calls = max(0, self._calls - 1)  # a reset has dropped the call
@@ -129,7 +154,7 @@ class Scope(ModuleHook):
 
 
 def has_scopes(module: nn.Module) -> bool:
-    """Return whether a module's call enters scopes; in compiled code, too."""
+    """Return whether code of a module's forward needs scopes; in compiled code, too."""
     return bool(getattr(module, _SCOPES, ()))
 
 

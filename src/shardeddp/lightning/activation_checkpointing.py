@@ -141,7 +141,7 @@ class Recomputation:
             for index, tensor in zip(indices, tensors, strict=True):
                 complete[index] = tensor
             positional, named = pytree.tree_unflatten(complete, structure)
-            return self.__wrapped__(*positional, **named)
+            return self._in_scopes(*positional, **named)
 
         # `checkpoint` saves its inputs under these hooks, and the forward's other tensors under its
         # own.

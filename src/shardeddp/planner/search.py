@@ -429,6 +429,10 @@ def memory_of(
     below = [*accumulate([kept[0] - head.saved_nbytes, *kept[1:]])]
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
     candidates = [(unsharded_nbytes, below[-1], head.saved_nbytes + loss)]
+    candidates += [
+        (unsharded_nbytes, saved + its.forward_nbytes, 0)
+        for saved, its in zip(below, work.memory[1:], strict=False)
+    ]
     for moment in moments:
         unit, its = moment.unit, work.memory[moment.unit]
         running = 0
