@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardeddp import CPUOffload
-from support.race_scenarios import ON_HOST, Outcome, Scenario, check, covering
+from support.race_scenarios import ON_HOST, STRATEGIES, Outcome, Scenario, check, covering
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,6 +79,16 @@ def test_a_steady_step_does_not_hold_the_host_up(world: Worlds) -> None:
     # For copies of each of four units, in forward and in backward but for the root and for the last
     # block, and for the gradients.
     assert holds == [{}, {"event": 6, "synchronize": 1}, {}]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_users_assign_are_ordered(
+    world: Worlds, strategy: str, accumulate: int
+) -> None:
+    scenario = Scenario(strategy=strategy, accumulate=accumulate, assigns=True)
+    [[outcome]] = world(1).run(outcomes_of, [scenario])
+    assert outcome.violations == []
 
 
 # -- Mutants
@@ -184,6 +194,14 @@ MUTANTS = {
         scenario=WIDER,
         kind="use after unmap",
         told=["dist.all_reduce(tensor"],
+    ),
+    "assigned gradients are given back before they are added": Mutant(
+        place=REDUCTION + "_after_shard_group",
+        line="self._output.add_(self._partial)",
+        becomes="self._output.add_(self._partial); self._partial = None",
+        scenario=replace(HYBRID, assigns=True),
+        kind="use after unmap",
+        told=["self._output.add_(self._partial)", "of compute"],
     ),
     "the gradient buffer is given back before it is reduced": Mutant(
         place=REDUCTION + "_advance",

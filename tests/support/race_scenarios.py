@@ -65,6 +65,9 @@ class Scenario:
     between: bool = False
     """A unit is called between steps, and one of its parameters is written to at once."""
 
+    assigns: bool = False
+    """Gradients are assigned before the backward, which adds to them."""
+
     ranks: int = 8
 
     def __str__(self) -> str:
@@ -78,6 +81,7 @@ class Scenario:
             "manual",
             "snapshots",
             "between",
+            "assigns",
         ):
             if getattr(self, name) != getattr(Scenario, name):
                 told.append(f"{name}={getattr(self, name)}")
@@ -153,6 +157,12 @@ class Watch(Callback):
         """Count anew."""
         if index % trainer.accumulate_grad_batches == 0:
             self._checker.host_waits.clear()
+
+    def on_before_backward(self, _: Any, module: LightningModule, *__: Any) -> None:
+        """Assign gradients."""
+        if self._scenario.assigns:
+            for parameter in module.parameters():
+                parameter.grad = parameter.detach() * 1e-3
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         """Copy all that a checkpoint has."""

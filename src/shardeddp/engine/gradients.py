@@ -310,6 +310,9 @@ class Reduction:
             # the next tensor in this memory is written after the read.
             self._in_buffer = False
             self._memory.close_buffer()
+            # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
+            # reduce stream's read of them now.
+            self._partial = None
         if not self._following:
             return True
         if not following or (following[0].is_ordered and not waits):
@@ -330,7 +333,6 @@ class Reduction:
         elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
             if self._partial is not None:
                 self._output.add_(self._partial)
-                self._partial = None
             self._output = memory.leave_buffer(self._output)
             self._following.append(
                 memory.mesh.replicate_stream.issue(
