@@ -76,9 +76,7 @@ class FlatGroup:
         )
         """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
-        Memory is allocated in :meth:`unshard`, on the gather stream, and dropped in
-        :meth:`release`; the buffer of a single rank keeps it. Shards on the host also need
-        ``_arriving``.
+        :meth:`unshard` says when it has memory; that of a single rank keeps it.
         """
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.whole:
@@ -164,7 +162,26 @@ class FlatGroup:
     # -- Gathering
 
     def unshard(self) -> StreamHandle:
-        """Allocate the gathered buffer if necessary, and issue the all-gather into it."""
+        """Allocate the gathered buffer if necessary, and issue the all-gather into it.
+
+        ``Runtime._visit`` calls this for a unit that a forward or backward has reached and for the
+        next ones (prefetch), by ``Unit.unshard``; ``Unit.reshard`` calls :meth:`release`. Memory:
+
+        ================  ==================================  =====================================
+        buffer            allocated                           freed
+        ================  ==================================  =====================================
+        gathered buffer   here, on the gather stream, by      :meth:`release`, by its ``release``,
+                          ``GatheredBuffer.allocate``         once the gather stream follows compute
+        ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
+                          main shard is on the host           stream follows the gather stream
+        ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute
+                          on compute's stream (hpZ)           has waited for the gather that read it
+        ``_part``         at setup, if replicas split shards  with the unit
+        ================  ==================================  =====================================
+
+        A released block of host memory is kept for the next gather of its size
+        (``RELEASED_MEMORY`` of storage.py); device allocators do that themselves.
+        """
         self.keep_writes()
         if not self.gathers:
             handle = StreamHandle(CollectiveHandle(), None)

@@ -451,8 +451,9 @@ class Runtime:
     def _visit(self, progress: UnitProgress, kind: str) -> None:
         """Gather a unit that a forward or backward has reached, and prefetch the next ones.
 
-        ``FlatGroup.unshard`` of param_group.py allocates. A unit is released in ``leave`` or
-        ``_reshard_after_backward``, and in ``_reshard_unused`` if it was prefetched but not used.
+        ``FlatGroup.unshard`` of param_group.py says what that allocates, and who frees it. A unit
+        is resharded in ``leave`` or ``_reshard_after_backward``, and in ``_reshard_unused`` if it
+        was prefetched but not used.
         """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)

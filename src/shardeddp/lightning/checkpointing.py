@@ -109,7 +109,8 @@ class Checkpoints:
         ====================================  ==================  ==================================
         ``with_plain_views``, ``broadcast``,  rank 2 [1]          former checkpoint
         ``names``
-        ``Saver.wait`` for the save before    all, its error      former checkpoint
+        ``Saver.wait`` for the save before    all, its error      former checkpoint (of directories,
+                                                                  after they are described)
         *One file,* ``stream_full``
         pickling, comparing replicas          all                 former checkpoint
         gather of a tensor                    rank 2 [1]          former checkpoint [2]

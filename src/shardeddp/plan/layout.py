@@ -336,7 +336,11 @@ class FlatLayout:
         return tuple(padding for padding in between if padding.numel)
 
     def slice_interval(self, slice_rank: int) -> Interval:
-        """Return the interval of the flat buffer that ``slice_rank`` owns."""
+        """Return the interval of the flat buffer that ``slice_rank`` owns.
+
+        >>> FlatLayout.build(["w"], [(3, 4)], itemsize=4, num_slices=2).slice_interval(1)
+        Interval(start=8, stop=16)
+        """
         if not 0 <= slice_rank < self.num_slices:
             raise ValueError(f"expected a slice rank in [0, {self.num_slices}), found {slice_rank}")
         return Interval(slice_rank * self.shard_numel, (slice_rank + 1) * self.shard_numel)
@@ -345,6 +349,12 @@ class FlatLayout:
         """Return the interval of a parameter that ``slice_rank`` owns, relative to its start.
 
         The interval may be empty.
+
+        >>> layout = FlatLayout.build(["v", "w"], [(2,), (3, 4)], itemsize=4, num_slices=2)
+        >>> layout.slots[1].interval, layout.slice_interval(1)  # two elements of padding before it
+        (Interval(start=4, stop=16), Interval(start=8, stop=16))
+        >>> layout.parameter_interval(layout.slots[1], slice_rank=1)
+        Interval(start=4, stop=12)
         """
         owned = slot.interval.intersect(self.slice_interval(slice_rank))
         if owned.numel == 0:
@@ -356,6 +366,10 @@ class FlatLayout:
 
         Without elements it is an empty interval at the nearer end of the slice, so that neighbours
         in the flat buffer are neighbours in every slice.
+
+        >>> layout = FlatLayout.build(["v", "w"], [(2,), (3, 4)], itemsize=4, num_slices=2)
+        >>> layout.local_interval(layout.slots[1], slice_rank=1)
+        Interval(start=0, stop=8)
         """
         owned = self.slice_interval(slice_rank)
         return owned.intersect(slot.interval).shift(-owned.start)

@@ -248,7 +248,7 @@ def choose_sharding(
             )
         if shard_size != AUTO:
             changes["shard_size"] = shard_size
-    if reduce_every_backward not in (None, True, False):
+    if not (reduce_every_backward is None or isinstance(reduce_every_backward, bool)):
         raise ConfigurationError(
             f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
         )
