@@ -515,6 +515,10 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
 # -- All options of a strategy
 
 
+OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+"""Arguments of the strategies that are Lightning's own, and no fields of :class:`Options`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Checked and resolved options of a strategy.

@@ -19,7 +19,7 @@ from shardeddp.checkpoint.full_write import new_checkpoint_file, save_full
 from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
-from shardeddp.config import StartMethod, check_choice, parse_options
+from shardeddp.config import OF_LIGHTNING, StartMethod, check_choice, parse_options
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -41,7 +41,6 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import never_traced, runs_eagerly
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
 
 
 class ShardedForward(nn.Module):
@@ -108,7 +107,7 @@ class ShardedDP(DDPStrategy):
         start_method: StartMethod = "popen",
         **options: Any,
     ) -> None:
-        lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
+        lightning = {name: options.pop(name) for name in OF_LIGHTNING if name in options}
         lightning["precision"] = options.pop("precision", None)
         check_lightning()
         own = parse_options(
@@ -118,7 +117,7 @@ class ShardedDP(DDPStrategy):
                 "start_method": start_method,
                 **options,
             },
-            (*_OF_LIGHTNING, "precision"),
+            (*OF_LIGHTNING, "precision"),
         )
         chosen = AUTO in (own.sharding_strategy, own.shard_size) or own.plan_only
         for option, given, why in (

@@ -17,6 +17,7 @@ from typing import Any, cast
 import yaml
 
 from shardeddp.config import (
+    OF_LIGHTNING,
     ActivationCheckpointing,
     CheckpointOptions,
     CPUOffload,
@@ -192,7 +193,7 @@ _ENTRY = ("class_path", "init_args", "dict_kwargs")
 def _of_ours(arguments: Mapping[str, Any]) -> Translation:
     """Translate arguments of ShardedDP itself: foreign ones by their rules, misspelt ones lost."""
     made = Translation()
-    known = [*_names_of(Options), *_OF_LIGHTNING]
+    known = [*_names_of(Options), *OF_LIGHTNING, "precision_plugin"]
     for key in in_order(arguments):
         value = arguments[key]
         ours = isinstance(value, Call) and value.path.startswith("shardeddp.")
@@ -212,11 +213,6 @@ def _of_ours(arguments: Mapping[str, Any]) -> Translation:
                     made.lose(f"{key}.{name}", not_known(name, names))
     return made
 
-
-_OF_LIGHTNING = (
-    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
-)  # fmt: skip
-"""Arguments of ShardedDP that are not fields of ``Options``."""
 
 _WITH_FIELDS: dict[str, type] = {
     "mixed_precision": MixedPrecision,

@@ -1,4 +1,4 @@
-"""ShardedDP: Lightning's interface to the engine; hooks call parts in the order given here."""
+"""ShardedDP: Lightning's interface to the engine; each hook shows the parts that it calls, in order."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from shardeddp.checkpoint.schema import KEY
 from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
+    OF_LIGHTNING,
     ActivationCheckpointingLike,
     CheckpointOptions,
     CPUOffload,
@@ -91,16 +92,6 @@ from shardeddp.wrap.tensor_plan import TensorPlan
 
 # An instance as default gives the command line a flag for each field.
 _DEFAULTS = CheckpointOptions()
-
-
-_OF_LIGHTNING = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-)
-"""Arguments of Lightning's own strategies."""
 
 
 class ShardedDP(ParallelStrategy):
@@ -232,7 +223,7 @@ class ShardedDP(ParallelStrategy):
     ) -> None:
         given = {**changed_arguments(ShardedDP, locals()), **others}
         check_lightning()
-        self.options = options = parse_options(given, _OF_LIGHTNING)
+        self.options = options = parse_options(given, (*OF_LIGHTNING, "precision_plugin"))
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )

@@ -248,7 +248,7 @@ def choose_sharding(
             )
         if shard_size != AUTO:
             changes["shard_size"] = shard_size
-    if not (reduce_every_backward is None or isinstance(reduce_every_backward, bool)):
+    if type(reduce_every_backward) not in (bool, type(None)):  # 1 is equal to True
         raise ConfigurationError(
             f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
         )
