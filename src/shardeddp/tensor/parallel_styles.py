@@ -417,7 +417,9 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
             f"{layer.name!r} is split by rows over tensor_parallel_size={layer.axis.size} ranks: "
             f"expected the {layer.num_features} input features that a rank has of its own, found "
             f"{tensor.shape[-1]}. Split the layer before it with 'colwise' and call it as a module, or give "
-            f"this one the style 'rowwise_split_input', or leave it out of tensor_parallel_plan"
+            f"this one the style 'rowwise_split_input', or leave it out of tensor_parallel_plan. Inside of "
+            f"summon_full_params, torch.func and functional_call parameters are whole: split layers are "
+            f"not to be called there"
         )
     return tensor
 
@@ -431,7 +433,8 @@ def _gather_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
 def _refuse_whole(layer: SplitLayer) -> NoReturn:
     raise RuntimeError(
         f"{layer.name!r}, which tensor_parallel_plan splits, was called outside of a step of the "
-        f"module: its weight is whole there, and ranks would exchange what each has. Call it inside "
+        f"module, or in summon_full_params: its weight is whole there, and ranks would exchange what "
+        f"each has. Call it inside "
         f"of training_step, validation_step, test_step or predict_step, or in a forward of the module"
     )
 
