@@ -247,7 +247,8 @@ class GradientAgreement:
         # replicas, even if this backward has not used their parameters.
         left = [
             any(
-                group.gradients.waiting() or (self._across_replicas and group.gradients.partial)
+                group.gradients.waiting()
+                or (self._across_replicas and group.gradients.has_partial_sums)
                 for group in progress.unit.groups
             )
             for progress in self._progresses

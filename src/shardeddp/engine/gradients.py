@@ -657,7 +657,7 @@ class GroupGradients:
         ]
 
     @property
-    def partial(self) -> bool:
+    def has_partial_sums(self) -> bool:
         """Whether earlier micro-batches have left sums that are not reduced across replicas."""
         return any(self._partly_used)
 
@@ -734,7 +734,7 @@ class GroupGradients:
             packs_into_shard
             and target is ReduceTarget.ACROSS_REPLICAS
             and not replicate.averages
-            and not self.partial
+            and not self.has_partial_sums
             and self._param_dtype is self._reduce_dtype
         )
         return ReductionPlan(
