@@ -31,7 +31,6 @@ from shardeddp.torch_private import (
     pop_hooks,
     push_hooks,
     runs_eagerly,
-    storage_of,
     top_hooks,
 )
 
@@ -119,7 +118,9 @@ class _Hooks:
         else:
             values = local_of(tensor) if isinstance(tensor, DTensor) else None
         if values is not None and values.layout is torch.strided:
-            storage = storage_of(values)
+            storage = (
+                values.untyped_storage()._cdata
+            )  # called for each saved tensor: without a call
             buffer = self.buffers.get(storage)
             view = None if buffer is None else buffer.save(values, storage)
             if view is not None and values is tensor:
