@@ -522,13 +522,17 @@ def test_a_loss_and_hooks_see_whole_parameters_and_layers(
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
 
 
-def test_layers_of_a_compiled_model_may_be_called_past_its_forward(world: Worlds) -> None:
+def check_own_layers(world: Worlds, kind: type[Penalised], **options: Any) -> None:
+    """Train layers of own classes on two ranks as in one process."""
     expected, losses = train_whole(PenalisedOwn, steps=FEWER_STEPS)
-    options: dict[str, Any] = {"tensor_parallel_plan": PLAN, "auto_wrap_policy": None}
-    run = partial(train, "full_shard", 2, kind=CompiledRoot, steps=FEWER_STEPS, **options)
+    run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
     for found, seen, _ in world(2).run(run):
         assert distance(found, expected) < 1e-5
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
+
+
+def test_layers_of_a_compiled_model_may_be_called_past_its_forward(world: Worlds) -> None:
+    check_own_layers(world, CompiledRoot, tensor_parallel_plan=PLAN, auto_wrap_policy=None)
 
 
 class CompiledOwn(PenalisedOwn):
@@ -548,12 +552,7 @@ class CompiledOwn(PenalisedOwn):
 def test_split_layers_of_own_classes_are_recomputed(
     world: Worlds, plan: dict[str, Any], kind: type[Penalised], recomputed: set[type[nn.Module]]
 ) -> None:
-    expected, losses = train_whole(PenalisedOwn, steps=FEWER_STEPS)
-    options = {"tensor_parallel_plan": plan, "activation_checkpointing": recomputed}
-    run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
-    for found, seen, _ in world(2).run(run):
-        assert distance(found, expected) < 1e-5
-        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
+    check_own_layers(world, kind, tensor_parallel_plan=plan, activation_checkpointing=recomputed)
 
 
 class Twice(Planned):

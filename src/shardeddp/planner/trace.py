@@ -290,9 +290,6 @@ class _Recorder:
                 work.matmul_nbytes += nbytes
             else:
                 work.moved_nbytes += nbytes
-        if operands and all(storage_of(it) in self.free for it in operands):
-            self.free.update(map(storage_of, results))  # casts and views of parameters
-            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
 
     def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         kind: Any = name.partition("::")[2]
