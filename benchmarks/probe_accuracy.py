@@ -3,8 +3,9 @@
     python benchmarks/probe_accuracy.py              # 2 ranks
     python benchmarks/probe_accuracy.py --ranks 4
 
-Planned twice: with what the probe has measured, and with what a run of full_shard has recorded as well. The steps that
-are judged are of fresh processes, in turn and several rounds over. Use a machine on which nothing else runs.
+Each round measures with the probe, then all strategies and batches in turn, in fresh processes. Its steps are compared
+with two plans of its own: after the probe, and after a recorded run of full_shard as well. So a machine whose speed
+drifts between rounds is planned as it was in each. Use a machine on which nothing else runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,8 @@ class Setting:
     ranks: int
     rounds: int
     steps: int
-    folder: str
-    """Of the recorded run."""
+    recorded: str
+    """Strategy and batch of the run that is recorded."""
 
 
 class Clock(L.Callback):
@@ -64,8 +66,7 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     become_rank(rank, setting.ranks, port)
     strategy, batch = name.split()
     clock = Clock()
-    record = Path(setting.folder, "run.json")
-    monitors = [StepMonitor(record=record)] if name == RECORDED and not record.exists() else []
+    monitors = [StepMonitor(record=Path(folder, "run.json"))] if name == setting.recorded else []
     trainer = L.Trainer(
         accelerator="cpu", devices=setting.ranks, max_steps=setting.steps + 4,
         strategy=ShardedDP(strategy, shard_size=2 if strategy == "hybrid_shard" else None),
@@ -77,10 +78,10 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
     trainer.fit(GPTModule(), torch.utils.data.DataLoader(data, batch_size=int(batch)))
     steps = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)][3:]
-    Path(folder, f"{rank}.json").write_text(json.dumps(steps))
-
-
-RECORDED = "full_shard 8"
+    result: dict[str, Any] = {"steps": steps}
+    if monitors and rank == 0:
+        result["run"] = Path(folder, "run.json").read_text()
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
 
 
 def planned(name: str, ranks: int, files: Sequence[Path]) -> tuple[float, float]:
@@ -113,35 +114,69 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 8], help="default 4 8")
     options = parser.parse_args()
     names = [f"{it} {batch}" for it in SHARDING_STRATEGIES for batch in options.batches]
+    setting = Setting(
+        ranks=options.ranks,
+        rounds=options.rounds,
+        steps=options.steps,
+        recorded=f"full_shard {options.batches[-1]}",
+    )
+    rows: defaultdict[str, list[Row]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, "probe.json"), Path(folder, "run.json")]
-        setting = Setting(
-            ranks=options.ranks, rounds=options.rounds, steps=options.steps, folder=folder
-        )
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-        command = [*torchrun, str(options.ranks), "-m", "shardeddp", "probe", "-o", str(files[0])]
-        began = time.perf_counter()
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        print(f"the probe took {time.perf_counter() - began:.0f} s")
-        steps: defaultdict[str, list[float]] = defaultdict(list)
-        for name, found in in_turn(measure, names, setting, Path(folder)):
-            steps[name] += map(max, zip(*found, strict=True))
-        report(steps, setting, files)
+        measured = in_turn(measure, names, setting, Path(folder))
+        for round_ in range(setting.rounds):
+            files = [Path(folder, f"{kind}-{round_}.json") for kind in ("probe", "run")]
+            probe(files[0], setting.ranks)
+            steps: dict[str, list[float]] = {}
+            for name, found in islice(measured, len(names)):
+                steps[name] = [*map(max, zip(*(it["steps"] for it in found), strict=True))]
+                if name == setting.recorded:
+                    files[1].write_text(found[0]["run"])
+            for name, seconds in steps.items():
+                plans = [planned(name, setting.ranks, files[:count]) for count in (1, 2)]
+                rows[name].append(Row(seconds, plans))
+    report(rows)
 
 
-def report(steps: Mapping[str, Sequence[float]], setting: Setting, files: Sequence[Path]) -> None:
-    """A line for each setting, and the errors of all."""
+def probe(path: Path, ranks: int) -> None:
+    """Measure the machine as a user does."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    began = time.perf_counter()
+    subprocess.run(
+        [*torchrun, "-m", "shardeddp", "probe", "-o", str(path)],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    print(f"the probe took {time.perf_counter() - began:.0f} s")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting in one round."""
+
+    steps: Sequence[float]
+    """Measured seconds."""
+    plans: Sequence[tuple[float, float]]
+    """Planned seconds with their interval: after the probe, and after a run as well."""
+
+    def error(self, column: int) -> float:
+        """Relative error of a plan beside the median step."""
+        return self.plans[column][0] / statistics.median(self.steps) - 1
+
+
+def report(rows: Mapping[str, Sequence[Row]]) -> None:
+    """A line for each setting, medians over its rounds; and the errors of all."""
     errors: list[list[float]] = [[], []]
     print(f"{'strategy, batch':20s}  measured (quartiles)       after probe      and a run")
-    for name, seconds in steps.items():
-        lower, middle, upper = statistics.quantiles(seconds, n=4)
+    for name, rounds in rows.items():
+        steps = [seconds for row in rounds for seconds in row.steps]
+        lower, middle, upper = statistics.quantiles(steps, n=4)
         line = f"{name:20s} {1e3 * middle:6.1f} ms ({1e3 * lower:.1f} to {1e3 * upper:.1f})"
-        for count, column in enumerate(errors, start=1):
-            predicted, interval = planned(name, setting.ranks, files[:count])
-            column.append(predicted / middle - 1)
-            line += (
-                f"  {1e3 * predicted:6.1f} ms {100 * column[-1]:+6.1f} % (+-{100 * interval:.0f})"
-            )
+        for index, column in enumerate(errors):
+            each = [row.error(index) for row in rounds]
+            column.append(statistics.median(each))
+            interval = statistics.median(row.plans[index][1] for row in rounds)
+            line += f"  {100 * column[-1]:+6.1f} % (+-{100 * interval:.0f}; "
+            line += f"{100 * min(each):+.0f} to {100 * max(each):+.0f})"
         print(line)
     for text, column in zip(("after probe", "and a run"), errors, strict=True):
         sizes = sorted(map(abs, column))

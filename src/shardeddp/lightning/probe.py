@@ -285,6 +285,7 @@ class _Ranks:
         matrix = torch.randn(MATMULS[kind][-2], MATMULS[kind][-2])
         single = self._median(lambda: torch.mm(matrix, matrix))
         actions = _actions(mesh.gather, mesh.reduce, GATHERED[kind][-1])
+        del actions["all_to_all"]  # layers wait for it
         for name, action in actions.items():
             stream = mesh.gather_stream if name == "all_gather" else mesh.reduce_stream
             alone = self._medians([_waits(action)], together=True)[0]
@@ -347,10 +348,12 @@ def _actions(
     """Make functions that issue a collective on a buffer, by kind."""
     buffer = torch.ones(nbytes // 4 // gather.size * gather.size)
     shard = torch.empty(buffer.numel() // gather.size)
+    leaving, arriving = (it.chunk(gather.size) for it in (buffer, torch.empty_like(buffer)))
     return {
         "all_gather": lambda: gather.all_gather_(buffer),
         "reduce_scatter": lambda: reduce.reduce_scatter(shard, buffer),
         "all_reduce": lambda: reduce.all_reduce_(buffer, "mean"),
+        "all_to_all": lambda: gather.all_to_all(arriving, leaving),
     }
 
 
