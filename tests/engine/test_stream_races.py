@@ -116,7 +116,7 @@ WIDER = replace(HYBRID, precision="bf16-true")
 FROM_HOST = Scenario(options={"cpu_offload": CPUOffload(params=True)})
 STREAMS = "shardeddp.comm.streams:"
 GROUP = "shardeddp.engine.param_group:FlatGroup."
-REDUCTION = "shardeddp.engine.gradients:Reduction."
+REDUCTION = "shardeddp.engine.reduction:Reduction."
 
 MUTANTS = {
     "streams do not follow compute": Mutant(
@@ -188,7 +188,7 @@ MUTANTS = {
         told=["dist.all_reduce(tensor", "of reduce_stream"],
     ),
     "replicas share the gradient buffer itself": Mutant(
-        place="shardeddp.engine.gradients:GradientMemory.leave_buffer",
+        place="shardeddp.engine.reduction:GradientMemory.leave_buffer",
         line="output if output is self.shard else output.clone()",
         becomes="output",
         scenario=WIDER,

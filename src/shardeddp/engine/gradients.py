@@ -1,18 +1,16 @@
-"""Gradients of a flat group: packed after autograd, reduced, and kept as a gradient shard."""
+"""Gradients of a flat group: from autograd's, packed for their reduction, to ``.grad``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import nn
 
-from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
-from shardeddp.comm.collectives import ReduceKind
-from shardeddp.engine.storage import RELEASED_MEMORY, allocate, empty_on_host, local_view, release
+from shardeddp.comm import Mesh
+from shardeddp.engine.reduction import GradientMemory, ReduceTarget, Reduction, ReductionPlan
+from shardeddp.engine.storage import local_view
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor.backward import (
@@ -24,354 +22,7 @@ from shardeddp.tensor.backward import (
 )
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import foreach_copy_, foreach_zero_, storage_of, without_torch_function
-
-# -- GradientMemory: the flat gradient tensors of one group
-
-
-class GradientMemory:
-    """One gradient buffer, one gradient shard, and partial sums.
-
-    Args:
-        layout: Layout of the parameters in the buffer.
-        mesh: Process groups and streams of the reductions.
-        main_shard: Main shard; the gradient shard has its dtype and device.
-        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
-    """
-
-    def __init__(
-        self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
-    ) -> None:
-        self.mesh = mesh
-        self.shard: torch.Tensor | None = None
-        """Gradient shard: 1D, shard_numel; made at the first reduction, and replaced when
-        anything else holds a gradient in it."""
-
-        self.partial: torch.Tensor | None = None
-        """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""
-
-        # A rank that owns the whole buffer can pack straight into its gradient shard.
-        self.packs_into_shard = (
-            layout.num_slices == 1
-            and reduce_dtype is main_shard.dtype
-            and main_shard.device == mesh.device
-        )
-        self._layout = layout
-        self._main_shard = main_shard
-        self._reduce_dtype = reduce_dtype
-        # 1D, padded_numel; storage emptied between reductions
-        self._buffer: torch.Tensor | None = None
-        self._buffer_slots: list[torch.Tensor] = []
-        self._shard_slots: list[torch.Tensor] = []
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes of the gradient buffer's memory; 0 while it is released."""
-        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
-
-    def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the gradient shard, zero if new, and its slots if gradients are packed into it."""
-        if self.shard is None:
-            self.shard = (
-                empty_on_host(self._main_shard, self.mesh.device)
-                if self.is_on_host
-                else torch.empty_like(self._main_shard)
-            )
-            self.shard.zero_()
-            if self.packs_into_shard:
-                self._shard_slots = self._slots_of(self.shard)
-        return self.shard, self._shard_slots
-
-    def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the gradient buffer, with memory, and its slots."""
-        # The root unit's gradient buffer may set the peak of memory.
-        RELEASED_MEMORY.clear(for_nbytes=self._layout.padded_numel * self._reduce_dtype.itemsize)
-        if self._buffer is None:
-            self._buffer = torch.empty(
-                self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
-            )
-            self._buffer_slots = self._slots_of(self._buffer)
-        allocate(self._buffer)
-        return self._buffer, self._buffer_slots
-
-    def close_buffer(self) -> None:
-        """Release the gradient buffer's memory."""
-        if self._buffer is not None:
-            # Allocated on compute's stream, which waits for the collective that read the buffer
-            # (`Reduction._advance`): the next tensor in this memory is written after that read.
-            release(self._buffer)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the gradient shard is in host memory while another device computes."""
-        return self._main_shard.device != self.mesh.device
-
-    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
-        return output if output is self.shard else output.clone()
-
-    def keep_partial(self, output: torch.Tensor) -> None:
-        """Add averages of the shard group to the partial sums, reduced by a later micro-batch."""
-        if self.partial is None:
-            self.partial = output.to(self._main_shard.dtype, copy=True)
-        else:
-            self.partial.add_(output)
-
-    def partial_of(self, index: int) -> torch.Tensor:
-        """Return this rank's elements of one parameter in the partial sums, 1D; zero if unset.
-
-        Raises:
-            RuntimeError: Replicas split shards: the sums are not of the slice that a rank owns.
-        """
-        if self.mesh.topology.split_replicas:
-            raise RuntimeError(
-                f"the gradient of {self._layout.slots[index].fqn} is not complete before the "
-                f"step's last micro-batch: "
-                f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
-                f"own until then. Read it after that micro-batch, or set reduce_every_backward=False"
-            )
-        if self.partial is None:
-            self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)
-        return local_view(self.partial, self._layout, index, self.mesh.slice_rank)
-
-    def holds(self, local: torch.Tensor) -> bool:
-        """Return whether a tensor is a view of the partial sums."""
-        return self.partial is not None and storage_of(local) == storage_of(self.partial)
-
-    def drop_partial_of(self, index: int) -> None:
-        """Zero the partial sums of one parameter."""
-        assert self.partial is not None
-        pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
-        first = self.mesh.slice_rank // pieces * pieces
-        for offset, piece in enumerate(self.partial.view(pieces, -1)):
-            local_view(piece, self._layout, index, first + offset).zero_()
-
-    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        """Write averaged gradients to the gradient shard, or add them to it.
-
-        Args:
-            output: Averaged gradients; 1D, shard_numel.
-            kept: Flag per parameter: True to add, False to overwrite.
-        """
-        shard, _ = self.open_shard()
-        if output is shard:
-            return
-        if not any(kept):
-            shard.copy_(output, non_blocking=True)
-            return
-        # The shard itself, unless it is offloaded to the host.
-        total = shard.to(output.device, non_blocking=True)
-        if all(kept):
-            total.add_(output)
-        else:
-            for i, keep in enumerate(kept):
-                mine, arrived = (
-                    local_view(flat, self._layout, i, self.mesh.slice_rank)
-                    for flat in (total, output)
-                )
-                mine.add_(arrived) if keep else mine.copy_(arrived)
-        if total is not shard:
-            shard.copy_(total, non_blocking=True)
-
-    def _slots_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of every parameter's slot in its shape, then of every padding interval."""
-        views = [
-            flat[slot.interval.start : slot.interval.stop].view(slot.shape)
-            for slot in self._layout.slots
-        ]
-        return views + [
-            flat[padding.start : padding.stop] for padding in self._layout.padding_intervals
-        ]
-
-
-# -- Reduction: one group's gradients in flight
-#
-# First in the shard group, then across replicas.
-
-
-class ReduceTarget(Enum):
-    """Destination of the gradients of a reduction."""
-
-    IN_SHARD = "in_shard"
-    """Gradient shard; there are no replicas."""
-
-    ACROSS_REPLICAS = "across_replicas"
-    """Gradient shard, after an average over replicas."""
-
-    IN_PARTIAL_SUMS = "in_partial_sums"
-    """Partial sums, which a later micro-batch reduces across replicas."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReductionPlan:
-    """Decisions about one reduction, made before its gradients are packed."""
-
-    target: ReduceTarget
-    kept: Sequence[bool]
-    """Flag per parameter: True to add to its gradient in the gradient shard, False to overwrite."""
-
-    packs_into_shard: bool
-    """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
-
-    leaves_output: bool
-    """True if the output of the reduce-scatter stays in this rank's slice of the buffer.
-
-    It is added to the shard, changes dtype or device, or is divided among replicas. False: the
-    output is the gradient shard.
-    """
-
-    scale: float | None
-    """Factor of gradients while they are packed, so that a sum over replicas is their average.
-
-    None: no factor; replicas average.
-    """
-
-    @property
-    def adds(self) -> bool:
-        """True if averages are added to gradients in the shard.
-
-        Compute may add to the shard at any time (gradients of parameters used outside of their
-        unit). Additions of a reduction run on compute's stream, too: on the reduce stream they
-        would race.
-        """
-        return self.target is not ReduceTarget.IN_PARTIAL_SUMS and any(self.kept)
-
-    @property
-    def kind(self) -> ReduceKind:
-        """Reduction operation across replicas."""
-        return "mean" if self.scale is None else "sum"
-
-
-class Reduction:
-    """Gradient reduction in flight: in the shard group first, then across replicas.
-
-    Args:
-        plan: Decisions about the reduction.
-        memory: Gradient tensors of the group.
-        buffer: Packed gradients; 1D, padded_numel.
-        output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
-            the buffer.
-        partial: Sums of earlier micro-batches that are reduced across replicas with these
-            gradients; 1D, shard_numel.
-    """
-
-    def __init__(
-        self,
-        plan: ReductionPlan,
-        memory: GradientMemory,
-        buffer: torch.Tensor,
-        output: torch.Tensor,
-        partial: torch.Tensor | None,
-    ) -> None:
-        self._plan, self._memory, self._output, self._partial = plan, memory, output, partial
-        self._in_buffer = True
-        # Later stages in other streams, once issued: across replicas, then to host memory.
-        self._following: list[StreamHandle] = []
-        mesh = memory.mesh
-
-        def action() -> CollectiveHandle:
-            return mesh.reduce.reduce_scatter(output, buffer).then(self._after_shard_group)
-
-        self._handle: StreamHandle = mesh.reduce_stream.issue(action)
-
-    def advance(self) -> bool:
-        """Wait for the collective and issue the next; True when the gradient shard is complete.
-
-        If streams keep the order, compute waits for the shard group only. It waits in
-        :meth:`finish` for replicas, by far the slowest between nodes, and for copies to the host.
-        """
-        return self._advance(waits=False)
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether all remaining stages are enqueued, in stream order."""
-        return bool(self._following) and self._following[0].is_ordered
-
-    @property
-    def waiting_nbytes(self) -> int:
-        """Bytes besides the gradient shard that wait for replicas or for a copy to the host."""
-        waits = bool(self._following) and self._output is not self._memory.shard
-        return self._output.untyped_storage().nbytes() if waits else 0
-
-    def finish(self) -> None:
-        """Wait for all stages."""
-        while not self._advance(waits=True):
-            pass
-
-    def _advance(self, waits: bool) -> bool:
-        following = self._following.copy()
-        if self._in_buffer or not self._handle.is_ordered:  # compute waits for the first only once
-            self._handle.advance()  # may issue the next stages
-        if self._in_buffer and not self._following and self._plan.adds:
-            self._memory.absorb(self._output, self._plan.kept)
-        if self._in_buffer:
-            # Only the first collective needed the buffer, and another reduction may have opened it
-            # since. `advance` has completed the collective or made compute's stream wait for it, so
-            # the next tensor in this memory is written after the read.
-            self._in_buffer = False
-            self._memory.close_buffer()
-            # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
-            # reduce stream's read of them now.
-            self._partial = None
-        if not self._following:
-            return True
-        if not following or (following[0].is_ordered and not waits):
-            return False
-        following[0].wait()  # may issue the copy to host memory
-        for copied in self._following[1:]:
-            copied.wait()
-        if self._plan.adds:
-            self._memory.absorb(self._output, self._plan.kept)
-        # The reduce stream allocated memory that other streams and compute have used.
-        self._memory.mesh.reduce_stream.follow_compute()
-        return True
-
-    def _after_shard_group(self) -> CollectiveHandle:
-        memory = self._memory
-        if self._plan.target is ReduceTarget.IN_PARTIAL_SUMS:
-            memory.keep_partial(self._output)
-        elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
-            if self._partial is not None:
-                self._output.add_(self._partial)
-            self._output = memory.leave_buffer(self._output)
-            self._following.append(
-                memory.mesh.replicate_stream.issue(
-                    lambda: self._reduce_across_replicas().then(self._after_replicas)
-                )
-            )
-        elif not self._plan.adds:
-            if memory.is_on_host:
-                self._output = memory.leave_buffer(self._output)
-            self._absorb()
-        return CollectiveHandle()
-
-    def _reduce_across_replicas(self) -> CollectiveHandle:
-        replicate, summed = self._memory.mesh.replicate, self._output
-        if not self._memory.mesh.topology.split_replicas:
-            return replicate.all_reduce_(summed, self._plan.kind)
-        self._output = summed.view(replicate.size, -1)[replicate.rank]
-        return replicate.reduce_scatter(self._output, summed)
-
-    def _after_replicas(self) -> CollectiveHandle:
-        if not self._plan.adds:
-            self._absorb()
-        return CollectiveHandle(keep=(self._output,))
-
-    def _absorb(self) -> None:
-        """Write averages to the gradient shard; on the copy stream if it is in host memory."""
-        memory, output, kept = self._memory, self._output, self._plan.kept
-        if not memory.is_on_host:
-            memory.absorb(output, kept)
-            return
-
-        def action() -> CollectiveHandle:
-            memory.absorb(output, kept)
-            return CollectiveHandle()
-
-        self._following.append(memory.mesh.copy_out_stream.issue(action))
-
-
-# -- GroupGradients: packing, reduction and the gradient shard of one group
+from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_function
 
 
 class GroupGradients:
@@ -415,13 +66,14 @@ class GroupGradients:
         self.kept_by_others = False
         """Whether an optimizer may hold local gradients that no reference count shows."""
         self._on_outside: Callable[[int], None] | None = None
-        # Per parameter: its gradient went into a reduction since the backward began.
-        self._packed = [False] * len(unsharded)
+        # Indices of parameters whose gradient went into a reduction since the backward began.
+        self._packed: set[int] = set()
         self._reduced = False  # whether there was a reduction since the backward began
         self._reduced_by: int | None = None  # number of the backward of the last reduction
-        # Per parameter: its sum in the shard counts even without a `.grad`, until ranks agree.
-        self._summed = [False] * len(unsharded)
-        self._partly_used = [False] * len(unsharded)  # per parameter: it is in the partial sums
+        # Indices of parameters whose sum in the shard counts even without a `.grad`, until ranks
+        # agree.
+        self._summed: set[int] = set()
+        self._partly_used: set[int] = set()  # indices of parameters in the partial sums
         # Whether the last backward has left gradients for a later one to complete, and whether
         # those are sums of the shard group.
         self._is_incomplete = self._sums_are_shared = False
@@ -455,7 +107,7 @@ class GroupGradients:
 
     def begin_backward(self) -> None:
         """Reset the flags of reduced gradients."""
-        self._packed = [False] * len(self._packed)
+        self._packed = set()
         self._reduced = False
 
     def take_assigned(self, reduces: bool) -> None:
@@ -476,7 +128,7 @@ class GroupGradients:
                 self._add_outside(index, found.full_tensor())
             elif self._mesh.has_replicas:
                 self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
-                self._partly_used[index] = True
+                self._partly_used.add(index)
             else:
                 continue  # the average is added to it
             store_gradient(self._sharded[index], None)
@@ -590,15 +242,15 @@ class GroupGradients:
         former = stored_gradient(self._sharded[index])
         assert isinstance(former, ShardTensor)
         local = former.to_local().to(self._mesh.device)
-        if self._sums_are_shared or self._partly_used[index]:
+        if self._sums_are_shared or index in self._partly_used:
             self._memory.partial_of(index).add_(local)
-            self._partly_used[index] = True
+            self._partly_used.add(index)
         elif self._layout.num_slices == 1:
             self._add_own(index, local.clone().view(self._layout.slots[index].shape))
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
-        self._summed[index] = False  # or the next reduction would count the shard's sum again
+        self._summed.discard(index)  # or the next reduction would count the shard's sum again
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """Return a parameter's gradient so far, before a later micro-batch completes it.
@@ -615,7 +267,7 @@ class GroupGradients:
             # Gradients of autocast copies have autocast's dtype; users expect the parameter's.
             accumulate_in(self._unsharded[index], self._main_dtype)
             gradient = stored_gradient(self._unsharded[index])
-        if gradient is None and self._memory.partial is not None and self._partly_used[index]:
+        if gradient is None and self._memory.partial is not None and index in self._partly_used:
             gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient
 
@@ -630,18 +282,18 @@ class GroupGradients:
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
-        self._summed[index] = False
+        self._summed.discard(index)
         if self._memory.partial is not None:
             # Even if this rank has not used it: the sums include other ranks of the shard group.
             self._memory.drop_partial_of(index)
-        self._partly_used[index] = False
+        self._partly_used.discard(index)
 
     def is_unreduced(self, index: int) -> bool:
         """Return whether a parameter has a gradient that a later micro-batch completes."""
         return (
             stored_gradient(self._unsharded[index]) is not None
             or index in self._outside
-            or self._partly_used[index]
+            or index in self._partly_used
         )
 
     def used(self) -> list[bool]:
@@ -649,42 +301,39 @@ class GroupGradients:
 
         It awaits reduction, was packed in this backward, or is in partial sums.
         """
-        return [
-            packed or partly or waits
-            for packed, partly, waits in zip(
-                self._packed, self._partly_used, self._waiting(), strict=True
-            )
-        ]
+        found = self._packed | self._partly_used | self._waiting()
+        return [index in found for index in range(len(self._unsharded))]
 
     @property
     def has_partial_sums(self) -> bool:
         """Whether earlier micro-batches have left sums that are not reduced across replicas."""
-        return any(self._partly_used)
+        return bool(self._partly_used)
 
     def waiting(self) -> bool:
         """Return whether autograd has left a gradient that is not in a reduction yet."""
-        return any(self._waiting())
+        return bool(self._waiting())
 
-    def _waiting(self) -> list[bool]:
-        left = [gradient is not None for gradient in stored_gradients(self._unsharded)]
-        for index in self._outside:
-            left[index] = True
-        return left
+    def _waiting(self) -> set[int]:
+        left = enumerate(stored_gradients(self._unsharded))
+        return {index for index, gradient in left if gradient is not None}.union(self._outside)
 
     def sums(self) -> list[bool]:
         """Return per parameter whether gradients of earlier micro-batches wait for the last one."""
-        return [
-            summed or partly for summed, partly in zip(self._summed, self._partly_used, strict=True)
-        ]
+        found = self._summed | self._partly_used
+        return [index in found for index in range(len(self._unsharded))]
 
     def keep_sums(self, keep: bool) -> None:
         """Set whether the next reduction adds to this backward's sums without a ``.grad``, too."""
         if not keep:
-            self._summed = [False] * len(self._summed)
+            self._summed = set()
         elif self._reduced and not self._mesh.has_replicas:
             # A gradient in other memory already includes the sum so far.
             found = zip(stored_gradients(self._sharded), self._views, strict=True)
-            self._summed = [gradient is None or gradient is view for gradient, view in found]
+            self._summed = {
+                index
+                for index, (gradient, view) in enumerate(found)
+                if gradient is None or gradient is view
+            }
             self._reduced = False  # or a late agreement would restore a sum that users dropped
 
     def drop_waiting(self) -> None:
@@ -714,9 +363,7 @@ class GroupGradients:
                 buffer, slots = self._memory.open_buffer()
             self._pack(slots, plan.scale)
         if plan.target is ReduceTarget.IN_PARTIAL_SUMS:
-            self._partly_used = [
-                any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
-            ]
+            self._partly_used |= self._packed
         partial = self._take_partial() if plan.target is ReduceTarget.ACROSS_REPLICAS else None
         output = shard
         if plan.leaves_output:
@@ -752,8 +399,11 @@ class GroupGradients:
         """Return per parameter whether the reduction adds to its former gradient."""
         if not self._views:
             return [False] * len(self._sharded)
-        found = zip(stored_gradients(self._sharded), self._views, self._summed, strict=True)
-        return [self._reduced or summed or gradient is mine for gradient, mine, summed in found]
+        found = zip(stored_gradients(self._sharded), self._views, strict=True)
+        return [
+            self._reduced or index in self._summed or gradient is mine
+            for index, (gradient, mine) in enumerate(found)
+        ]
 
     def _are_held(self, kept: Sequence[bool]) -> bool:
         """Return whether users or an optimizer hold a former gradient that would be overwritten."""
@@ -780,17 +430,16 @@ class GroupGradients:
         shard, _ = self._memory.open_shard()
         former, self._views = self._views, self._views_of(shard)
         kept = [False] * len(self._sharded)
-        if any(self._summed):
-            for i, gradient in enumerate(stored_gradients(self._sharded)):
-                if self._summed[i] and gradient is None:
-                    self._views[i].to_local().copy_(former[i].to_local())
-                    kept[i] = True
+        for i in self._summed:
+            if stored_gradient(self._sharded[i]) is None:
+                self._views[i].to_local().copy_(former[i].to_local())
+                kept[i] = True
         return kept
 
     def _take_partial(self) -> torch.Tensor | None:
         """Take the partial sums of earlier micro-batches; their parameters count as packed."""
         partial = self._memory.partial
-        self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
+        self._packed |= self._partly_used
         self._forget_partial()
         return partial
 
@@ -801,13 +450,13 @@ class GroupGradients:
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""
-        if not any(used) or not (self._reduced or any(self._summed)):
+        if not any(used) or not (self._reduced or self._summed):
             return
         gradients = stored_gradients(self._sharded)
         with without_torch_function():
             for i, (sharded, view) in enumerate(zip(self._sharded, self._views, strict=True)):
                 found = gradients[i]
-                if not used[i] or found is view or not (self._reduced or self._summed[i]):
+                if not used[i] or found is view or not (self._reduced or i in self._summed):
                     continue
                 if isinstance(found, ShardTensor) and found.spec is sharded.spec:
                     # A gradient in other memory, or one that the user assigned. Its holders see
@@ -839,7 +488,7 @@ class GroupGradients:
             if gradient is None:
                 empty.append(slot)
                 continue
-            self._packed[i] = True
+            self._packed.add(i)
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
         store_gradients(self._unsharded, [None] * len(left))
@@ -856,7 +505,7 @@ class GroupGradients:
 
     def _forget_partial(self) -> None:
         self._memory.partial = None
-        self._partly_used = [False] * len(self._unsharded)
+        self._partly_used = set()
 
     def _views_of(self, shard: torch.Tensor) -> list[ShardTensor]:
         return [

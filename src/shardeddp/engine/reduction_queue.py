@@ -7,8 +7,8 @@ from collections import deque
 import torch
 
 from shardeddp.comm import Mesh, during
-from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.reduction import Reduction
 from shardeddp.plan.memory import WAITING_UNITS
 
 

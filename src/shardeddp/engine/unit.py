@@ -13,8 +13,8 @@ from torch import nn
 
 from shardeddp.comm import Mesh, StreamHandle, during
 from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
-from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.param_group import FlatGroup
+from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout

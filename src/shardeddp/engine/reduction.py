@@ -1,0 +1,355 @@
+"""Reduction of one group's gradients: the tensors they lie in, the plan, and the stages in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
+from shardeddp.comm.collectives import ReduceKind
+from shardeddp.engine.storage import RELEASED_MEMORY, allocate, empty_on_host, local_view, release
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.torch_private import storage_of
+
+
+class GradientMemory:
+    """One gradient buffer, one gradient shard, and partial sums.
+
+    Args:
+        layout: Layout of the parameters in the buffer.
+        mesh: Process groups and streams of the reductions.
+        main_shard: Main shard; the gradient shard has its dtype and device.
+        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
+    ) -> None:
+        self.mesh = mesh
+        self.shard: torch.Tensor | None = None
+        """Gradient shard: 1D, shard_numel; made at the first reduction, and replaced when
+        anything else holds a gradient in it."""
+
+        self.partial: torch.Tensor | None = None
+        """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""
+
+        # A rank that owns the whole buffer can pack straight into its gradient shard.
+        self.packs_into_shard = (
+            layout.num_slices == 1
+            and reduce_dtype is main_shard.dtype
+            and main_shard.device == mesh.device
+        )
+        self._layout = layout
+        self._main_shard = main_shard
+        self._reduce_dtype = reduce_dtype
+        # 1D, padded_numel; storage emptied between reductions
+        self._buffer: torch.Tensor | None = None
+        self._buffer_slots: list[torch.Tensor] = []
+        self._shard_slots: list[torch.Tensor] = []
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the gradient buffer's memory; 0 while it is released."""
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the gradient shard, zero if new, and its slots if gradients are packed into it."""
+        if self.shard is None:
+            self.shard = (
+                empty_on_host(self._main_shard, self.mesh.device)
+                if self.is_on_host
+                else torch.empty_like(self._main_shard)
+            )
+            self.shard.zero_()
+            if self.packs_into_shard:
+                self._shard_slots = self._slots_of(self.shard)
+        return self.shard, self._shard_slots
+
+    def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the gradient buffer, with memory, and its slots."""
+        # The root unit's gradient buffer may set the peak of memory.
+        RELEASED_MEMORY.clear(for_nbytes=self._layout.padded_numel * self._reduce_dtype.itemsize)
+        if self._buffer is None:
+            self._buffer = torch.empty(
+                self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
+            )
+            self._buffer_slots = self._slots_of(self._buffer)
+        allocate(self._buffer)
+        return self._buffer, self._buffer_slots
+
+    def close_buffer(self) -> None:
+        """Release the gradient buffer's memory."""
+        if self._buffer is not None:
+            # Allocated on compute's stream, which waits for the collective that read the buffer
+            # (`Reduction._advance`): the next tensor in this memory is written after that read.
+            release(self._buffer)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the gradient shard is in host memory while another device computes."""
+        return self._main_shard.device != self.mesh.device
+
+    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
+        """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
+        return output if output is self.shard else output.clone()
+
+    def keep_partial(self, output: torch.Tensor) -> None:
+        """Add averages of the shard group to the partial sums, reduced by a later micro-batch."""
+        if self.partial is None:
+            self.partial = output.to(self._main_shard.dtype, copy=True)
+        else:
+            self.partial.add_(output)
+
+    def partial_of(self, index: int) -> torch.Tensor:
+        """Return this rank's elements of one parameter in the partial sums, 1D; zero if unset.
+
+        Raises:
+            RuntimeError: Replicas split shards: the sums are not of the slice that a rank owns.
+        """
+        if self.mesh.topology.split_replicas:
+            raise RuntimeError(
+                f"the gradient of {self._layout.slots[index].fqn} is not complete before the "
+                f"step's last micro-batch: "
+                f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
+                f"own until then. Read it after that micro-batch, or set reduce_every_backward=False"
+            )
+        if self.partial is None:
+            self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)
+        return local_view(self.partial, self._layout, index, self.mesh.slice_rank)
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of the partial sums."""
+        return self.partial is not None and storage_of(local) == storage_of(self.partial)
+
+    def drop_partial_of(self, index: int) -> None:
+        """Zero the partial sums of one parameter."""
+        assert self.partial is not None
+        pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
+        first = self.mesh.slice_rank // pieces * pieces
+        for offset, piece in enumerate(self.partial.view(pieces, -1)):
+            local_view(piece, self._layout, index, first + offset).zero_()
+
+    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
+        """Write averaged gradients to the gradient shard, or add them to it.
+
+        Args:
+            output: Averaged gradients; 1D, shard_numel.
+            kept: Flag per parameter: True to add, False to overwrite.
+        """
+        shard, _ = self.open_shard()
+        if output is shard:
+            return
+        if not any(kept):
+            shard.copy_(output, non_blocking=True)
+            return
+        # The shard itself, unless it is offloaded to the host.
+        total = shard.to(output.device, non_blocking=True)
+        if all(kept):
+            total.add_(output)
+        else:
+            for i, keep in enumerate(kept):
+                mine, arrived = (
+                    local_view(flat, self._layout, i, self.mesh.slice_rank)
+                    for flat in (total, output)
+                )
+                mine.add_(arrived) if keep else mine.copy_(arrived)
+        if total is not shard:
+            shard.copy_(total, non_blocking=True)
+
+    def _slots_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of every parameter's slot in its shape, then of every padding interval."""
+        views = [
+            flat[slot.interval.start : slot.interval.stop].view(slot.shape)
+            for slot in self._layout.slots
+        ]
+        return views + [
+            flat[padding.start : padding.stop] for padding in self._layout.padding_intervals
+        ]
+
+
+# -- Reductions in flight
+
+
+class ReduceTarget(Enum):
+    """Destination of the gradients of a reduction."""
+
+    IN_SHARD = "in_shard"
+    """Gradient shard; there are no replicas."""
+
+    ACROSS_REPLICAS = "across_replicas"
+    """Gradient shard, after an average over replicas."""
+
+    IN_PARTIAL_SUMS = "in_partial_sums"
+    """Partial sums, which a later micro-batch reduces across replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionPlan:
+    """Decisions about one reduction, made before its gradients are packed."""
+
+    target: ReduceTarget
+    kept: Sequence[bool]
+    """Flag per parameter: True to add to its gradient in the gradient shard, False to overwrite."""
+
+    packs_into_shard: bool
+    """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
+
+    leaves_output: bool
+    """True if the output of the reduce-scatter stays in this rank's slice of the buffer.
+
+    It is added to the shard, changes dtype or device, or is divided among replicas. False: the
+    output is the gradient shard.
+    """
+
+    scale: float | None
+    """Factor of gradients while they are packed, so that a sum over replicas is their average.
+
+    None: no factor; replicas average.
+    """
+
+    @property
+    def adds(self) -> bool:
+        """True if averages are added to gradients in the shard.
+
+        Compute may add to the shard at any time (gradients of parameters used outside of their
+        unit). Additions of a reduction run on compute's stream, too: on the reduce stream they
+        would race.
+        """
+        return self.target is not ReduceTarget.IN_PARTIAL_SUMS and any(self.kept)
+
+    @property
+    def kind(self) -> ReduceKind:
+        """Reduction operation across replicas."""
+        return "mean" if self.scale is None else "sum"
+
+
+class Reduction:
+    """Gradient reduction in flight: in the shard group first, then across replicas.
+
+    Args:
+        plan: Decisions about the reduction.
+        memory: Gradient tensors of the group.
+        buffer: Packed gradients; 1D, padded_numel.
+        output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
+            the buffer.
+        partial: Sums of earlier micro-batches that are reduced across replicas with these
+            gradients; 1D, shard_numel.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        memory: GradientMemory,
+        buffer: torch.Tensor,
+        output: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        self._plan, self._memory, self._output, self._partial = plan, memory, output, partial
+        self._in_buffer = True
+        # Later stages in other streams, once issued: across replicas, then to host memory.
+        self._following: list[StreamHandle] = []
+        mesh = memory.mesh
+
+        def action() -> CollectiveHandle:
+            return mesh.reduce.reduce_scatter(output, buffer).then(self._after_shard_group)
+
+        self._handle: StreamHandle = mesh.reduce_stream.issue(action)
+
+    def advance(self) -> bool:
+        """Wait for the collective and issue the next; True when the gradient shard is complete.
+
+        If streams keep the order, compute waits for the shard group only. It waits in
+        :meth:`finish` for replicas, by far the slowest between nodes, and for copies to the host.
+        """
+        return self._advance(waits=False)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether all remaining stages are enqueued, in stream order."""
+        return bool(self._following) and self._following[0].is_ordered
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes besides the gradient shard that wait for replicas or for a copy to the host."""
+        waits = bool(self._following) and self._output is not self._memory.shard
+        return self._output.untyped_storage().nbytes() if waits else 0
+
+    def finish(self) -> None:
+        """Wait for all stages."""
+        while not self._advance(waits=True):
+            pass
+
+    def _advance(self, waits: bool) -> bool:
+        following = self._following.copy()
+        if self._in_buffer or not self._handle.is_ordered:  # compute waits for the first only once
+            self._handle.advance()  # may issue the next stages
+        if self._in_buffer and not self._following and self._plan.adds:
+            self._memory.absorb(self._output, self._plan.kept)
+        if self._in_buffer:
+            # Only the first collective needed the buffer, and another reduction may have opened it
+            # since. `advance` has completed the collective or made compute's stream wait for it, so
+            # the next tensor in this memory is written after the read.
+            self._in_buffer = False
+            self._memory.close_buffer()
+            # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
+            # reduce stream's read of them now.
+            self._partial = None
+        if not self._following:
+            return True
+        if not following or (following[0].is_ordered and not waits):
+            return False
+        following[0].wait()  # may issue the copy to host memory
+        for copied in self._following[1:]:
+            copied.wait()
+        if self._plan.adds:
+            self._memory.absorb(self._output, self._plan.kept)
+        # The reduce stream allocated memory that other streams and compute have used.
+        self._memory.mesh.reduce_stream.follow_compute()
+        return True
+
+    def _after_shard_group(self) -> CollectiveHandle:
+        memory = self._memory
+        if self._plan.target is ReduceTarget.IN_PARTIAL_SUMS:
+            memory.keep_partial(self._output)
+        elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
+            if self._partial is not None:
+                self._output.add_(self._partial)
+            self._output = memory.leave_buffer(self._output)
+            self._following.append(
+                memory.mesh.replicate_stream.issue(
+                    lambda: self._reduce_across_replicas().then(self._after_replicas)
+                )
+            )
+        elif not self._plan.adds:
+            if memory.is_on_host:
+                self._output = memory.leave_buffer(self._output)
+            self._absorb()
+        return CollectiveHandle()
+
+    def _reduce_across_replicas(self) -> CollectiveHandle:
+        replicate, summed = self._memory.mesh.replicate, self._output
+        if not self._memory.mesh.topology.split_replicas:
+            return replicate.all_reduce_(summed, self._plan.kind)
+        self._output = summed.view(replicate.size, -1)[replicate.rank]
+        return replicate.reduce_scatter(self._output, summed)
+
+    def _after_replicas(self) -> CollectiveHandle:
+        if not self._plan.adds:
+            self._absorb()
+        return CollectiveHandle(keep=(self._output,))
+
+    def _absorb(self) -> None:
+        """Write averages to the gradient shard; on the copy stream if it is in host memory."""
+        memory, output, kept = self._memory, self._output, self._plan.kept
+        if not memory.is_on_host:
+            memory.absorb(output, kept)
+            return
+
+        def action() -> CollectiveHandle:
+            memory.absorb(output, kept)
+            return CollectiveHandle()
+
+        self._following.append(memory.mesh.copy_out_stream.issue(action))
