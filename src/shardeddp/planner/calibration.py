@@ -30,7 +30,7 @@ from shardeddp.planner.trace import Work
 
 VERSION = 3
 """Version of the file format; files of other versions are refused."""
-TIME_INTERVAL = 0.15
+TIME_INTERVAL = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""
 PROBED, RECORDED = 0.10, 0.15
 """Relative error of step parts that a probe, or a run, measured on the machines of the plan."""

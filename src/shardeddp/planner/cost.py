@@ -23,45 +23,45 @@ class Constants:
     specific to one framework. Every value is positive: the fit varies logarithms.
     """
 
-    matmul: float = 0.982
+    matmul: float = 0.961
     """Rate of large matmuls, as a fraction of the best rate measured on the GPU."""
-    matmul_traffic: float = 1.74
+    matmul_traffic: float = 0.912
     """Time of a matmul's operands and results, as a multiple of their time at full bandwidth."""
-    attention: float = 0.269
+    attention: float = 0.268
     """Rate of fused attention, as a fraction of the dense peak."""
-    moved: float = 0.674
+    moved: float = 0.896
     """Time of element-wise bytes, as a multiple of their time at full bandwidth."""
-    moved_backward: float = 1.67
+    moved_backward: float = 1.65
     """Element-wise bytes of a backward per byte of its forward."""
-    root_moved: float = 0.923
+    root_moved: float = 1.87
     """Element-wise bytes of the root (embedding, logits, loss) per counted byte."""
-    recompute: float = 0.805
+    recompute: float = 0.793
     """Time of a recomputation per time of the forward."""
-    kernel_us: float = 4.29
+    kernel_us: float = 11.4
     """Fixed device time of each kernel."""
-    launch_us: float = 24.6
+    launch_us: float = 23.6
     """Host time of each kernel launch in a forward."""
-    launch_backward: float = 1.73
+    launch_backward: float = 3.19
     """Host time of all launches in a backward per host time of those in the forward."""
-    link: float = 0.727
+    link: float = 0.741
     """Fraction of the intra-node link bandwidth that collectives reach."""
-    network: float = 0.707
+    network: float = 0.704
     """Fraction of the inter-node bandwidth that collectives reach."""
-    network_unstated: float = 0.591
+    network_unstated: float = 0.582
     """Assumed fraction of the reference machine's network where its bandwidth is not given."""
-    latency_us: float = 25.4
+    latency_us: float = 24.0
     """Fixed latency of a collective."""
-    hop_us: float = 6.55
+    hop_us: float = 6.2
     """Latency of each hop between neighbours of a ring."""
-    interference: float = 0.371
+    interference: float = 0.355
     """Slowdown of compute by overlapped communication."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
     """Slowdown by kind of collective, for measured kinds."""
-    optimizer: float = 1.23
+    optimizer: float = 1.03
     """Time of an optimizer step, as a multiple of its states' time at full bandwidth."""
-    micro_batch_ms: float = 12.6
+    micro_batch_ms: float = 4.89
     """Host time of each micro-batch, without its kernel launches."""
-    step_ms: float = 2.05
+    step_ms: float = 2.72
     """Fixed host time of an optimizer step."""
     collective_us: float = 1e-3
     """Host time of each collective without its transfer: hooks, enqueueing on a stream, swapping of
@@ -74,13 +74,13 @@ class Constants:
 FITTED = Constants(
     rates={
         "A100-40": 1.08,
-        "A100-80": 1.13,
+        "A100-80": 1.12,
         "H100-80": 1.02,
-        "H100-96-500W": 0.798,
+        "H100-96-500W": 0.802,
         "attention A100-40": 1.16,
-        "attention A100-80": 1.16,
+        "attention A100-80": 1.17,
         "attention H100-80": 0.653,
-        "attention H100-96-500W": 0.859,
+        "attention H100-96-500W": 0.858,
     },
 )
 

@@ -44,6 +44,8 @@ class Dimensions:
     """Rotary position embeddings; False: a learned table."""
     rms: bool = True
     fused_attention: bool = True
+    fused_loss: bool = False
+    """Cross-entropy in one kernel that reads the logits in their own dtype (flash-attn, Liger)."""
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -136,22 +138,39 @@ class Attention(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
-        """Map (batch, length, width) to the same shape."""
+        """Map (batch, length, width), or (length, batch, width) if not fused, to the same shape."""
+        mix = self._fused if self.dims.fused_attention else self._unfused
+        return self.out(mix(self.qkv(x), angles))
+
+    def _fused(self, features: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
         heads, shared = self.num_heads, self.num_key_value_heads
-        features = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        parts = features.split([heads, shared, shared], dim=-2)
+        parts = features.unflatten(-1, (-1, self.head_dim)).split([heads, shared, shared], dim=-2)
         query, key, value = (it.transpose(1, 2) for it in parts)
         if angles is not None:
             query, key = _rotate(query, angles), _rotate(key, angles)
-        if self.dims.fused_attention:
-            shared = key.shape[1] != query.shape[1]
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=shared
-            )
-        else:
-            scores = query @ key.transpose(-2, -1)
-            mixed = F.dropout((scores * self.head_dim**-0.5).softmax(-1), 0.1) @ value
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=shared != heads
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _unfused(self, features: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+        """Attend by separate kernels, as in Megatron-LM; scores of all heads are in memory.
+
+        Queries, keys and values of a head lie beside each other, so that heads of all samples are
+        one batch of views.
+        """
+        groups, each = self.num_key_value_heads, self.num_heads // self.num_key_value_heads
+        parts = features.unflatten(-1, (groups, each + 2, -1)).split([each, 1, 1], dim=-2)
+        query, key, value = (
+            it.expand(-1, -1, -1, each, -1).flatten(1, 3).transpose(0, 1) for it in parts
+        )  # (batch * heads, length, head_dim)
+        if angles is not None:
+            query, key = _rotate(query, angles), _rotate(key, angles)
+        scores = torch.baddbmm(
+            query.new_zeros(()), query, key.transpose(1, 2), beta=0, alpha=self.head_dim**-0.5
+        )
+        mixed = torch.bmm(F.dropout(scores.softmax(-1), 0.1), value)
+        return mixed.transpose(0, 1).reshape(*features.shape[:2], -1)
 
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -200,17 +219,43 @@ class Decoder(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the scalar cross-entropy of tokens of shape (batch, length), not shifted."""
         length = tokens.shape[1]
+        if not self.dims.fused_attention:
+            tokens = tokens.t()
         x = self.embedding(tokens)
         angles = None
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length))
+            places = self.positions(torch.arange(length))
+            x = x + (places if self.dims.fused_attention else places.unsqueeze(1))
         else:
             half = self.dims.width // self.dims.heads // 2
             angles = torch.empty(length, half, dtype=torch.complex64)
         for block in self.blocks:
             x = block(x, angles)
-        logits = self.output(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        logits = self.output(self.norm(x)).flatten(0, 1)
+        if self.dims.fused_loss:
+            return _FusedCrossEntropy.apply(logits, tokens.flatten())
+        return F.cross_entropy(logits.float(), tokens.flatten())
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy that keeps the logits only, and reads them once in each direction."""
+
+    @override
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the scalar loss of logits (tokens, vocabulary) and targets (tokens)."""
+        ctx.save_for_backward(logits, targets)
+        chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return (logits.logsumexp(1) - chosen).float().mean()
+
+    @override
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the logits."""
+        logits, targets = ctx.saved_tensors
+        gradient = logits.softmax(1)
+        gradient.scatter_add_(1, targets.unsqueeze(1), gradient.new_full((len(targets), 1), -1.0))
+        return gradient.mul_(grad_outputs[0] / len(targets)), None
 
 
 SPLITS = (
