@@ -36,6 +36,7 @@ from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.optim.late_parameters import average_late_gradients
 from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import never_traced, runs_eagerly
@@ -223,11 +224,13 @@ class ShardedDP(DDPStrategy):
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.precision.unscale_gradients(optimizer)
+        average_late_gradients([optimizer])
         return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, *args, **kwargs)
 
     @override
     def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float) -> None:
         self.precision.unscale_gradients(optimizer)
+        average_late_gradients([optimizer])
         clip_grad_value_(self.precision.main_params(optimizer), clip_val)
 
     # -- checkpoints

@@ -322,12 +322,13 @@ def test_inputs_are_made_worse_by_their_gradient_before_the_step(strategy: str) 
 @on_ranks(2)
 def test_a_backward_that_keeps_its_graph_for_another_one(strategy: str) -> None:
     trial = chain(strategy)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Using backward.* with create_graph=True"
-        )  # torch's advice
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for loss in (trial.forward(square), trial.reference_loss(square)):
             loss.backward(create_graph=True)
+    said = [str(it.message) for it in caught if "of sharded parameters" in str(it.message)]
+    assert len(said) == (trial.runtime.mesh.rank == 0)
+    assert all("torch.autograd.grad(loss, parameters, create_graph=True)" in it for it in said)
     trial.check_gradients()
     trial.step()
     trial.train(square)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from shardeddp import ShardedDP
 from shardeddp.errors import ConfigurationError
@@ -26,6 +25,7 @@ from support.tasks import (
     Recorded,
     TinyGpt,
     token_loader,
+    tokens_in_order,
 )
 from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds, on_ranks
@@ -58,12 +58,6 @@ class FactoredFinetuned(Finetuned):
         return torch.optim.Adafactor([it for it in self.parameters() if it.requires_grad], lr=0.01)
 
 
-def in_order(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
-    """Batches of all ranks that are one batch of one process."""
-    tokens = token_loader(num_samples).dataset
-    return DataLoader(tokens, batch_size, sampler=DistributedSampler(tokens, shuffle=False))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Finetuned, FactoredFinetuned])
 def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(
@@ -71,7 +65,7 @@ def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(
 ) -> None:
     run = Run(
         model=model,
-        loader=in_order,
+        loader=tokens_in_order,
         batches=2,
         steps=6,
         options={

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 VOCABULARY = 11
 
@@ -169,6 +169,12 @@ def token_loader(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
     noise = torch.randint(2, (num_samples, 6), generator=generator)
     tokens = (start + torch.arange(6) + noise) % VOCABULARY
     return DataLoader(tokens, batch_size=batch_size)  # type: ignore[arg-type]  # a tensor is a sequence of samples
+
+
+def tokens_in_order(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
+    """The same, where batches of all ranks are one batch of one process."""
+    tokens = token_loader(num_samples).dataset
+    return DataLoader(tokens, batch_size, sampler=DistributedSampler(tokens, shuffle=False))
 
 
 def image_loader(num_samples: int, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:

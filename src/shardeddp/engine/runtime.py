@@ -108,6 +108,7 @@ class Runtime:
             self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
         )
         self._keeps_graph = False  # the running backward records a graph (create_graph)
+        self._has_warned = False  # of the graph that gradients lose
         self._step_name = "forward"
         self._backwards = 0  # count since the last forward of the root began
         self._in_nodes = object()  # key of this runtime's entry in the metadata of graph nodes
@@ -656,11 +657,25 @@ class Runtime:
         self.agreement.end(self._backward_kind)
         self._reducer.end()
         self._leave_backward()
-        if self._keeps_graph and not self._reducer.leaves_gradients:
-            return  # `autograd.grad` for another backward, whose graph needs the parameters
+        if self._keeps_graph:
+            if not self._reducer.leaves_gradients:
+                return  # `autograd.grad` for another backward, whose graph needs the parameters
+            self._warn_of_lost_graph()
         for progress in self.progresses:
             progress.forget_forwards()
         self._reshard_unused(also_root=True)
+
+    def _warn_of_lost_graph(self) -> None:
+        if self._has_warned or self.mesh.rank:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "backward(create_graph=True): .grad of sharded parameters is the average of all ranks "
+            "and has no graph, so a penalty on it is a constant, and its derivative an error. Take "
+            "gradients that can be differentiated from torch.autograd.grad(loss, parameters, "
+            "create_graph=True): they are those of this rank",
+            stacklevel=2,
+        )
 
     def _give_up_backward(self) -> None:
         """Leave the phase of a failed backward; its gradients stay, as in any backward."""
@@ -743,6 +758,11 @@ _RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictiona
 """Runtimes by ``id`` of the root module; the module's hooks keep a runtime alive."""
 
 
+def all_runtimes() -> list[Runtime]:
+    """Return the runtimes of this process, in an order that is the same on all ranks."""
+    return list(_RUNTIMES.values())
+
+
 def runtime_of(module: nn.Module) -> Runtime | None:
     """Return the runtime of a module that was sharded as a root; None for any other module."""
     runtime = _RUNTIMES.get(id(module))
@@ -755,7 +775,7 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     for parameter in stepped:
         if parameter.is_of_a_unit:
             by_mesh.setdefault(parameter.spec.mesh.whole, []).append(parameter)
-    for runtime in list(_RUNTIMES.values()):
+    for runtime in all_runtimes():
         if mine := by_mesh.get(runtime.mesh):
             runtime.parameters_changed(mine)
 
@@ -773,9 +793,9 @@ def runtimes_around(module: nn.Module) -> list[Runtime]:
             for each in (*spec.parameters, *spec.passthrough)
         )
 
-    return [runtime for runtime in list(_RUNTIMES.values()) if meets(runtime)]
+    return [runtime for runtime in all_runtimes() if meets(runtime)]
 
 
 def units_of_all() -> list[Unit]:
     """Return the units of all runtimes, in an order that is the same on all ranks."""
-    return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]
+    return [each.unit for runtime in all_runtimes() for each in runtime.progresses]

@@ -77,6 +77,7 @@ from shardeddp.lightning.tensor_parallel import (
     refuse_untried_in,
 )
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
+from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import (
@@ -697,6 +698,7 @@ class ShardedDP(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         self.runtime.optimizes_after_step = module is None or module.automatic_optimization
+        find_late_parameters(self.optimizers)
         return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
@@ -748,7 +750,9 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Check split layers and experts after a backward: gradients, calls and token dispatch."""
+        """Average gradients of late parameters; check split layers, calls and token dispatch."""
+        if self.runtime.sync_gradients:
+            average_late_gradients(self.optimizers)
         if self.options.tensor_parallel_size > 1 and self.runtime.sync_gradients:
             self._tensor_ranks.end_backward(self.runtime.root_module.parameters(), self.mesh)
         if self._is_first_step:

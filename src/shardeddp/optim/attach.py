@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 from shardeddp.config import OptimizerScope
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.elementwise import LocalStep
+from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
 from shardeddp.optim.swap import (
     OnStep,
@@ -91,6 +92,7 @@ def follow_optimizers(on_step: OnStep) -> None:
 def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if len(args) < 2 and kwargs.get("closure") is None:  # else the closure may run the backward
         settle_gradients(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        average_late_gradients([optimizer])
 
 
 @outside_of_compiled_steps
@@ -118,6 +120,7 @@ def attach_optimizer(
             element-wise.
     """
     _attached.add(optimizer)
+    find_late_parameters([optimizer])
     sharded = [
         it
         for group in optimizer.param_groups

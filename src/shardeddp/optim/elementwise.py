@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardeddp.engine.storage import empty_on_host
 from shardeddp.optim.runs import (
@@ -25,7 +26,7 @@ from shardeddp.optim.runs import (
 )
 from shardeddp.optim.scope import SCALAR_STATES, scope_of
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
-from shardeddp.tensor.shard_tensor import ShardTensor, gather, local_or_whole
+from shardeddp.tensor.shard_tensor import ShardTensor, gather, is_same_memory, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 
 # -- Memory of the tensors stepped on
@@ -321,6 +322,7 @@ class LocalStates(OutsideStates):
         self._slices = slices
         self._memory = memory
         self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
+        self._of_aliases = WeakTensorKeyDictionary()  # their local parameters
         self.changed = False
         """True if runs have been divided since they were arranged."""
 
@@ -368,10 +370,22 @@ class LocalStates(OutsideStates):
 
     def run_of(self, parameter: ShardTensor) -> Run:
         """Return the run that a parameter is in now."""
-        shard = parameter.raw_local
+        shard = self._local(parameter)
         if shard not in self._runs:
             self._runs[shard] = Run([shard])
         return self._runs[shard]
+
+    def _local(self, parameter: ShardTensor) -> torch.Tensor:
+        """Return the local parameter; of an alias, one of its own, as it has a state of its own.
+
+        ``nn.Parameter(weight)`` is an alias, which parametrizations register in its place.
+        """
+        if parameter.origin is parameter:
+            return parameter.raw_local
+        found, own = parameter.raw_local, self._of_aliases.get(parameter)
+        if own is None or not is_same_memory(own, found):
+            own = self._of_aliases[parameter] = found.detach()
+        return own
 
     def runs(self, parameters: Sequence[torch.Tensor], chain: Sequence[int]) -> list[list[int]]:
         """Divide a chain of parameters into those of one run each."""
@@ -391,7 +405,7 @@ class LocalStates(OutsideStates):
             for parameters, each in zip(groups, found, strict=True)
             for indices in each
         ]
-        numbers = {it.raw_local: number for number, each in enumerate(together) for it in each}
+        numbers = {self._local(it): number for number, each in enumerate(together) for it in each}
         for run in set(self._runs.values()):
             run.tensor.grad = None
             pairs = pairwise(map(numbers.get, run.shards))

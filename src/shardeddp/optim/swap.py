@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from shardeddp.optim.late_parameters import average_late_gradients
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes, meshes_of, unreduced_of
 from shardeddp.tensor.unsharded import UnshardedBase, outside_of
@@ -197,6 +198,7 @@ class SwappedStep(ABC):
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
         settle_gradients(chain.from_iterable(groups))
+        average_late_gradients([self._optimizer])
         _refuse_unreduced(chain.from_iterable(groups))
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
         gradients = [stored_gradients(parameters) for parameters in groups]

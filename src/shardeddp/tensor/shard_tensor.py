@@ -383,7 +383,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             isinstance(sharded, ShardTensor)
             # Empty shards may share memory on this rank and not on others: names decide.
             and sharded._spec.fqn in (self._spec.fqn, self.memory_of)
-            and _is_same_memory(sharded._local, self._local)
+            and is_same_memory(sharded._local, self._local)
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
 
@@ -1095,11 +1095,11 @@ def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
             return None  # or an alias that the parameter has left
         return sharded_of(unsharded)
     origin = data.origin
-    shares = isinstance(origin, nn.Parameter) and _is_same_memory(origin._local, data._local)
+    shares = isinstance(origin, nn.Parameter) and is_same_memory(origin._local, data._local)
     return origin if shares else None
 
 
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare memory; also of empty shards, so that the result is the same on all ranks."""
     return (
         storage_of(one) == storage_of(other)
