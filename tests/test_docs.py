@@ -29,6 +29,7 @@ FOREIGN = {
     "expected scalar type BFloat16 but found Float",
 }
 """Messages of Lightning, jsonargparse and torch."""
+OF_TORCH = {"DTensor", "DeviceMesh", "Function", "UntypedStorage"}
 
 
 def text_of(page: Path) -> str:
@@ -94,3 +95,35 @@ def test_troubleshooting_quotes_messages_of_the_code() -> None:
     )
     assert len(rows) > 30
     assert [row for row in rows if row not in FOREIGN and not is_said(row)] == []
+
+
+@cache
+def class_files() -> dict[str, str]:
+    """Text of the files that define a class, by the name of the class."""
+    found = dict[str, str]()
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^ *class (\w+)", text, flags=re.MULTILINE):
+            found[name] = found.get(name, "") + text
+    return found
+
+
+@pytest.mark.parametrize("page", ["docs/decisions/README.md", "docs/parameters-day.md"])
+def test_files_and_members_that_a_page_names_are_there(page: str) -> None:
+    quoted = re.findall(r"`([^`\n]+)`", text_of(Path(page)))
+    files = [name for name in quoted if name.endswith(".py")]
+    assert len(files) > 15
+    places = (ROOT, ROOT / "src/shardeddp")
+    lost = [name for name in files if not any((place / name).exists() for place in places)]
+    for owner, member in (it.split(".") for it in quoted if re.fullmatch(r"[A-Z]\w+\.\w+", it)):
+        text = class_files().get(owner, member if owner in OF_TORCH else "")
+        if not re.search(rf"\b{member}\b", text):
+            lost.append(f"{owner}.{member}")
+    assert lost == []
+
+
+def test_owners_of_truths_are_classes() -> None:
+    table = (ROOT / "docs/parameters-day.md").read_text(encoding="utf-8").partition("| owner |")[2]
+    owners = re.findall(r"`(\w+)` \|$", table, flags=re.MULTILINE)
+    assert len(owners) > 5
+    assert [name for name in owners if name not in class_files()] == []
