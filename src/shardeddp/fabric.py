@@ -140,10 +140,10 @@ class ShardedDP(DDPStrategy):
                 raise ConfigurationError(f"{option} goes with the Trainer: {why}. Leave it out")
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
-        self._options, self._group = own, RunGroup(own)
-        self._checkpoints = Checkpoints(self._group, own)
-        self._restore = Restore(self._group, own.checkpoint_options)
-        self._sharding = ModelSharding(self._group, self._restore, own)
+        self._group = RunGroup(own)
+        self._checkpoints = Checkpoints(self._group)
+        self._restore = Restore(self._group)
+        self._sharding = ModelSharding(self._group, self._restore)
         self._sharding.shards_several = True
         self._backward_sync_control = cast(Any, self)  # Fabric calls its no_backward_sync
 
@@ -214,8 +214,8 @@ class ShardedDP(DDPStrategy):
                 f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
-        offloads = self._options.offload.optimizer_alone and self.root_device.type != "cpu"
-        scopes = self._options.optimizer_scope
+        offloads = self._group.options.offload.optimizer_alone and self.root_device.type != "cpu"
+        scopes = self._group.options.optimizer_scope
         attach_optimizer(optimizer, parameters_changed, offloads, scopes)
         return optimizer
 
@@ -254,7 +254,7 @@ class ShardedDP(DDPStrategy):
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.save_checkpoint(full, target, storage_options)
             return
-        options = self._options.checkpoint_options
+        options = self._group.options.checkpoint_options
         with new_checkpoint_file(location(target), nbytes_of(full), options) as opened:
             torch.save(full, opened)
 
@@ -272,7 +272,7 @@ class ShardedDP(DDPStrategy):
         found = {"": checkpoint.get(WEIGHTS, checkpoint)} if raw else loop.found_in(checkpoint)
         if strict and (missing := [key for key in wanted if key not in found]):
             raise KeyError(f"{path} has no {missing[0]!r}: found {', '.join(found)}")
-        cast = self._options.checkpoint_options.cast
+        cast = self._group.options.checkpoint_options.cast
         load = partial(loop.load, found, checkpoint, strict=strict, cast=cast)
         wanted.update(self._group.run_on_all_ranks("loading the checkpoint", load))
         return {} if raw else found

@@ -28,7 +28,6 @@ from shardeddp.checkpoint.schema import count_in
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
-from shardeddp.config import Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
@@ -51,20 +50,19 @@ class Checkpoints:
     """Checkpoints that a run writes and deletes.
 
     Args:
-        group: Process group of the run.
-        options: Options of the strategy: kind of checkpoint, its options, and the name of the
-            sharding strategy for the manifest.
+        group: Process group of the run, with its options.
     """
 
-    def __init__(self, group: RunGroup, options: Options) -> None:
-        self._group, self.options = group, options
-        self._saver = Saver(options.checkpoint_options)
+    def __init__(self, group: RunGroup) -> None:
+        self._group = group
+        self._saver = Saver(group.options.checkpoint_options)
         self._announced = False  # True once logged that checkpoints are directories
         self._written: set[str] = set()
 
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before training, a plugin that sharded checkpoints would bypass."""
-        kind, saves = self.options.state_dict_type, self.options.checkpoint_options
+        options = self._group.options
+        kind, saves = options.state_dict_type, options.checkpoint_options
         if type(io) is TorchCheckpointIO or kind == "full":
             return
         if kind == "sharded" or saves.asynchronous:
@@ -177,7 +175,7 @@ class Checkpoints:
                     mesh,
                     names(),
                     described,
-                    self.options.checkpoint_options,
+                    self._group.options.checkpoint_options,
                 )
             else:
                 _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
@@ -204,9 +202,10 @@ class Checkpoints:
         io: CheckpointIO,
     ) -> str | None:
         """Return the reason for a directory: "" if the user chose it, None for a single file."""
-        options = self.options.checkpoint_options
-        if self.options.state_dict_type != "auto":
-            return "" if self.options.state_dict_type == "sharded" else None
+        kind = self._group.options.state_dict_type
+        options = self._group.options.checkpoint_options
+        if kind != "auto":
+            return "" if kind == "sharded" else None
         if options.asynchronous:
             return "CheckpointOptions(asynchronous=True) is for directories"
         if not options.zip_crc:
@@ -227,7 +226,7 @@ class Checkpoints:
             epoch=count_in(checkpoint, "epoch", epoch),
             world_size=mesh.topology.world_size,
             shard_size=mesh.topology.shard_size,
-            sharding_strategy=self.options.sharding_strategy,
+            sharding_strategy=self._group.options.sharding_strategy,
             versions={
                 "torch": str(torch.__version__),
                 "lightning": LIGHTNING_VERSION,

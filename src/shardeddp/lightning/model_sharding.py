@@ -114,13 +114,12 @@ class ModelSharding:
     """Sharding of modules that were built as usual or on the meta device.
 
     Args:
-        group: Process group of the run.
+        group: Process group of the run, with its options.
         restore: Loader of a checkpoint, which may wait for the shards.
-        options: Options of units, dtypes, recomputation and the sharding strategy.
     """
 
-    def __init__(self, group: RunGroup, restore: Restore, options: Options) -> None:
-        self._group, self._restore, self.options = group, restore, options
+    def __init__(self, group: RunGroup, restore: Restore) -> None:
+        self._group, self._restore = group, restore
         # Covers every module that is built; several may be built before one is sharded.
         self._recording = Recording()
         self._hooks = ExitStack()
@@ -207,12 +206,12 @@ class ModelSharding:
             # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
             self._group.reuse(runtime.mesh)
             return runtime
-        tensor_size = self.options.tensor_parallel_size
-        refuse_sharded(module, max(tensor_size, self.options.expert_parallel_size))
-        if self.options.expert_parallel_size > 1:
+        options = self._group.options
+        refuse_sharded(module, max(options.tensor_parallel_size, options.expert_parallel_size))
+        if options.expert_parallel_size > 1:
             refuse_module(module)
-        if tensor_size > 1:
-            refuse_untried(module, self.options.tensor_parallel_plan)
+        if options.tensor_parallel_size > 1:
+            refuse_untried(module, options.tensor_parallel_plan)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -257,7 +256,7 @@ class ModelSharding:
 
         Reasons: added or removed layers, parameters or buffers; other options or dtypes.
         """
-        same = runtime.options == self.options and runtime.precision == _compared(precision)
+        same = runtime.options == self._group.options and runtime.precision == _compared(precision)
         outdated = not (same and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.control)[0]
 
@@ -281,7 +280,7 @@ class ModelSharding:
             precision.convert_module(module)
 
     def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
-        mesh = self._group.mesh
+        mesh, options = self._group.mesh, self._group.options
         layers = self._find_split_layers(module)
         experts = self._find_experts(module)
         units = run_on_all_ranks(
@@ -297,7 +296,7 @@ class ModelSharding:
         runtime = shard_model(
             units,
             mesh,
-            self.options,
+            options,
             recording=self._recording,
             takeover=takeover,
             load=load if is_deferred else None,
@@ -306,18 +305,18 @@ class ModelSharding:
         runtime.precision = _compared(precision)
         place_module(module, mesh.device)
         private.set_device(module, mesh.device)
-        synchronize_generation(module, self.options.sharding)
+        synchronize_generation(module, options.sharding)
         self._restore.load(None if is_deferred else load, module)
         if self._group.is_rank_zero:
-            name = self.options.sharding_strategy
-            rank_zero_info(f"ShardedDP: {describe_units(name, runtime)}")
+            described = describe_units(options.sharding_strategy, runtime)
+            rank_zero_info(f"ShardedDP: {described}")
         return runtime
 
     @torch.no_grad()
     def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
         """Find the layers of the plan; give the ranks that split one equal values of it."""
-        mesh, plan = self._group.mesh, self.options.tensor_parallel_plan
-        size = self.options.tensor_parallel_size
+        mesh, options = self._group.mesh, self._group.options
+        plan, size = options.tensor_parallel_plan, options.tensor_parallel_size
         if size == 1:
             return []
         if not plan and not any(isinstance(it, DTensor) for it in module.parameters()):
@@ -365,12 +364,13 @@ class ModelSharding:
     @torch.no_grad()
     def _find_experts(self, module: nn.Module) -> list[Experts]:
         """Find the experts that are divided among ranks; give all ranks rank 0's values of them."""
-        mesh, size = self._group.mesh, self.options.expert_parallel_size
+        mesh, options = self._group.mesh, self._group.options
+        size = options.expert_parallel_size
         if size == 1:
             return []
         experts = run_on_all_ranks(
             "finding experts",
-            lambda: find_experts(module, self.options.experts, size),
+            lambda: find_experts(module, options.experts, size),
             mesh.control,
         )
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
@@ -388,7 +388,8 @@ class ModelSharding:
     ) -> list[UnitSpec]:
         """Return a module's units, root first; set up boundary casts and recomputation."""
         split: dict[nn.Parameter, Distribution] = {}
-        policy = self.options.auto_wrap_policy
+        options = self._group.options
+        policy = options.auto_wrap_policy
         if experts:
             policy = ChosenUnits(policy, module, experts)
             split |= keep_own(module, experts, expert_axis(self._group.expert_mesh))
@@ -400,11 +401,11 @@ class ModelSharding:
             split |= split_layers(module, layers, tensor_axis(self._group.mesh))
         units = build_units(module, policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
-        dtypes = resolve_dtypes(self.options.mixed_precision, autocast)
+        dtypes = resolve_dtypes(options.mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
         cast_at_boundaries(module, units, dtypes)
-        if self.options.activation_checkpointing is not None:
-            checkpoint_activations(module, self.options.activation_checkpointing)
+        if options.activation_checkpointing is not None:
+            checkpoint_activations(module, options.activation_checkpointing)
         return units
 
 

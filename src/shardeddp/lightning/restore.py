@@ -63,7 +63,6 @@ from shardeddp.checkpoint.schema import (
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
 from shardeddp.comm import agree_on_highest_alike, gather_results
-from shardeddp.config import CheckpointOptions
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.engine.shard_model import place_module
 from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
@@ -99,9 +98,8 @@ CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 class Restore:
     """Loader of one checkpoint at a time into a module, before or after it is sharded."""
 
-    def __init__(self, group: RunGroup, options: CheckpointOptions) -> None:
+    def __init__(self, group: RunGroup) -> None:
         self._group = group
-        self._options = options
         self.path: Location = Path()
         """Path of the checkpoint that was read last."""
 
@@ -162,7 +160,8 @@ class Restore:
             self._is_start = True
             reading = partial(_start_from, path)
         elif kind == "directory":
-            foreign, trust = self._options.foreign, self._options.trust_pickle
+            options = self._group.options.checkpoint_options
+            foreign, trust = options.foreign, options.trust_pickle
             reading = partial(
                 open_any, place, weights_only, foreign=foreign, trust_pickle=trust, part=part
             )
@@ -260,7 +259,8 @@ class Restore:
             if self._is_start:
                 self._load_start(module, state, strict)
             else:
-                load_model(module, state, strict, self._options.cast, self._replaced)
+                cast = self._group.options.checkpoint_options.cast
+                load_model(module, state, strict, cast, self._replaced)
 
         if runtime_of(module) is None:
             self._pending = load

@@ -224,7 +224,7 @@ class ShardedDP(ParallelStrategy):
     ) -> None:
         given = {**changed_arguments(ShardedDP, locals()), **others}
         check_lightning()
-        self.options = options = parse_options(given, (*OF_LIGHTNING, "precision_plugin"))
+        options = parse_options(given, (*OF_LIGHTNING, "precision_plugin"))
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
@@ -236,9 +236,9 @@ class ShardedDP(ParallelStrategy):
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # for one rank, if the cluster's knows none
         self._group = RunGroup(options)
-        self._checkpoints = Checkpoints(self._group, options)
-        self._restore = Restore(self._group, options.checkpoint_options)
-        self._model_sharding = ModelSharding(self._group, self._restore, options)
+        self._checkpoints = Checkpoints(self._group)
+        self._restore = Restore(self._group)
+        self._model_sharding = ModelSharding(self._group, self._restore)
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
@@ -259,6 +259,11 @@ class ShardedDP(ParallelStrategy):
         Components leave out their state of a process or a run.
         """
         return {**super().__getstate__(), "_runtime": None}
+
+    @property
+    def options(self) -> Options:
+        """Present options; ``auto`` and :meth:`reshard` replace them."""
+        return self._group.options
 
     # -- Ranks, devices, model
 
@@ -507,10 +512,9 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         self._group.connect(self._ranks)
         if AUTO in (self.options.sharding_strategy, self.options.shard_size):
-            self.chosen, options = choose_on_rank_zero(
+            self.chosen, self._group.options = choose_on_rank_zero(
                 self._group, self.lightning_module, self.options, self.setting(self.trainer)
             )
-            self._use(options)
         self._group.begin_run(self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
@@ -528,11 +532,6 @@ class ShardedDP(ParallelStrategy):
         accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
         precision = self.precision_plugin.precision
         return RunSetting.of(self.options, precision, self._ranks, accumulates)
-
-    def _use(self, options: Options) -> None:
-        self.options = options
-        for part in (self._group, self._model_sharding, self._checkpoints):
-            part.options = options
 
     @contextmanager
     @override
@@ -647,7 +646,6 @@ class ShardedDP(ParallelStrategy):
         self.wait_for_checkpoint()
         self.mesh.run.settle()
         self._group.renew(options, self._ranks)
-        self._use(options)
         module = trainer.lightning_module
         self._runtime = self._model_sharding.shard(
             module, self.precision_plugin, lambda: None, fitting=self._fitting
