@@ -59,8 +59,14 @@ class Checkpoints:
         self._announced = False  # True once logged that checkpoints are directories
         self._written: set[str] = set()
 
-    def check_io(self, io: CheckpointIO) -> None:
-        """Refuse, before training, a plugin that sharded checkpoints would bypass."""
+    def begin_run(self, trainer: Trainer, io: CheckpointIO) -> None:
+        """Refuse a plugin that sharded checkpoints would bypass; delete leftovers of killed runs."""
+        self._check_io(io)
+        if self._group.is_rank_zero:
+            root = trainer.default_root_dir
+            clear_away([*checkpoint_folders(trainer), *([] if is_remote(root) else [root])])
+
+    def _check_io(self, io: CheckpointIO) -> None:
         options = self._group.options
         kind, saves = options.state_dict_type, options.checkpoint_options
         if type(io) is TorchCheckpointIO or kind == "full":

@@ -20,8 +20,8 @@ from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError, RankError, first_three
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
-from shardeddp.lightning.api import Precision, rank_zero_info, rank_zero_warn
-from shardeddp.lightning.expert_parallel import refuse_module
+from shardeddp.lightning.api import Precision, Trainer, rank_zero_info, rank_zero_warn
+from shardeddp.lightning.expert_parallel import refuse_module, refuse_trainer
 from shardeddp.lightning.precision import (
     ShardedPrecision,
     assign_dtypes,
@@ -37,6 +37,7 @@ from shardeddp.lightning.tensor_parallel import (
     parallelize,
     refuse_sharded,
     refuse_untried,
+    refuse_untried_in,
     tensor_axis,
 )
 from shardeddp.optim.attach import suspend
@@ -224,6 +225,14 @@ class ModelSharding:
             takeover.restore_values()
             raise
 
+    def refuse_trainer(self, trainer: Trainer, module: nn.Module) -> None:
+        """Refuse callbacks that do not work with split layers or with divided experts."""
+        options = self._group.options
+        if options.tensor_parallel_size > 1:
+            refuse_untried_in(trainer, module, options.tensor_parallel_plan)
+        if options.expert_parallel_size > 1:
+            refuse_trainer(trainer)
+
     def check_reshard(self, options: Options, ranks: Ranks, runtime: Runtime) -> None:
         """Check that a model can be sharded by other options between two steps; a collective.
 
@@ -250,6 +259,28 @@ class ModelSharding:
             self._group.run_on_all_ranks("resharding", lambda: runtime.check_rest("reshard()"))
         except RankError as error:
             raise error.__cause__ or error from None
+
+    def reshard(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        options: Options,
+        ranks: Ranks,
+        former: Runtime,
+    ) -> Runtime:
+        """Shard a model in training by other options, after :meth:`check_reshard`; a collective.
+
+        Args:
+            module: Root module.
+            precision: Precision plugin of the Trainer.
+            options: Options of the new strategy.
+            ranks: Ranks of the run.
+            former: Runtime of the model by the present options; the new one continues its state.
+        """
+        self._group.renew(options, ranks)
+        runtime = self.shard(module, precision, lambda: None, fitting=True)
+        runtime.go_on_from(former)
+        return runtime
 
     def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
         """Return True if any rank has to shard a module anew; a collective of all ranks.

@@ -294,6 +294,7 @@ class RunGroup:
         The new mesh uses process groups of the former one again; after an error the former stays.
         """
         former, own = self.mesh, self.options
+        former.run.settle()
         former.give_back()
         self.options, self.current = options, None
         try:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.durable import is_remote
 from shardeddp.checkpoint.full_write import gather_full
 from shardeddp.checkpoint.load_states import parameter_names
 from shardeddp.checkpoint.schema import KEY
@@ -43,7 +42,6 @@ from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
-    LightningModule,
     ParallelStrategy,
     Precision,
     Trainer,
@@ -54,7 +52,7 @@ from shardeddp.lightning.api import (
     reset_seed,
 )
 from shardeddp.lightning.callbacks import CallbackAdapters
-from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
+from shardeddp.lightning.checkpointing import Checkpoints
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
@@ -67,14 +65,13 @@ from shardeddp.lightning.planning import (
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
-from shardeddp.lightning.restore import Restore, clear_away
+from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.run_group import Ranks, RunGroup, environment_without_ranks
 from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
     explain_shapes,
-    refuse_untried_in,
 )
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
@@ -550,7 +547,16 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         self._model_sharding.end_hooks()
-        module = self._begin_run(trainer)
+        module = self.lightning_module
+        if self.accelerator is None or module is None:
+            raise RuntimeError(
+                "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
+            )
+        self._model_sharding.refuse_trainer(trainer, module)
+        self.accelerator.setup(trainer)
+        self._checkpoints.begin_run(trainer, self.checkpoint_io)
+        self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
+        self._model_sharding.set_aside(self._callbacks.before_sharding(trainer, module))
         self._runtime = self._model_sharding.shard(
             module,
             self.precision_plugin,
@@ -569,25 +575,6 @@ class ShardedDP(ParallelStrategy):
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def _begin_run(self, trainer: Trainer) -> LightningModule:
-        module = self.lightning_module
-        if self.accelerator is None or module is None:
-            raise RuntimeError(
-                "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
-            )
-        if self.options.tensor_parallel_size > 1:
-            refuse_untried_in(trainer, module, self.options.tensor_parallel_plan)
-        if self.options.expert_parallel_size > 1:
-            expert_parallel.refuse_trainer(trainer)
-        self.accelerator.setup(trainer)
-        self._checkpoints.check_io(self.checkpoint_io)
-        if self.is_global_zero:
-            root = trainer.default_root_dir
-            clear_away([*checkpoint_folders(trainer), *([] if is_remote(root) else [root])])
-        self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._model_sharding.set_aside(self._callbacks.before_sharding(trainer, module))
-        return module
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -644,13 +631,10 @@ class ShardedDP(ParallelStrategy):
         if options == self.options:
             return
         self.wait_for_checkpoint()
-        self.mesh.run.settle()
-        self._group.renew(options, self._ranks)
         module = trainer.lightning_module
-        self._runtime = self._model_sharding.shard(
-            module, self.precision_plugin, lambda: None, fitting=self._fitting
+        self._runtime = self._model_sharding.reshard(
+            module, self.precision_plugin, options, self._ranks, runtime
         )
-        self._runtime.go_on_from(runtime)
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
 
