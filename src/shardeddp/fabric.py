@@ -25,15 +25,13 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     DDPStrategy,
-    TorchCheckpointIO,
-    rank_zero_only,
 )
-from shardeddp.lightning.checkpointing import Checkpoints
+from shardeddp.lightning.checkpointing import Checkpoints, streams
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.restore import Restore
-from shardeddp.lightning.run_group import Ranks, RunGroup
+from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.optim.late_parameters import average_late_gradients
@@ -153,9 +151,8 @@ class ShardedDP(DDPStrategy):
             raise RuntimeError("ShardedDP has no environment yet: Fabric finds one when it is made")
         self.accelerator.setup_device(self.root_device)
         nodes, processes = self.num_nodes, self.num_processes
-        self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
-        self.cluster_environment.set_world_size(nodes * processes)
-        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
+        rank = self.node_rank * processes + self.local_rank
+        set_rank(self.cluster_environment, rank, nodes * processes)
         ranks = Ranks(self.cluster_environment, self.root_device, nodes, processes)
         self._group.connect(ranks)
         self._group.begin_run(ranks, None)
@@ -214,9 +211,8 @@ class ShardedDP(DDPStrategy):
                 f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
-        offloads = self._group.options.offload.optimizer_alone and self.root_device.type != "cpu"
         scopes = self._group.options.optimizer_scope
-        attach_optimizer(optimizer, parameters_changed, offloads, scopes)
+        attach_optimizer(optimizer, parameters_changed, self._group.offloads_optimizer, scopes)
         return optimizer
 
     @override
@@ -251,7 +247,7 @@ class ShardedDP(DDPStrategy):
         self._checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, loop.names)
 
     def _write_file(self, target: str, storage_options: Any, full: dict[str, Any]) -> None:
-        if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
+        if not streams(storage_options, self.checkpoint_io):
             self.checkpoint_io.save_checkpoint(full, target, storage_options)
             return
         options = self._group.options.checkpoint_options

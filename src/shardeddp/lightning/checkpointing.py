@@ -33,11 +33,10 @@ from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     CheckpointIO,
     ModelCheckpoint,
-    TorchCheckpointIO,
     Trainer,
     rank_zero_info,
 )
-from shardeddp.lightning.restore import CODECS, clear_away
+from shardeddp.lightning.restore import CODECS, clear_away, is_default_io
 from shardeddp.lightning.run_group import RunGroup
 
 _HOW_TO_READ = (
@@ -69,7 +68,7 @@ class Checkpoints:
     def _check_io(self, io: CheckpointIO) -> None:
         options = self._group.options
         kind, saves = options.state_dict_type, options.checkpoint_options
-        if type(io) is TorchCheckpointIO or kind == "full":
+        if is_default_io(io) or kind == "full":
             return
         if kind == "sharded" or saves.asynchronous:
             raise ConfigurationError(
@@ -174,7 +173,7 @@ class Checkpoints:
         place, described = location(path), self._describe(checkpoint, mesh, trainer)
         if why is None:
             self.wait()
-            if _streams(storage_options, io):
+            if streams(storage_options, io):
                 stream_full(
                     checkpoint,
                     place,
@@ -217,7 +216,7 @@ class Checkpoints:
         if not options.zip_crc:
             return "CheckpointOptions(zip_crc=False) is for directories"
         nbytes = nbytes_of(checkpoint)
-        if nbytes <= options.max_file_gb * 1e9 or not _streams(storage_options, io):
+        if nbytes <= options.max_file_gb * 1e9 or not streams(storage_options, io):
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
 
@@ -274,7 +273,7 @@ class Checkpoints:
         # Unlink now: the deletion may wait for a save, and until then a callback would find the
         # link and choose another name.
         unlink_last(path, trainer)
-        if _streams(None, io):
+        if streams(None, io):
             roots = checkpoint_folders(trainer)
             self._saver.then(partial(clean.remove, path, roots, written=written))
         elif written or any(_lies_in(path, folder) for folder in checkpoint_folders(trainer)):
@@ -434,12 +433,12 @@ def _lies_in(path: str, folder: str) -> bool:
     return PurePosixPath(_place_of(path)).parent.is_relative_to(inside)
 
 
-def _streams(storage_options: Any, io: CheckpointIO) -> bool:
+def streams(storage_options: Any, io: CheckpointIO) -> bool:
     """True if a single file can be streamed while its tensors are gathered.
 
     False if a plugin or storage options control the writing.
     """
-    return type(io) is TorchCheckpointIO and storage_options is None
+    return is_default_io(io) and storage_options is None
 
 
 def _write_by_plugin(

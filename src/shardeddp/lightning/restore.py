@@ -152,7 +152,7 @@ class Restore:
                 clear_away([self.path.parent])
             self._group.barrier()
             kind = self._kind_of(path)
-        if kind == "missing" and type(io) is TorchCheckpointIO:
+        if kind == "missing" and is_default_io(io):
             raise FileNotFoundError(self._group.broadcast(self._nothing_there()))
         mesh = self._group.current
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
@@ -165,7 +165,7 @@ class Restore:
             reading = partial(
                 open_any, place, weights_only, foreign=foreign, trust_pickle=trust, part=part
             )
-        elif type(io) is TorchCheckpointIO and kind == "archive":
+        elif is_default_io(io) and kind == "archive":
             reading = (
                 partial(open_remote_file, place, weights_only, part)
                 if isinstance(place, RemotePath)
@@ -511,13 +511,18 @@ def _start_from(path: str) -> dict[str, Any]:
     }
 
 
+def is_default_io(io: CheckpointIO) -> bool:
+    """True for Lightning's own plugin: this package reads and writes its files by itself."""
+    return type(io) is TorchCheckpointIO
+
+
 def _read_by_plugin(
     place: Location, weights_only: bool | None, io: CheckpointIO, *, is_file: bool
 ) -> dict[str, Any]:
     """Read one file with the Trainer's plugin: its own format, or torch's legacy one."""
     path = str(place)
     torch.cuda.empty_cache()  # as Lightning does here
-    torchs = type(io) is TorchCheckpointIO
+    torchs = is_default_io(io)
     if torchs and is_file and isinstance(place, Path) and weights_only is not False:
         require_data(path)
     try:

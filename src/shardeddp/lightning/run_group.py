@@ -96,6 +96,13 @@ def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnviron
     return None
 
 
+def set_rank(environment: ClusterEnvironment, rank: int, world_size: int) -> None:
+    """Set the rank in a cluster environment, and its own rank in ``rank_zero_only``."""
+    environment.set_global_rank(rank)
+    environment.set_world_size(world_size)
+    rank_zero_only.rank = environment.global_rank()  # pyright: ignore[reportFunctionMemberAccess]
+
+
 # -- Process group of a run
 
 T = TypeVar("T")
@@ -152,6 +159,14 @@ class RunGroup:
     def device(self) -> torch.device:
         """Device of this rank; the CPU before set-up."""
         return torch.device("cpu") if self.current is None else self.current.device
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """True if the optimizer steps on the host, on copies of parameters and gradients.
+
+        On the CPU, optimizer states are in host memory already.
+        """
+        return self.options.offload.optimizer_alone and self.device.type != "cpu"
 
     @property
     def is_rank_zero(self) -> bool:

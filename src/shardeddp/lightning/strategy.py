@@ -47,7 +47,6 @@ from shardeddp.lightning.api import (
     Trainer,
     TrainerFn,
     introduction,
-    rank_zero_only,
     register_names,
     reset_seed,
 )
@@ -67,7 +66,7 @@ from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.resume import Resume
-from shardeddp.lightning.run_group import Ranks, RunGroup, environment_without_ranks
+from shardeddp.lightning.run_group import Ranks, RunGroup, environment_without_ranks, set_rank
 from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
@@ -400,13 +399,8 @@ class ShardedDP(ParallelStrategy):
             prefetch=self.options.backward_prefetch,
             staged=self.root_device.type == "cpu",
             accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
-            offload_optimizer=self._offloads_optimizer,
+            offload_optimizer=self._group.offloads_optimizer,
         )
-
-    @property
-    def _offloads_optimizer(self) -> bool:
-        # If the device is the CPU, optimizer states are in host memory already.
-        return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
     def _describe_memory(self, error: BaseException) -> list[str]:
         return memory_lines(error, self.runtime, self.memory_plan, self.optimizers, self.options)
@@ -498,9 +492,8 @@ class ShardedDP(ParallelStrategy):
         """Set the rank in the cluster environment and in ``rank_zero_only``."""
         if self._alone is None and not self.is_distributed:
             self._alone = environment_without_ranks(self._environment)
-        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self._environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
+        rank = self.node_rank * self.num_processes + self.local_rank
+        set_rank(self._environment, rank, self.num_nodes * self.num_processes)
 
     @override
     def setup_environment(self) -> None:
@@ -597,7 +590,7 @@ class ShardedDP(ParallelStrategy):
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
-                self._offloads_optimizer,
+                self._group.offloads_optimizer,
                 self.options.optimizer_scope,
             )
 

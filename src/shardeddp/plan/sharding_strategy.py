@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, Literal, TypeAlias
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import Topology
+from shardeddp.plan.topology import Topology, divisors
 
 
 class Reshard(Enum):
@@ -114,14 +114,11 @@ class ShardingStrategy:
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
         if 1 < size < ranks_per_node and ranks_per_node % size:
-            divisors = [
-                number for number in range(1, ranks_per_node + 1) if ranks_per_node % number == 0
-            ]
             raise ConfigurationError(
                 f"shard_size={size} does not divide the {ranks_per_node} ranks of a node, so some "
-                f"ranks that share a model would be on different nodes; use one of {divisors}, or "
-                f"a multiple of {ranks_per_node} to share across nodes ({num_nodes} nodes x "
-                f"{ranks_per_node} ranks)"
+                f"ranks that share a model would be on different nodes; use one of "
+                f"{divisors(ranks_per_node)}, or a multiple of {ranks_per_node} to share across "
+                f"nodes ({num_nodes} nodes x {ranks_per_node} ranks)"
             )
         try:
             topology = Topology(

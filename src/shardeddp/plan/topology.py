@@ -5,6 +5,11 @@ from functools import cached_property
 from math import gcd
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending, 1 and the number included."""
+    return [it for it in range(1, number + 1) if number % it == 0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Mesh of ``replicate_size x shard_size`` ranks; neighbours in ``order`` share a model.
@@ -56,11 +61,10 @@ class Topology:
                 f"ranks of this run"
             )
         if self.shard_size < 1 or self.data_size % self.shard_size:
-            divisors = [size for size in range(1, self.data_size + 1) if self.data_size % size == 0]
             raise ValueError(
                 f"shard_size={self.shard_size} does not divide the {self.data_size} ranks of this "
                 f"run{' that train on different data' if self.tensor_size > 1 else ''}; use one of "
-                f"{divisors}"
+                f"{divisors(self.data_size)}"
             )
         for group in self.shard_groups() if self.order is not None else ():
             if group != sorted(group):
@@ -190,12 +194,9 @@ class Topology:
         [[0, 2], [1, 3]]
         """
         if size < 1 or self.shard_size % size:
-            divisors = [
-                number for number in range(2, self.shard_size) if self.shard_size % number == 0
-            ]
             raise ValueError(
                 f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard "
-                f"group; use one of {divisors}"
+                f"group; use one of {divisors(self.shard_size)[1:-1]}"
             )
         if self.nearest is None:
             return self._runs_of(size)
