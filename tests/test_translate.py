@@ -78,11 +78,16 @@ def test_the_backward_prefetch_of_fsdp_is_one_unit(value: Any) -> None:
     ],
 )
 def test_offload_objects_of_fsdp_are_known(value: Any, expected: CPUOffload) -> None:
-    assert ShardedDP(cpu_offload=value).options.offload == expected
+    assert ShardedDP(cpu_offload=value).options.cpu_offload == expected
 
 
 @pytest.mark.parametrize("value", [{}, CPUOffload()])
-def test_an_offload_of_nothing_is_refused(value: Any) -> None:
+def test_an_offload_of_nothing_is_none(value: Any) -> None:
+    assert ShardedDP(cpu_offload=value).options.cpu_offload == CPUOffload()
+
+
+@pytest.mark.parametrize("value", [1, "params", [CPUOffload()]])
+def test_an_offload_that_is_none_of_its_forms_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="optimizer: true"):
         ShardedDP(cpu_offload=value)
 

@@ -353,7 +353,7 @@ def resolve_offload(value: object) -> CPUOffload:
     value = _from_fields("cpu_offload", CPUOffload, options_of("cpu_offload", value))
     if value is None or isinstance(value, bool):
         return CPUOffload(params=bool(value), optimizer=bool(value))
-    if isinstance(value, CPUOffload) and (value.params or value.optimizer):
+    if isinstance(value, CPUOffload):
         return value
     raise ConfigurationError(
         f"cpu_offload={value!r}: expected True (everything), False, or what to offload: "
@@ -539,8 +539,7 @@ class Options:
     mixed_precision: MixedPrecision | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     """Its ``modules`` are a policy."""
-    cpu_offload: bool | CPUOffload = field(default=False, compare=False)
-    """Value as given; ``offload`` is the resolved one."""
+    cpu_offload: CPUOffload = CPUOffload()
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
     optimizer_scope: Mapping[str, OptimizerScope] = field(
@@ -569,8 +568,6 @@ class Options:
     """Resolved sharding strategy; under ``auto`` the first candidate, until one is chosen."""
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
     """Sharding strategies by name that ``auto`` chooses from; without it, the only one."""
-    offload: CPUOffload = field(init=False)
-    """State in host memory."""
     described_plan: str = field(init=False, repr=False)
     """Text of the plan, for comparison: equal for equal styles of torch, which are objects."""
 
@@ -607,6 +604,7 @@ class Options:
         resolved = {
             "sharding_strategy": name,
             "reshard_after_forward": reshard,
+            "cpu_offload": offload,
             "mixed_precision": resolve_mixed_precision(self.mixed_precision),
             "activation_checkpointing": resolve_activation_checkpointing(
                 self.activation_checkpointing
@@ -621,7 +619,6 @@ class Options:
             "experts": resolve_experts(self.experts),
             "forward_prefetch": _resolve_prefetch("forward_prefetch", self.forward_prefetch),
             "backward_prefetch": _resolve_prefetch("backward_prefetch", self.backward_prefetch),
-            "offload": offload,
             "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
         }
         for option, value in resolved.items():

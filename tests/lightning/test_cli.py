@@ -200,7 +200,7 @@ def test_activation_checkpointing_can_be_written_in_yaml(
 )
 def test_offload_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: CPUOffload) -> None:
     strategy = strategy_of(write(tmp_path, {"cpu_offload": value}))
-    assert strategy.options.offload == expected
+    assert strategy.options.cpu_offload == expected
     assert strategy.options.sharding.offload_params == expected.params
 
 
@@ -219,5 +219,5 @@ def test_options_of_a_group_follow_it_on_the_command_line() -> None:
         f"{STRATEGY}.activation_checkpointing=auto",
     )
     assert strategy.options.mixed_precision == MixedPrecision(param_dtype="bf16")
-    assert strategy.options.offload == CPUOffload(optimizer=True)
+    assert strategy.options.cpu_offload == CPUOffload(optimizer=True)
     assert strategy.options.activation_checkpointing is not None

@@ -92,10 +92,7 @@ class Setting:
     @property
     def asked(self) -> Options:
         """How a user asks for it."""
-        nothing = self.offload == CPUOffload()
-        return Options(
-            sharding_strategy=self.strategy, cpu_offload=False if nothing else self.offload
-        )
+        return Options(sharding_strategy=self.strategy, cpu_offload=self.offload)
 
     def mesh(self) -> Mesh:
         """The mesh of all ranks; for it a machine has all of them."""

@@ -75,7 +75,7 @@ def shard_model(
         ConfigurationError: A tensor on the meta device cannot get values.
         RankError: A rank failed to cut or to initialise its parameters.
     """
-    sharding, offload = options.sharding, options.offload
+    sharding, offload = options.sharding, options.cpu_offload
     agree_on_layout([*options.order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 

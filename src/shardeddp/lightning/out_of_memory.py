@@ -158,8 +158,8 @@ def advice(options: Options, device: torch.device) -> list[str]:
         lines.append(f'ShardedDP("full_shard"): {strategy} holds more between steps')
     elif options.sharding.reshard.value != "after_forward":
         lines.append("ShardedDP(reshard_after_forward=True): units are released after forward")
-    if device.type != "cpu" and not options.offload.params:
-        kind = "True" if options.offload.optimizer else "CPUOffload(optimizer=True)"
+    if device.type != "cpu" and not options.cpu_offload.params:
+        kind = "True" if options.cpu_offload.optimizer else "CPUOffload(optimizer=True)"
         lines.append(f"ShardedDP(cpu_offload={kind}): states are in host memory")
     return [*lines, "what fits, and how fast it is: shardeddp plan, or ShardedDP(plan_only=True)"]
 

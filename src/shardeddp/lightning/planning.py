@@ -89,7 +89,7 @@ class RunSetting:
     @classmethod
     def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
         """Collect the settings of a run; ``precision`` is the Trainer's."""
-        recomputes, offload = options.activation_checkpointing, options.offload
+        recomputes, offload = options.activation_checkpointing, options.cpu_offload
         selective = recomputes is not None and recomputes.save_ops
         return cls(
             policy=options.auto_wrap_policy,

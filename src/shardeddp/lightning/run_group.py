@@ -166,7 +166,7 @@ class RunGroup:
 
         On the CPU, optimizer states are in host memory already.
         """
-        return self.options.offload.optimizer_alone and self.device.type != "cpu"
+        return self.options.cpu_offload.optimizer_alone and self.device.type != "cpu"
 
     @property
     def is_rank_zero(self) -> bool:
