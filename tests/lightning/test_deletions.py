@@ -4,7 +4,6 @@ import contextlib
 import re
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from shardeddp import ShardedDP
-from shardeddp.lightning.checkpointing import unlink_last
 from support.resuming import Make, full_shard, in_one_file
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -138,25 +136,3 @@ def test_a_plugin_deletes_no_more_either() -> None:
             strategy.remove_checkpoint(path)
     expected = ["/kept/here/x.ckpt", "memory://kept/there/x.ckpt"] if is_first else []
     assert io.removed == expected
-
-
-def test_links_to_a_deleted_checkpoint_go_in_the_directories_of_callbacks_alone(
-    tmp_path: Path,
-) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    for folder in (own, other):
-        (folder / "deeper").mkdir(parents=True)
-        (folder / "last.ckpt").symlink_to("deeper/step=1.ckpt")
-    (own / "last-v1.ckpt").symlink_to("deeper/step=2.ckpt")
-    (other / "deeper" / "last.ckpt").symlink_to("step=1.ckpt")
-    (own / "last-v2.ckpt").symlink_to("deeper/step=1.ckpt")
-    mine = [own / name for name in ("last-release.ckpt", "last-v.ckpt", "last.pt", "latest.ckpt")]
-    for link in mine:
-        link.symlink_to("deeper/step=1.ckpt")
-    saves = ModelCheckpoint(own, save_last="link")
-    trainer: Any = SimpleNamespace(checkpoint_callbacks=[saves])
-    for folder in (own, other):
-        unlink_last(str(folder / "deeper" / "step=1.ckpt"), trainer)
-    assert {*own.glob("la*")} == {own / "last-v1.ckpt", *mine}
-    assert (other / "last.ckpt").is_symlink()
-    assert (other / "deeper" / "last.ckpt").is_symlink()

@@ -1,14 +1,16 @@
-"""A run's directory that was moved or copied: its callbacks go on there, and what lies at the old place stays."""
+"""Checkpoint paths of callbacks: a run goes on where its directory is now, and links go with their checkpoint."""
 
 import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from shardeddp.lightning.checkpoint_paths import unlink_last
 from support.resuming import Make, full_shard, in_one_file
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -85,3 +87,25 @@ def test_a_run_that_keeps_its_checkpoints_elsewhere_names_the_best_where_it_is_n
     shutil.move(old, new)
     (paths, _), _ = world(2).run(train, full_shard, str(other), 2, str(new / "last.ckpt"))
     assert str(new / "epoch=1.ckpt") in paths
+
+
+def test_links_to_a_deleted_checkpoint_go_in_the_directories_of_callbacks_alone(
+    tmp_path: Path,
+) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        (folder / "deeper").mkdir(parents=True)
+        (folder / "last.ckpt").symlink_to("deeper/step=1.ckpt")
+    (own / "last-v1.ckpt").symlink_to("deeper/step=2.ckpt")
+    (other / "deeper" / "last.ckpt").symlink_to("step=1.ckpt")
+    (own / "last-v2.ckpt").symlink_to("deeper/step=1.ckpt")
+    mine = [own / name for name in ("last-release.ckpt", "last-v.ckpt", "last.pt", "latest.ckpt")]
+    for link in mine:
+        link.symlink_to("deeper/step=1.ckpt")
+    saves = ModelCheckpoint(own, save_last="link")
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[saves])
+    for folder in (own, other):
+        unlink_last(str(folder / "deeper" / "step=1.ckpt"), trainer)
+    assert {*own.glob("la*")} == {own / "last-v1.ckpt", *mine}
+    assert (other / "last.ckpt").is_symlink()
+    assert (other / "deeper" / "last.ckpt").is_symlink()
