@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
 from shardeddp.engine.param_group import FlatGroup
-from shardeddp.engine.unit import layout_of
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.engine.unit import plan_of
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.collectives import extend_collectives
@@ -79,9 +79,8 @@ def shard(
         ParameterSpec(fqn=name, parameter=parameter, owners=())
         for name, parameter in parameters.items()
     ]
-    FlatGroup(
-        specs, layout_of(specs, mesh.topology.shard_size), mesh, SHARDING_STRATEGIES["full_shard"]
-    )
+    plan = plan_of(specs, mesh.topology.shard_size, on_host=False)
+    FlatGroup(specs, plan, mesh, Reshard.AFTER_FORWARD)
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)

@@ -9,17 +9,25 @@ it steps on together, which are the optimizer's and not the engine's.
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
+from shardeddp.comm import Mesh
+from shardeddp.engine.reduction import GradientMemory
 from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.unit import Unit
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.wrap import SingleUnitPolicy, build_units
 from support.allocations import ATTEMPTS, all_complete, record_allocations
 from support.waiting import until
 from training import Sharding, batch
@@ -350,3 +358,39 @@ def test_retained_parameters_are_held_between_steps() -> None:
         for cost in progress.unit.costs()
     )
     check_held(before, training.plan().main_shard_nbytes + full)
+
+
+@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize(("device", "offload"), [("cpu", False), ("cpu", True), ("meta", True)])
+@pytest.mark.parametrize("compute_in", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce_in", [torch.bfloat16, torch.float16, torch.float32])
+def test_buffers_are_planned_where_the_engine_has_them(
+    shard_size: int,
+    device: str,
+    offload: bool,
+    compute_in: torch.dtype,
+    reduce_in: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A copy from the meta device to the host is refused.
+    monkeypatch.setattr(GradientMemory, "absorb", lambda *_: None)
+    sharding = replace(
+        SHARDING_STRATEGIES["hybrid_shard"], shard_size=shard_size, offload_params=offload
+    )
+    (spec,) = build_units(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), SingleUnitPolicy())
+    cast = [replace(it, compute_in=compute_in, reduce_in=reduce_in) for it in spec.parameters]
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = Mesh(sharding.topology(1, 2), torch.device(device), timedelta(seconds=20))
+        unit = Unit(replace(spec, parameters=tuple(cast)), mesh, sharding)
+        (cost,) = unit.costs()
+        unit.unshard()
+        gathered = unit.held().in_flight_nbytes
+        assert gathered == cost.full_nbytes
+        for parameter in unit.unsharded_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        unit.begin_backward()
+        unit.reduce_gradients(across_replicas=True)
+        assert unit.held().in_flight_nbytes == gathered + cost.buffer_nbytes
+    finally:
+        dist.destroy_process_group()

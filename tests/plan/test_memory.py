@@ -9,21 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost, MemoryPlan, plan_memory
+from shardeddp.plan.memory import GroupCost, GroupPlan, MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def group(
-    *numels: int, shard_size: int = 2, itemsize: int = 4, trainable: bool = True
+    *numels: int,
+    shard_size: int = 2,
+    itemsize: int = 4,
+    trainable: bool = True,
+    on_host: bool = False,
 ) -> GroupCost:
     """The flat buffer of 1-D parameters with so many elements."""
     names = [f"p{index}" for index in range(len(numels))]
     shapes = [(numel,) for numel in numels]
     layout = FlatLayout.build(names, shapes, itemsize=itemsize, num_slices=shard_size)
     return GroupCost(
-        layout=layout,
+        plan=GroupPlan(layout=layout, on_host=on_host),
         trainable=trainable,
         main_itemsize=itemsize,
         param_itemsize=itemsize,
@@ -35,7 +39,11 @@ def mixed(numel: int, shard_size: int = 2) -> GroupCost:
     """The flat buffers of one float32 parameter that is gathered in bfloat16 and reduced in float32."""
     layout = FlatLayout.build(["p"], [(numel,)], itemsize=2, num_slices=shard_size)
     return GroupCost(
-        layout=layout, trainable=True, main_itemsize=4, param_itemsize=2, reduce_itemsize=4
+        plan=GroupPlan(layout=layout, casts_params=True),
+        trainable=True,
+        main_itemsize=4,
+        param_itemsize=2,
+        reduce_itemsize=4,
     )
 
 
@@ -184,10 +192,17 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device() -> None:
     states = plan(units, offload_optimizer=True)
     assert (states.optimizer_nbytes, states.host_nbytes) == (0, on_device.optimizer_nbytes + 2 * 96)
     assert states.peak_nbytes == on_device.peak_nbytes - on_device.optimizer_nbytes
-    everything = plan_memory(
-        units, replace(SHARDING_STRATEGIES["full_shard"], offload_params=True), prefetch=1
-    )
+    everything = plan([[group(16, on_host=True)], [group(32, on_host=True)]])
     assert (everything.resting_nbytes, everything.host_nbytes) == (0, on_device.resting_nbytes)
+
+
+def test_a_model_on_the_host_is_on_the_device_once_if_it_is_never_resharded() -> None:
+    units = [[group(numel, shard_size=1, on_host=True)] for numel in (16, 32, 64)]
+    everything = plan(units, "no_shard", staged=False)
+    assert everything.retained_nbytes == everything.resting_nbytes == 64 + 128 + 256
+    # The root's gradients twice while they are packed, the next unit's, and all averages on their
+    # way to the host.
+    assert everything.in_flight_nbytes == 2 * 64 + 128 + (64 + 128 + 256)
 
 
 @pytest.mark.parametrize("units", [[], [[]], [[], []], [[group()]]])

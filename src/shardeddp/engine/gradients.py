@@ -11,8 +11,7 @@ from torch import nn
 from shardeddp.comm import Mesh
 from shardeddp.engine.reduction import GradientMemory, ReduceTarget, Reduction, ReductionPlan
 from shardeddp.engine.storage import local_view
-from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import HeldMemory
+from shardeddp.plan.memory import GroupPlan, HeldMemory
 from shardeddp.tensor.backward import (
     running_backward,
     store_gradient,
@@ -29,7 +28,7 @@ class GroupGradients:
     """Gradients of a flat group, from autograd to the parameters' ``.grad``.
 
     Args:
-        layout: Layout of the parameters in the buffer.
+        plan: Layout of the parameters, and decisions about the buffers.
         mesh: Process groups and streams of the reductions.
         main_shard: Main shard; the gradient shard has its dtype and device.
         param_dtype: Dtype of the gradients that autograd leaves.
@@ -40,7 +39,7 @@ class GroupGradients:
 
     def __init__(
         self,
-        layout: FlatLayout,
+        plan: GroupPlan,
         mesh: Mesh,
         *,
         main_shard: torch.Tensor,
@@ -49,9 +48,9 @@ class GroupGradients:
         unsharded: Sequence[nn.Parameter],
         sharded: Sequence[ShardTensor],
     ) -> None:
-        self._layout = layout
+        self._layout = plan.layout
         self._mesh = mesh
-        self._memory = GradientMemory(layout, mesh, main_shard, reduce_dtype)
+        self._memory = GradientMemory(plan, mesh, main_shard, reduce_dtype)
         self._main_dtype = main_shard.dtype
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
@@ -89,7 +88,7 @@ class GroupGradients:
         shards = [it for it in (memory.shard, memory.partial) if it is not None]
         left = [it for it in stored_gradients(self._unsharded) if it is not None]
         return HeldMemory(
-            gradient_nbytes=0 if memory.is_on_host else sum(it.nbytes for it in shards),
+            gradient_nbytes=0 if memory.plan.on_host else sum(it.nbytes for it in shards),
             in_flight_nbytes=memory.buffer_nbytes + sum(it.nbytes for it in left),
         )
 
@@ -373,7 +372,7 @@ class GroupGradients:
     def _plan(self, target: ReduceTarget, kept: Sequence[bool]) -> ReductionPlan:
         memory, replicate = self._memory, self._mesh.replicate
         accumulates = any(kept) or target is ReduceTarget.IN_PARTIAL_SUMS
-        packs_into_shard = memory.packs_into_shard and not accumulates
+        packs_into_shard = memory.plan.packs_into_shard and not accumulates
         # A shard group of one rank reduces the packed gradients across replicas directly, so the
         # division of the average can be fused with packing. In a narrower dtype the product would
         # be rounded, but a copy is exact.
@@ -390,8 +389,7 @@ class GroupGradients:
             packs_into_shard=packs_into_shard,
             leaves_output=accumulates
             or self._mesh.topology.split_replicas
-            or self._main_dtype is not self._reduce_dtype
-            or memory.is_on_host,
+            or not memory.plan.averages_in_shard,
             scale=1.0 / replicate.size if scales else None,
         )
 

@@ -13,9 +13,9 @@ import torch
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
-from shardeddp.plan.layout import FlatLayout, OwnedIntervals
-from shardeddp.plan.memory import HeldMemory
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.layout import OwnedIntervals
+from shardeddp.plan.memory import GroupPlan, HeldMemory
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import OURS, derived_class, divide_gradients, swap_bodies
@@ -28,10 +28,9 @@ class FlatGroup:
 
     Args:
         specs: Parameters, in layout order; each becomes a ``ShardTensor`` in place.
-        layout: Layout of the parameters in the flat buffers.
+        plan: Layout of the parameters, and decisions about the flat buffers.
         mesh: Process groups and streams of the gathers and reductions.
-        sharding: Sharding strategy: device of the main shard, and whether the gathered buffer
-            keeps its memory when the unit is resharded.
+        reshard: Time of resharding; the gathered buffer keeps its memory if that is never.
         memory_owner: Group that lends the memory of its only parameter to the only one of this
             group. Each has gradients and optimizer states of its own.
     """
@@ -39,12 +38,13 @@ class FlatGroup:
     def __init__(
         self,
         specs: Sequence[ParameterSpec],
-        layout: FlatLayout,
+        plan: GroupPlan,
         mesh: Mesh,
-        sharding: ShardingStrategy,
+        reshard: Reshard,
         memory_owner: FlatGroup | None = None,
     ) -> None:
-        self.layout = layout
+        self.plan, self.layout = plan, plan.layout
+        layout = plan.layout
         self._memory_owner = memory_owner
         self._sharing: list[FlatGroup] = []  # the owner and all that borrow from it
         if memory_owner is not None:
@@ -52,25 +52,16 @@ class FlatGroup:
             self._sharing = memory_owner._sharing
             self._sharing.append(self)
         self._mesh = mesh
-        dtype, param_dtype, reduce_dtype = (
-            specs[0].dtype,
-            specs[0].param_dtype,
-            specs[0].reduce_dtype,
-        )
-        self._on_host = sharding.offload_params and mesh.device.type != "cpu"
-        self._resident = layout.num_slices == 1 and param_dtype is dtype and not self._on_host
-        """Whether the main shard is the whole flat buffer: nothing is ever gathered or released."""
-        self._retain = self._resident or sharding.reshard is Reshard.NEVER
+        param_dtype = specs[0].param_dtype
+        self._retain = plan.resident or reshard is Reshard.NEVER
 
         self.main_shard = (
-            memory_owner.main_shard
-            if memory_owner
-            else _make_shard(layout, dtype, mesh, self._on_host)
+            memory_owner.main_shard if memory_owner else _make_shard(plan, specs[0].dtype, mesh)
         )
         """1D, shard_numel; lives as long as the unit."""
-        memory = self.main_shard if self._resident else None
+        memory = self.main_shard if plan.resident else None
         lender = None if memory_owner is None else memory_owner.buffer
-        in_turn = sharding.reshard is Reshard.AFTER_FORWARD
+        in_turn = reshard is Reshard.AFTER_FORWARD
         self.buffer = GatheredBuffer(
             specs, layout, param_dtype, mesh.device, memory, lender, in_turn=in_turn
         )
@@ -122,11 +113,11 @@ class FlatGroup:
         self._known_versions = self._versions()
         self._seen_writes = self._writes()
         self.gradients = GroupGradients(
-            layout,
+            plan,
             mesh,
             main_shard=self.main_shard,
             param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=specs[0].reduce_dtype,
             unsharded=self.unsharded,
             sharded=self.sharded,
         )
@@ -139,7 +130,7 @@ class FlatGroup:
     @property
     def gathers(self) -> bool:
         """Whether unsharding communicates, because the buffer does not hold the values already."""
-        return not (self._resident or self._memory_owner or (self._retain and not self.stale))
+        return not (self.plan.resident or self._memory_owner or (self._retain and not self.stale))
 
     @property
     def trainable(self) -> bool:
@@ -150,12 +141,12 @@ class FlatGroup:
     def held(self) -> HeldMemory:
         """Return the bytes now held on the device."""
         owns = self._memory_owner is None
-        gathered = self.buffer.flat if owns and not self._resident else None
+        gathered = self.buffer.flat if owns and not self.plan.resident else None
         parts = [
             it for it in (gathered, self._part, self._kept_part, self._arriving) if it is not None
         ]
         return self.gradients.held() + HeldMemory(
-            main_nbytes=self.main_shard.nbytes if owns and not self._on_host else 0,
+            main_nbytes=self.main_shard.nbytes if owns and not self.plan.on_host else 0,
             in_flight_nbytes=sum(it.nbytes for it in parts),
         )
 
@@ -188,7 +179,7 @@ class FlatGroup:
         elif self._kept_part is not None and not self.stale:
             handle = self._mesh.gather_stream.issue(self._gather_parts)
         else:
-            if self._on_host and (self._part is None or self.stale):
+            if self.plan.on_host and (self._part is None or self.stale):
                 # Allocated on the copy stream, so that the copy waits for no earlier gather.
                 self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
             handle = self._mesh.gather_stream.issue(self._gather_shards)
@@ -220,7 +211,7 @@ class FlatGroup:
             is_used or any(group.has_views for group in self._sharing or [self])
         ):
             return
-        if not owner._resident:
+        if not owner.plan.resident:
             self._mesh.fingerprints.call(
                 f"a write to a parameter that its unit uses, or of which something holds a view, "
                 f"{self.layout.slots[0].fqn} or one beside it"
@@ -281,7 +272,7 @@ class FlatGroup:
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
-        if not self._resident:
+        if not self.plan.resident:
             if self._memory_owner is not None:
                 self.buffer.flat = self._memory_owner.buffer.flat
             self.buffer.bind()
@@ -298,7 +289,7 @@ class FlatGroup:
         self.keep_writes()
         self._keep_requires_grad()
         if self._retain:
-            if not self._resident:
+            if not self.plan.resident:
                 self.buffer.rest()
             return
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
@@ -343,7 +334,7 @@ class FlatGroup:
             if now != seen
         ]
         self._seen_writes = writes
-        if self._resident:
+        if self.plan.resident:
             return
         fqns = ", ".join(self.layout.slots[i].fqn for i in written)
         if any(self.local[i]._version != self._known_versions[i] for i in written):
@@ -472,9 +463,10 @@ class FlatGroup:
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
 
 
-def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: bool) -> torch.Tensor:
+def _make_shard(plan: GroupPlan, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
     """Allocate a main shard: zero in padding, uninitialised elsewhere."""
-    if on_host:
+    layout = plan.layout
+    if plan.on_host:
         like = torch.empty(layout.shard_numel, dtype=dtype, device="meta")
         shard = empty_on_host(like, mesh.device)
     else:

@@ -11,7 +11,7 @@ import torch
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import RELEASED_MEMORY, allocate, empty_on_host, local_view, release
-from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import GroupPlan
 from shardeddp.torch_private import storage_of
 
 
@@ -19,16 +19,16 @@ class GradientMemory:
     """One gradient buffer, one gradient shard, and partial sums.
 
     Args:
-        layout: Layout of the parameters in the buffer.
+        plan: Layout of the parameters, and decisions about the buffers.
         mesh: Process groups and streams of the reductions.
         main_shard: Main shard; the gradient shard has its dtype and device.
         reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
     """
 
     def __init__(
-        self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
+        self, plan: GroupPlan, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
     ) -> None:
-        self.mesh = mesh
+        self.plan, self.mesh = plan, mesh
         self.shard: torch.Tensor | None = None
         """Gradient shard: 1D, shard_numel; made at the first reduction, and replaced when
         anything else holds a gradient in it."""
@@ -36,13 +36,7 @@ class GradientMemory:
         self.partial: torch.Tensor | None = None
         """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""
 
-        # A rank that owns the whole buffer can pack straight into its gradient shard.
-        self.packs_into_shard = (
-            layout.num_slices == 1
-            and reduce_dtype is main_shard.dtype
-            and main_shard.device == mesh.device
-        )
-        self._layout = layout
+        self._layout = plan.layout
         self._main_shard = main_shard
         self._reduce_dtype = reduce_dtype
         # 1D, padded_numel; storage emptied between reductions
@@ -60,11 +54,11 @@ class GradientMemory:
         if self.shard is None:
             self.shard = (
                 empty_on_host(self._main_shard, self.mesh.device)
-                if self.is_on_host
+                if self.plan.on_host
                 else torch.empty_like(self._main_shard)
             )
             self.shard.zero_()
-            if self.packs_into_shard:
+            if self.plan.packs_into_shard:
                 self._shard_slots = self._slots_of(self.shard)
         return self.shard, self._shard_slots
 
@@ -86,11 +80,6 @@ class GradientMemory:
             # Allocated on compute's stream, which waits for the collective that read the buffer
             # (`Reduction._advance`): the next tensor in this memory is written after that read.
             release(self._buffer)
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the gradient shard is in host memory while another device computes."""
-        return self._main_shard.device != self.mesh.device
 
     def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
         """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
@@ -324,7 +313,7 @@ class Reduction:
                 )
             )
         elif not self._plan.adds:
-            if memory.is_on_host:
+            if memory.plan.on_host:
                 self._output = memory.leave_buffer(self._output)
             self._absorb()
         return CollectiveHandle()
@@ -344,7 +333,7 @@ class Reduction:
     def _absorb(self) -> None:
         """Write averages to the gradient shard; on the copy stream if it is in host memory."""
         memory, output, kept = self._memory, self._output, self._plan.kept
-        if not memory.is_on_host:
+        if not memory.plan.on_host:
             memory.absorb(output, kept)
             return
 

@@ -18,7 +18,7 @@ from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost, HeldMemory
+from shardeddp.plan.memory import GroupCost, GroupPlan, HeldMemory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.backward import stored_gradients
@@ -200,11 +200,12 @@ class Unit:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [
             _cost_of(
-                specs, group.layout, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
+                specs, group.plan, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
             )
             for specs, group in zip(self._members, self.groups, strict=True)
         ] + [
-            _cost_of(specs, layout_of(specs, 1), None) for specs in by_buffer(self.spec.passthrough)
+            _cost_of(specs, GroupPlan(layout=layout_of(specs, 1)), _ONE_RANK)
+            for specs in by_buffer(self.spec.passthrough)
         ]
 
     def held(self) -> HeldMemory:
@@ -522,15 +523,27 @@ def layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
     )
 
 
+def plan_of(specs: Sequence[ParameterSpec], num_slices: int, *, on_host: bool) -> GroupPlan:
+    """Plan the flat buffers of parameters that share their dtypes."""
+    first = specs[0]
+    return GroupPlan(
+        layout=layout_of(specs, num_slices),
+        casts_params=first.param_dtype is not first.dtype,
+        casts_gradients=first.reduce_dtype is not first.dtype,
+        on_host=on_host,
+    )
+
+
 def _make_groups(
     members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
 ) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
     owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
+    on_host = sharding.offload_params and mesh.device.type != "cpu"
     for specs in members:
-        own = _mesh_of(specs, mesh)
-        layout, memory = layout_of(specs, own.topology.num_slices), specs[0].memory
-        group = FlatGroup(specs, layout, own, sharding, owners.get(memory))
+        own, memory = _mesh_of(specs, mesh), specs[0].memory
+        plan = plan_of(specs, own.topology.num_slices, on_host=on_host)
+        group = FlatGroup(specs, plan, own, sharding.reshard, owners.get(memory))
         owners.setdefault(memory, group)
         groups.append(group)
     return groups
@@ -543,21 +556,27 @@ def _mesh_of(specs: Sequence[ParameterSpec], mesh: Mesh) -> Mesh:
     return own
 
 
-def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
-    """Return the costs of the flat buffers that a unit would have, without making them."""
+def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
+    """Return the costs of the flat buffers that a unit would have, without making them.
+
+    Args:
+        spec: Module and parameters of the unit.
+        topology: Mesh of ranks.
+        on_host: True if main shards and gradient shards are in host memory.
+    """
     costs: list[GroupCost] = []
     for specs in by_buffer(spec.parameters):
         split = specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
         own = topology.over_experts(experts) if experts else topology
-        costs.append(_cost_of(specs, layout_of(specs, own.num_slices), own))
+        costs.append(_cost_of(specs, plan_of(specs, own.num_slices, on_host=on_host), own))
     return costs
 
 
 def _cost_of(
     specs: Sequence[ParameterSpec],
-    layout: FlatLayout,
-    topology: Topology | None,
+    plan: GroupPlan,
+    topology: Topology,
     *,
     trainable: bool | None = None,
 ) -> GroupCost:
@@ -565,27 +584,25 @@ def _cost_of(
 
     Args:
         specs: Parameters in it.
-        layout: Layout of the parameters.
-        topology: Ranks that share it; None: passthrough parameters, as if in a buffer of one rank,
-            which are used and reduced in their own dtype.
+        plan: Decisions about the buffer.
+        topology: Ranks that share it.
         trainable: Whether it gets gradients; None: if one of the parameters requires a gradient.
     """
-    first = specs[0]
-    dtypes = first.dtype, first.param_dtype, first.reduce_dtype
-    main, param, reduced = dtypes if topology is not None else [first.dtype] * 3
-    ranks = topology or Topology(world_size=1, shard_size=1)
     if trainable is None:
         trainable = any(it.parameter.requires_grad for it in specs)
     return GroupCost(
-        layout=layout,
+        plan=plan,
         trainable=trainable,
-        main_itemsize=main.itemsize,
-        param_itemsize=param.itemsize,
-        reduce_itemsize=reduced.itemsize,
-        split=ranks.num_slices // ranks.shard_size,
-        replicas=ranks.replicate_size,
-        parts=ranks.tensor_size,
+        main_itemsize=specs[0].dtype.itemsize,
+        param_itemsize=specs[0].param_dtype.itemsize,
+        reduce_itemsize=specs[0].reduce_dtype.itemsize,
+        split=topology.num_slices // topology.shard_size,
+        replicas=topology.replicate_size,
+        parts=topology.tensor_size,
     )
+
+
+_ONE_RANK = Topology(world_size=1, shard_size=1)
 
 
 def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:

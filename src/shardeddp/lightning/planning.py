@@ -544,7 +544,7 @@ def by_states(
     for name, sharding in candidates.items():
         topology = setting.topology(sharding)
         peaks[name] = plan_memory(
-            [costs_of(unit, topology) for unit in units],
+            [costs_of(unit, topology, on_host=sharding.offload_params) for unit in units],
             sharding,
             prefetch=setting.prefetch,
             staged=False,

@@ -11,10 +11,40 @@ WAITING_UNITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupPlan:
+    """Decisions about one group's buffers, by which the engine allocates and plans count."""
+
+    layout: FlatLayout
+    casts_params: bool = False
+    """True if parameters are gathered in another dtype than that of the main shard."""
+
+    casts_gradients: bool = False
+    """True if gradients are reduced in another dtype than that of the main shard."""
+
+    on_host: bool = False
+    """True if main shard and gradient shard are in host memory while another device computes."""
+
+    @property
+    def resident(self) -> bool:
+        """True if the main shard is the whole flat buffer: nothing is ever gathered or released."""
+        return self.layout.num_slices == 1 and not (self.casts_params or self.on_host)
+
+    @property
+    def averages_in_shard(self) -> bool:
+        """True if averages are computed in the gradient shard, neither cast nor moved after."""
+        return not (self.casts_gradients or self.on_host)
+
+    @property
+    def packs_into_shard(self) -> bool:
+        """True if gradients can be packed into the gradient shard, without a gradient buffer."""
+        return self.layout.num_slices == 1 and self.averages_in_shard
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupCost:
     """Sizes of the flat buffers of one group of parameters."""
 
-    layout: FlatLayout
+    plan: GroupPlan
     trainable: bool
     main_itemsize: int
     """Bytes per element of the main shard, the gradient shard and the optimizer states."""
@@ -35,6 +65,11 @@ class GroupCost:
     """Size of the tensor-parallel or expert-parallel group; all figures are those of one rank."""
 
     @property
+    def layout(self) -> FlatLayout:
+        """Layout of the parameters in the buffers."""
+        return self.plan.layout
+
+    @property
     def shard_size(self) -> int:
         """Number of ranks that share these parameters."""
         return self.layout.num_slices // self.split
@@ -53,8 +88,7 @@ class GroupCost:
     @property
     def full_nbytes(self) -> int:
         """Bytes of the gathered buffer; zero if the main shard serves as the buffer."""
-        resident = self.layout.num_slices == 1 and self.param_itemsize == self.main_itemsize
-        return 0 if resident else self.layout.padded_numel * self.param_itemsize
+        return 0 if self.plan.resident else self.layout.padded_numel * self.param_itemsize
 
     @property
     def gradient_nbytes(self) -> int:
@@ -70,10 +104,8 @@ class GroupCost:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the gradient buffer; zero if gradients are packed into the gradient shard."""
-        direct = self.layout.num_slices == 1 and self.reduce_itemsize == self.main_itemsize
-        return (
-            0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
-        )
+        is_used = self.trainable and not self.plan.packs_into_shard
+        return self.layout.padded_numel * self.reduce_itemsize if is_used else 0
 
     @property
     def arriving_nbytes(self) -> int:
@@ -87,20 +119,15 @@ class GroupCost:
 
     @property
     def sharing_nbytes(self) -> int:
-        """Bytes of buffers for the reduction across replicas, without the gradient shard.
+        """Bytes of averages that are reduced across replicas, or on the way to the host.
 
         Includes the receive buffers of replicas that split the shard.
         """
-        if self.replicas == 1 or (self.split == 1 and self.reduce_itemsize == self.main_itemsize):
-            return 0  # averaged in place
+        leaves = self.plan.on_host or self.split > 1
+        if not leaves and (self.replicas == 1 or self.plan.averages_in_shard):
+            return 0
         shard = self.buffer_nbytes * self.split // self.layout.num_slices
         return shard + shard - shard // self.split
-
-    @property
-    def leaving_nbytes(self) -> int:
-        """Bytes of the device copy of a gradient shard that is offloaded to the host."""
-        nbytes = self.layout.padded_numel * self.reduce_itemsize // self.layout.num_slices
-        return nbytes if self.trainable else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +228,7 @@ def plan_memory(
 
     Args:
         units: Flat buffers of every unit, the root unit first.
-        sharding: Strategy: times of resharding and reduction, state offloaded to the host.
+        sharding: Strategy: times of resharding and reduction.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states in the main dtype per parameter element; 2 for Adam.
         staged: True if a reduce-scatter needs a receive buffer (gloo); NCCL sums in transit.
@@ -221,7 +248,7 @@ def plan_memory(
         units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
     )
     in_flight = max((moment.nbytes for moment in worst), default=0)
-    if sharding.offload_params:
+    if any(group.plan.on_host for group in groups):
         host, main, gradient, states = main + gradient + states, 0, 0, 0
     elif offload_optimizer:
         host, states = states + 2 * gradient, 0
@@ -288,11 +315,7 @@ def backward_moments(
         ]
         return running + packing
     unsharded = _unsharded(parameters, sharding, prefetch)
-    to_host = sharding.offload_params and not staged
-    sharing = [
-        sum(max(group.sharing_nbytes, group.leaving_nbytes * to_host) for group in unit)
-        for unit in units
-    ]
+    sharing = [sum(group.sharing_nbytes for group in unit) for unit in units]
 
     def waiting_behind(place: int) -> int:
         """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""

@@ -300,10 +300,14 @@ class Planner:
         topology = sharding.topology(
             cluster.num_nodes, cluster.ranks_per_node, tensor_size=axes.tensor_size
         )
-        units = [costs_of(it, topology) for it in self.profile(precision, 1, axes).units]
-        trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
+        specs = self.profile(precision, 1, axes).units
+        costs = {
+            on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
+            for on_host in (False, True)
+        }
+        trained = sum(it.shard_nbytes for unit in costs[False] for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
-        moments: dict[bool, list[BackwardMemory]] = {}
+        moments: dict[tuple[str, bool], list[BackwardMemory]] = {}
         resting: dict[tuple[str, bool], MemoryPlan] = {}
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -311,11 +315,7 @@ class Planner:
             if rest or not count:
                 continue
             if count not in collectives:
-                collectives[count] = combined(collectives_of_step(units, sharding, count))
-            if (count > 1) not in moments:
-                moments[count > 1] = backward_moments(
-                    units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
-                )
+                collectives[count] = combined(collectives_of_step(costs[False], sharding, count))
             work = self.profile(precision, micro_batch, axes)
             for recompute in self.recomputes:
                 exchanges = exchanges_of_step(
@@ -336,10 +336,14 @@ class Planner:
                         tensor_parallel_size=axes.tensor_size,
                         expert_parallel_size=axes.expert_size,
                     )
-                    if (offload, count > 1) not in resting:
-                        resting[offload, count > 1] = plan_memory(
+                    units, key = costs[offload == "params"], (offload, count > 1)
+                    if key not in resting:
+                        moments[key] = backward_moments(
+                            units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
+                        )
+                        resting[key] = plan_memory(
                             units,
-                            replace(sharding, offload_params=offload == "params"),
+                            sharding,
                             prefetch=PREFETCH,
                             states_per_element=OPTIMIZER_STATES,
                             staged=False,
@@ -349,9 +353,9 @@ class Planner:
                     memory = memory_of(
                         work,
                         recompute,
-                        resting[offload, count > 1],
+                        resting[key],
                         at_loss(units, sharding, accumulates=count > 1),
-                        moments[count > 1],
+                        moments[key],
                     )
                     yield self._timed(choice, memory, work, issued, trained)
 
