@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardeddp.engine.unit import costs_of
 from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
@@ -30,6 +29,7 @@ from shardeddp.planner.search import MEMORY_INTERVAL, Memory, at_loss, combined,
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
+from shardeddp.wrap.flat_buffers import costs_of
 
 UNFUSED = ("Megatron-DeepSpeed",)
 """Engines whose runs computed attention without a fused kernel."""

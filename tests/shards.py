@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
 from shardeddp.engine.param_group import FlatGroup
-from shardeddp.engine.unit import plan_of
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.wrap.flat_buffers import plan_of
 from shardeddp.wrap.tree import ParameterSpec
 
 SHAPES = {

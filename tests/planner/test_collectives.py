@@ -15,11 +15,11 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, Options
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.engine.unit import costs_of
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.wrap import NamePolicy, build_units
+from shardeddp.wrap.flat_buffers import costs_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,6 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from shardeddp.config import resolve_activation_checkpointing
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.storage import ReleasedMemory
-from shardeddp.engine.unit import costs_of
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import backward_moments, plan_memory
@@ -18,6 +17,7 @@ from shardeddp.planner.search import at_loss, memory_of
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import build_units, resolve_policy
+from shardeddp.wrap.flat_buffers import costs_of
 from support.allocations import record_allocations
 from training import STRATEGIES, Sharding
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,14 +16,13 @@ from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost, GroupPlan, HeldMemory
+from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.plan.topology import Topology
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import without_torch_function
+from shardeddp.wrap.flat_buffers import by_buffer, cost_of, passthrough_costs, plan_of
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward
 
 # -- Unit: parameters gathered together, their three states and the verbs between
@@ -199,14 +197,11 @@ class Unit:
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [
-            _cost_of(
+            cost_of(
                 specs, group.plan, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
             )
             for specs, group in zip(self._members, self.groups, strict=True)
-        ] + [
-            _cost_of(specs, GroupPlan(layout=layout_of(specs, 1)), _ONE_RANK)
-            for specs in by_buffer(self.spec.passthrough)
-        ]
+        ] + passthrough_costs(self.spec)
 
     def held(self) -> HeldMemory:
         """Return the bytes now held on the device, passthrough parameters included."""
@@ -510,30 +505,6 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
     )
 
 
-def layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
-    """Build the flat layout of parameters that share their dtypes."""
-    first = specs[0]
-    return FlatLayout.build(
-        [spec.fqn for spec in specs],
-        [tuple(spec.parameter.shape) for spec in specs],
-        itemsize=min(
-            dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)
-        ),
-        num_slices=num_slices,
-    )
-
-
-def plan_of(specs: Sequence[ParameterSpec], num_slices: int, *, on_host: bool) -> GroupPlan:
-    """Plan the flat buffers of parameters that share their dtypes."""
-    first = specs[0]
-    return GroupPlan(
-        layout=layout_of(specs, num_slices),
-        casts_params=first.param_dtype is not first.dtype,
-        casts_gradients=first.reduce_dtype is not first.dtype,
-        on_host=on_host,
-    )
-
-
 def _make_groups(
     members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
 ) -> list[FlatGroup]:
@@ -554,71 +525,6 @@ def _mesh_of(specs: Sequence[ParameterSpec], mesh: Mesh) -> Mesh:
     own = mesh.experts if specs[0].is_of_experts else mesh
     assert own is not None
     return own
-
-
-def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
-    """Return the costs of the flat buffers that a unit would have, without making them.
-
-    Args:
-        spec: Module and parameters of the unit.
-        topology: Mesh of ranks.
-        on_host: True if main shards and gradient shards are in host memory.
-    """
-    costs: list[GroupCost] = []
-    for specs in by_buffer(spec.parameters):
-        split = specs[0].distribution
-        experts = len(split.boxes) if split is not None and split.of_experts else 0
-        own = topology.over_experts(experts) if experts else topology
-        costs.append(_cost_of(specs, plan_of(specs, own.num_slices, on_host=on_host), own))
-    return costs
-
-
-def _cost_of(
-    specs: Sequence[ParameterSpec],
-    plan: GroupPlan,
-    topology: Topology,
-    *,
-    trainable: bool | None = None,
-) -> GroupCost:
-    """Return the cost of a flat buffer.
-
-    Args:
-        specs: Parameters in it.
-        plan: Decisions about the buffer.
-        topology: Ranks that share it.
-        trainable: Whether it gets gradients; None: if one of the parameters requires a gradient.
-    """
-    if trainable is None:
-        trainable = any(it.parameter.requires_grad for it in specs)
-    return GroupCost(
-        plan=plan,
-        trainable=trainable,
-        main_itemsize=specs[0].dtype.itemsize,
-        param_itemsize=specs[0].param_dtype.itemsize,
-        reduce_itemsize=specs[0].reduce_dtype.itemsize,
-        split=topology.num_slices // topology.shard_size,
-        replicas=topology.replicate_size,
-        parts=topology.tensor_size,
-    )
-
-
-_ONE_RANK = Topology(world_size=1, shard_size=1)
-
-
-def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Group the parameters that can share a flat buffer, in order of first appearance.
-
-    A parameter that shares memory with another has a group of its own.
-    """
-    users = Counter(spec.memory for spec in specs)
-    groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
-    for spec in specs:
-        alone = id(spec) if users[spec.memory] > 1 else None
-        dtypes = spec.dtype, spec.param_dtype, spec.reduce_dtype
-        of_experts = spec.is_of_experts  # gathered in the mesh of experts
-        key = (*dtypes, spec.parameter.requires_grad, alone, of_experts)
-        groups.setdefault(key, []).append(spec)
-    return list(groups.values())
 
 
 def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:

@@ -13,8 +13,7 @@ from lightning_utilities import apply_to_collection
 from torch import nn
 
 from shardeddp.config import MixedPrecision, Options, resolve_dtype
-from shardeddp.engine.runtime import find_tensors
-from shardeddp.engine.unit import costs_of
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -43,6 +42,7 @@ from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
 from shardeddp.planner.trace import PRECISIONS
 from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap.flat_buffers import costs_of
 
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 import yaml
 
-from shardeddp.engine.unit import costs_of
 from shardeddp.errors import UsageError
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
@@ -36,6 +35,7 @@ from shardeddp.planner.cost import Step, StepSetting
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
+from shardeddp.wrap.flat_buffers import costs_of
 
 MEMORY_INTERVAL = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
