@@ -27,6 +27,36 @@ from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_
 class GroupGradients:
     """Gradients of a flat group, from autograd to the parameters' ``.grad``.
 
+    A parameter's gradient is in one or several of these places, by the attribute in parentheses:
+
+    ========================  =================================  ===================================
+    place                     put there by                       taken from there by
+    ========================  =================================  ===================================
+    ``.grad`` of the          autograd, inside of the unit;      :meth:`reduce`, by ``_pack``
+    unsharded parameter       :meth:`unreduced`, from the next
+    ``_outside``              :meth:`add_outside`, from uses     :meth:`reduce`, by ``_pack``;
+                              outside of the unit;               :meth:`unreduced`
+                              :meth:`take_assigned`,
+                              :meth:`take_former`
+    buffer or shard, in this  :meth:`reduce`, from both above    :meth:`begin_backward` of the next:
+    backward's reduction      and from partial sums              the reduction has arrived
+    (``_packed``)
+    partial sums              :meth:`reduce` in the shard group  :meth:`reduce` across replicas, by
+    (``_partly_used``)        alone; :meth:`take_assigned`,      ``_take_partial``
+                              :meth:`take_former`
+    gradient shard, without   :meth:`keep_sums`, until ranks     :meth:`install`, once they agree
+    ``.grad`` (``_summed``)   agree on used parameters
+    ``.grad``, a view of the  :meth:`install`                    users, who set it to None or to
+    gradient shard                                               another; :meth:`take_former`
+    (``_views``)              (the next reduction adds to it)
+    ``.grad`` elsewhere       users (``assigned``); a gradient   :meth:`take_assigned`,
+                              that they hold keeps its memory,   :meth:`take_former`;
+                              by ``_renew_shard``                :meth:`install` adds to it
+    ========================  =================================  ===================================
+
+    If users set ``.grad``, :meth:`drop` empties the first two, partial sums and the shard without
+    ``.grad``. After a failure :meth:`drop_waiting` empties the first two and partial sums.
+
     Args:
         plan: Layout of the parameters, and decisions about the buffers.
         mesh: Process groups and streams of the reductions.
@@ -73,9 +103,9 @@ class GroupGradients:
         # agree.
         self._summed: set[int] = set()
         self._partly_used: set[int] = set()  # indices of parameters in the partial sums
-        # Whether the last backward has left gradients for a later one to complete, and whether
-        # those are sums of the shard group.
-        self._is_incomplete = self._sums_are_shared = False
+        # Gradients that the last backward has left for a later one to complete: sums of the shard
+        # group (True) or this rank's own (False). None: it has left none.
+        self._sums_are_shared: bool | None = None
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -213,7 +243,7 @@ class GroupGradients:
         topology = self._mesh.topology
         if reduces and not self._mesh.has_replicas:
             return  # the reduction has added to the gradients of earlier steps
-        self._is_incomplete, self._sums_are_shared = True, reduces
+        self._sums_are_shared = reduces
         if topology.split_replicas if reduces else self._layout.num_slices > 1:
             return
         for index, former in enumerate(stored_gradients(self._sharded)):
@@ -222,15 +252,15 @@ class GroupGradients:
 
     def complete(self) -> None:
         """Mark the gradients as complete."""
-        self._is_incomplete = self._sums_are_shared = False
+        self._sums_are_shared = None
 
     def has_former(self, index: int) -> bool:
         """Return whether a gradient of an earlier step must be merged into an incomplete one."""
         sharded = self._sharded[index]
         if not isinstance(stored_gradient(sharded), ShardTensor):
             return False
-        joins = self._is_incomplete and sharded.requires_grad and index not in self.assigned
-        return joins or self.is_unreduced(index)
+        is_incomplete = self._sums_are_shared is not None and index not in self.assigned
+        return (is_incomplete and sharded.requires_grad) or self.is_unreduced(index)
 
     def take_former(self, index: int) -> None:
         """Merge a parameter's gradient of an earlier step into its incomplete gradient.
