@@ -78,7 +78,8 @@ class GradientMemory:
         """Release the gradient buffer's memory."""
         if self._buffer is not None:
             # Allocated on compute's stream, which waits for the collective that read the buffer
-            # (`Reduction._advance`): the next tensor in this memory is written after that read.
+            # (`Reduction._finish_shard_group`): the next tensor in this memory is written after
+            # that read.
             release(self._buffer)
 
     def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
@@ -216,7 +217,21 @@ class ReductionPlan:
 
 
 class Reduction:
-    """Gradient reduction in flight: in the shard group first, then across replicas.
+    """Gradient reduction in flight, in up to three stages; compute waits for each.
+
+    ==================  ==========================  ===============================================
+    stage               issued by                   memory
+    ==================  ==========================  ===============================================
+    in the shard group  the constructor             ``_finish_shard_group`` waits, and releases the
+                                                    gradient buffer and the earlier partial sums
+    across replicas     ``_after_shard_group``      ``_finish_following`` waits, and lets the reduce
+                                                    stream, which allocated the output, follow
+    to host memory      ``_absorb``, after the      as above
+                        last of these two
+    ==================  ==========================  ===============================================
+
+    If streams keep the order (:attr:`is_queued`), the constructor issues all of them; else the wait
+    for a stage issues the next.
 
     Args:
         plan: Decisions about the reduction.
@@ -253,7 +268,15 @@ class Reduction:
         If streams keep the order, compute waits for the shard group only. It waits in
         :meth:`finish` for replicas, by far the slowest between nodes, and for copies to the host.
         """
-        return self._advance(waits=False)
+        is_issued = bool(self._following)
+        if self._in_buffer:
+            self._finish_shard_group()  # may issue the next stages
+        if not self._following:
+            return True
+        if self.is_queued or not is_issued:
+            return False
+        self._finish_following()
+        return True
 
     @property
     def is_queued(self) -> bool:
@@ -268,36 +291,33 @@ class Reduction:
 
     def finish(self) -> None:
         """Wait for all stages."""
-        while not self._advance(waits=True):
-            pass
-
-    def _advance(self, waits: bool) -> bool:
-        following = self._following.copy()
-        if self._in_buffer or not self._handle.is_ordered:  # compute waits for the first only once
-            self._handle.advance()  # may issue the next stages
-        if self._in_buffer and not self._following and self._plan.adds:
-            self._memory.absorb(self._output, self._plan.kept)
         if self._in_buffer:
-            # Only the first collective needed the buffer, and another reduction may have opened it
-            # since. `advance` has completed the collective or made compute's stream wait for it, so
-            # the next tensor in this memory is written after the read.
-            self._in_buffer = False
-            self._memory.close_buffer()
-            # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
-            # reduce stream's read of them now.
-            self._partial = None
-        if not self._following:
-            return True
-        if not following or (following[0].is_ordered and not waits):
-            return False
-        following[0].wait()  # may issue the copy to host memory
-        for copied in self._following[1:]:
-            copied.wait()
+            self._finish_shard_group()
+        if self._following:
+            self._finish_following()
+
+    def _finish_shard_group(self) -> None:
+        """Wait for the shard group."""
+        self._handle.wait()
+        if self._plan.adds and not self._following:
+            self._memory.absorb(self._output, self._plan.kept)
+        # Only this collective needed the buffer, and the next reduction may open it. The wait has
+        # completed the collective or made compute's stream wait for it, so the next tensor in this
+        # memory is written after the read.
+        self._in_buffer = False
+        self._memory.close_buffer()
+        # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
+        # reduce stream's read of them now.
+        self._partial = None
+
+    def _finish_following(self) -> None:
+        """Wait for replicas and for the copy to host memory."""
+        for stage in self._following:  # the first may append the copy
+            stage.wait()
         if self._plan.adds:
             self._memory.absorb(self._output, self._plan.kept)
         # The reduce stream allocated memory that other streams and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()
-        return True
 
     def _after_shard_group(self) -> CollectiveHandle:
         memory = self._memory
