@@ -163,6 +163,8 @@ class FlatGroup:
         ================  ==================================  =====================================
         gathered buffer   here, on the gather stream, by      :meth:`release`, by its ``release``,
                           ``GatheredBuffer.allocate``         once the gather stream follows compute
+        the same under    as above, by the first gather; the  with the unit: :meth:`release` only
+        Reshard.NEVER     next ones fill the same memory      lets it ``rest``
         ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
                           main shard is on the host           stream follows the gather stream
         ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute

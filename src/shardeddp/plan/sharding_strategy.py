@@ -34,7 +34,7 @@ class ShardingStrategy:
     """Sharding strategy of the engine: shard size, times of resharding and of reduction.
 
     Groups are axes of ``Topology``; ``Mesh`` (comm/mesh.py) has the collectives of each. Main
-    shards, gradient shards and optimizer states are always 1 / shard group:
+    shards, gradient shards and optimizer states are 1 / shard group without ``split_replicas``:
 
     ================  ============  ===============  ==================  =========================
     strategy          shard group   replicate group  gathered, released  reduced
@@ -139,7 +139,13 @@ class ShardingStrategy:
 
 
 def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
-    """Order ranks so that groups of ``size`` span few nodes; None: the natural order."""
+    """Order ranks so that groups of ``size`` span few nodes; None: the natural order.
+
+    Ranks 0, 2, 4, 6 on one node and 1, 3, 5, 7 on the other; a group has ascending ranks of a node:
+
+    >>> _side_by_side((0, 2, 4, 6, 1, 3, 5, 7), 2)
+    (0, 2, 1, 3, 4, 6, 5, 7)
+    """
     ranks = order or ()
     groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
     order = tuple(rank for group in sorted(groups) for rank in group)
@@ -147,7 +153,13 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
 
 
 def shard_sizes(num_nodes: int, ranks_per_node: int) -> list[int]:
-    """Return the shard sizes above 1 that divide a node or consist of whole nodes, ascending."""
+    """Return the shard sizes above 1 that divide a node or consist of whole nodes, ascending.
+
+    >>> shard_sizes(2, 6)
+    [2, 3, 6, 12]
+
+    4 divides the 12 ranks, but some groups of 4 would be on both nodes.
+    """
     count = num_nodes * ranks_per_node
     return [
         size
