@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardeddp.engine import recording as recording_module
-from shardeddp.engine.recording import HOST, Recording
+from shardeddp.engine import replay
+from shardeddp.engine.recording import Recording
+from shardeddp.engine.replay import HOST
 from shardeddp.torch_private import torch_function_modes
 
 Make = Callable[[], Tensor]
@@ -348,13 +349,13 @@ def test_a_rank_draws_its_part_and_comes_past_the_numbers_of_others(
     plan.narrow({view: part for view in views})
     list(recording.repeat(plan))  # how this torch draws is tried out once
     passed: list[int] = []
-    pass_by = recording_module._pass_by
+    pass_by = replay._pass_by
 
     def counted(count: int, generator: torch.Generator | None) -> None:
         passed.append(count)
         pass_by(count, generator)
 
-    monkeypatch.setattr(recording_module, "_pass_by", counted)
+    monkeypatch.setattr(replay, "_pass_by", counted)
     found = dict(recording.repeat(plan, move_generators=True))
     for view, whole in zip(views, expected, strict=True):
         values = view.over(found[view.storage])
@@ -372,13 +373,13 @@ def test_draws_that_nobody_wants_are_passed_by(monkeypatch: pytest.MonkeyPatch) 
     expected, built, recording = eager_and_recorded(build)
     view = recording.view_of(built)
     drawn: list[int] = []
-    draw_part = recording_module._draw_part
+    draw_part = replay._draw_part
 
     def noted(*arguments: Any) -> None:
         drawn.append(arguments[1])
         draw_part(*arguments)
 
-    monkeypatch.setattr(recording_module, "_draw_part", noted)
+    monkeypatch.setattr(replay, "_draw_part", noted)
     ((_, memory),) = recording.repeat(recording.plan([view.storage]))
     assert torch.equal(view.over(memory), expected)
     assert drawn == [64 * 64]

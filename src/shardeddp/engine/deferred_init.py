@@ -20,14 +20,8 @@ from shardeddp.comm import (
     all_gather_bytes,
     run_on_all_ranks,
 )
-from shardeddp.engine.recording import (
-    HOST,
-    MetaView,
-    Recording,
-    ReplayPlan,
-    storage_of,
-    tensors_on_meta,
-)
+from shardeddp.engine.recording import Recording, tensors_on_meta
+from shardeddp.engine.replay import HOST, MetaView, ReplayPlan
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
@@ -40,6 +34,7 @@ from shardeddp.torch_private import (
     DispatchMode,
     make_subclass,
     pytree,
+    storage_of,
     without_torch_function,
 )
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, is_computed, join

@@ -1,9 +1,9 @@
-"""Recording of a model's construction on the meta device; replayed on the host for wanted tensors.
+"""Recording of a model's construction on the meta device.
 
 Tensors on the meta device have shapes but no values. A recording keeps the operations that would
 have given them values: those of constructors and initializers, and conversions to another dtype.
-Replayed on the host, they give the values of an eager construction, bit for bit, one parameter
-after the other.
+Replayed on the host (``replay.py``), they give the values of an eager construction, bit for bit,
+one parameter after the other.
 """
 
 from __future__ import annotations
@@ -11,137 +11,44 @@ from __future__ import annotations
 import gc
 import hashlib
 import inspect
-import math
 import sys
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from types import FrameType
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from shardeddp.engine.replay import (
+    HOST,
+    Draw,
+    MetaView,
+    Operation,
+    ReplayPlan,
+    ReplayStep,
+    digest_of,
+    generator_in,
+    needed_steps,
+    replay,
+    rewind_generators,
+)
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
 from shardeddp.torch_private import (
     DispatchMode,
     HigherOrderOperator,
-    OpOverload,
     leave_mode,
-    neg_view,
     parse_to,
     pytree,
     storage_of,
     storage_use_count,
     without_torch_function,
 )
-
-HOST = torch.device("cpu")
-
-# -- Recorded operations: call, storages and random numbers
-
-
-@dataclass(frozen=True, slots=True)
-class MetaView:
-    """View geometry of a meta tensor in its storage."""
-
-    storage: int
-    """Index of the storage in the recording; the same on every rank that builds the same model."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conjugated: bool
-    negated: bool
-
-    def over(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor of this geometry over real memory."""
-        found = torch.empty(0, dtype=self.dtype, device=HOST)
-        found.set_(cast(Any, memory), self.offset, self.shape, self.stride)
-        found = found.conj() if self.conjugated else found
-        return neg_view(found) if self.negated else found
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether elements are contiguous in memory, in the order of their indices."""
-        return _is_dense(reversed([*zip(self.stride, self.shape, strict=True)]))
-
-    def covers(self, nbytes: int) -> bool:
-        """Return whether the view has each byte of a storage of this size exactly once."""
-        is_dense = _is_dense(sorted(zip(self.stride, self.shape, strict=True)))
-        return is_dense and self.offset == 0 and self.numel * self.dtype.itemsize == nbytes
-
-
-def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
-    """Return whether strides and sizes leave no gap.
-
-    Args:
-        dims: Stride and size of each dim, the innermost first.
-    """
-    reach = 1
-    for stride, size in dims:
-        if size != 1 and stride != reach:
-            return False
-        reach *= size
-    return True
-
-
-def _lying(tensor: torch.Tensor, storage: int) -> MetaView:
-    """Return the view geometry of a strided tensor in the storage with this index."""
-    geometry = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    return MetaView(storage, *geometry, tensor.is_conj(), tensor.is_neg())
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Random numbers that an operation takes from a generator."""
-
-    generator: torch.Generator | None
-    """Generator; None: the default one of the host, seeded by ``torch.manual_seed``."""
-
-    before: bytes
-    """Digest of the generator's state before the operation."""
-
-    after: bytes
-    """Digest of the generator's state after the operation."""
-
-
-@dataclass(slots=True, eq=False)
-class Operation:
-    """Call that gives values to meta tensors; their storages are known by index."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[MetaView | None]
-    """View geometry of each leaf of the result; None for leaves that are not meta tensors."""
-
-    reads: frozenset[int]
-    writes: frozenset[int]
-    """Storages that the operation changes or makes."""
-
-    replaces: frozenset[int]
-    """Storages that the operation overwrites as a whole; their former values do not matter."""
-
-    draws: tuple[Draw, ...]
-    only_fills: bool
-    """Whether the count of drawn random numbers depends on shapes only."""
-
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-
 
 # -- Recording: operations of a construction, in order
 
@@ -281,7 +188,7 @@ class Recording:
 
     def view_of(self, tensor: torch.Tensor) -> MetaView:
         """Return the view geometry of a strided meta tensor; an unrecorded one has no values."""
-        return _lying(tensor, self._number(tensor))
+        return MetaView.of(tensor, self._number(tensor))
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Treat tensors that were made unrecorded as uninitialised ones."""
@@ -317,7 +224,7 @@ class Recording:
         """Drop all operations but draws if no recorded tensor is left, to free their constants."""
         if not self.is_used:
             behind = {id(it) for it in self._operations[: self._caught_up]}
-            self._operations = [it.operation for it in _needed(self._operations, frozenset())]
+            self._operations = [it.operation for it in needed_steps(self._operations, frozenset())]
             self._caught_up = sum(id(it) in behind for it in self._operations)
 
     def nbytes(self, storage: int) -> int:
@@ -347,7 +254,7 @@ class Recording:
         name = function.overloadpacket.__name__
         draws_now = not _is_made_on_meta(kwargs) if not involved else _is_made_off_meta(kwargs)
         if draws_now and is_random(function):
-            self._catch_up(_generator_in(args, kwargs))
+            self._catch_up(generator_in(args, kwargs))
         if involved and not self.builds and not any(map(self.has, involved)):
             return function(*args, **kwargs)
         is_read = name == "_to_copy" and _is_made_off_meta(kwargs)
@@ -371,7 +278,7 @@ class Recording:
             if written(function, args, kwargs) or kwargs.get("device") is not None:
                 raise
             if is_random(function):
-                self._catch_up(_generator_in(args, kwargs))
+                self._catch_up(generator_in(args, kwargs))
             # torch cannot infer the shapes of its results (geqrf): it runs at once, and its values
             # are kept.
             args, kwargs = self.values((args, kwargs))
@@ -392,14 +299,14 @@ class Recording:
                 for it in pytree.tree_leaves(result)
             ]
             target = kept[0][0] if name in _REPLACING and isinstance(kept[0][0], MetaView) else None
-            draws = self._draw(_generator_in(*given)) if is_random(function) else ()
+            draws = self._draw(generator_in(*given)) if is_random(function) else ()
             self._add(function, *kept, views, frozenset(made), frozenset(writes), target, draws)
         return result
 
     def _run_at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that writes to host tensors; record its writes to meta tensors."""
         if is_random(function):
-            self._catch_up(_generator_in(args, kwargs))
+            self._catch_up(generator_in(args, kwargs))
         tells = tells_what_it_writes(function)
         leaves = pytree.tree_leaves((args, kwargs))
         changed = written(function, args, kwargs) if tells else leaves
@@ -492,11 +399,11 @@ class Recording:
     def _catch_up(self, generator: torch.Generator | None) -> None:
         """Move generators to their states in an eager construction, before a draw on the host."""
         generator = generator or torch.default_generator
-        digest = _digest(generator.get_state())
+        digest = digest_of(generator.get_state())
         if digest not in self._seeded:
             return
         self._generators[id(generator)] = generator
-        steps = _needed(self._operations, frozenset())
+        steps = needed_steps(self._operations, frozenset())
         latest = self._operations[self._caught_up :]
         # Only the draws since the last time, unless the program has restored an earlier state, or
         # the draws depend on values.
@@ -514,14 +421,14 @@ class Recording:
         generator = given or torch.default_generator
         self._generators[id(generator)] = generator
         state = generator.get_state()
-        before = _digest(state)
+        before = digest_of(state)
         if before not in self._seeded:
             self._states.setdefault(before, state)
         # The seed includes the draw's number: draws from equal states may end in different states.
         self._draws += 1
         seed = hashlib.blake2b(before + self._draws.to_bytes(8, "little"), digest_size=7).digest()
         generator.manual_seed(int.from_bytes(seed, "little"))
-        after = _digest(generator.get_state())
+        after = digest_of(generator.get_state())
         self._seeded.add(after)
         return (Draw(given, before, after),)
 
@@ -554,91 +461,18 @@ class Recording:
     def plan(self, wanted: Iterable[int]) -> ReplayPlan:
         """Plan the operations, in order, for the final values of some storages."""
         kept = frozenset(wanted)
-        return ReplayPlan(_needed(self._operations, kept) if kept else [], kept)
+        return ReplayPlan(needed_steps(self._operations, kept) if kept else [], kept)
 
     def repeat(
         self, plan: ReplayPlan, move_generators: bool = False
     ) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Run operations on the host; yield each wanted storage with its memory once complete.
-
-        Args:
-            plan: Operations to run.
-            move_generators: True to move generators to their states after an eager construction,
-                unless the program has moved them since; False to restore their states.
-        """
-        states = _GeneratorStates(
-            self._states, [step.operation for step in plan.steps], self._generators.values()
-        )
-        memory: dict[int, torch.UntypedStorage] = {}
-        with states.kept(move_generators):
-            for step in plan.steps:
-                with torch.no_grad(), HOST, states.around(step.operation) as generators:
-                    self._run(step, memory, generators)
-                for storage in step.ends:
-                    held = memory.pop(storage)
-                    if storage in plan.wanted:
-                        yield storage, held
-                    del held  # while the next operation runs
+        """Run operations on the host; see :func:`replay`, which says what the arguments mean."""
+        generators = self._generators.values()
+        return replay(plan, self.nbytes, self._states, generators, move_generators=move_generators)
 
     def rewind(self) -> None:
         """Restore the states before the recording of generators that have not moved since."""
-        states = _GeneratorStates(self._states, self._operations, self._generators.values())
-        with states.kept(move=True):
-            for operation in self._operations:
-                states.skip(operation)
-
-    def _run(
-        self,
-        step: ReplayStep,
-        memory: dict[int, torch.UntypedStorage],
-        generators: dict[int, torch.Generator],
-    ) -> None:
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Generator):
-                return generators.get(id(leaf), leaf)
-            if not isinstance(leaf, MetaView):
-                return leaf
-            if not step.is_wanted:
-                return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=HOST)
-            if leaf.storage not in memory:
-                memory[leaf.storage] = torch.UntypedStorage(self.nbytes(leaf.storage), device=HOST)
-            return leaf.over(memory[leaf.storage])
-
-        operation = step.operation
-        part = step.part if step.is_wanted else (0, 0)
-        if part is not None and _draws_in_order(operation):
-            target = operation.args[0]
-            tensor = real(target) if step.is_wanted else None
-            generator = real(_generator_in(operation.args, operation.kwargs))
-            _draw_part(operation, target.numel, tensor, part, generator)
-            return
-        args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(operation.default_dtype)
-        try:
-            result = operation.function(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(default_dtype)
-        if not step.is_wanted:
-            return
-        held = {
-            storage_of(it)
-            for it in pytree.tree_leaves((args, kwargs))
-            if isinstance(it, torch.Tensor)
-        }
-        for view, found in zip(operation.outputs, pytree.tree_leaves(result), strict=False):
-            if view is None or view.storage in memory or not isinstance(found, torch.Tensor):
-                continue
-            nbytes = self.nbytes(view.storage)
-            as_planned = _lying(found, view.storage) == view
-            own = found.untyped_storage()
-            if as_planned and own.nbytes() == nbytes and storage_of(found) not in held:
-                memory[view.storage] = own
-            else:
-                memory[view.storage] = torch.UntypedStorage(nbytes, device=HOST)
-                # Statistics that a batch norm saves for backward have other shapes on meta.
-                if found.shape == view.shape:
-                    view.over(memory[view.storage]).copy_(found)
+        rewind_generators(self._operations, self._states, self._generators.values())
 
 
 class _Operations(DispatchMode):
@@ -861,12 +695,6 @@ def _is_meant_for_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return is_named and _is_made_on_meta(kwargs) and not _meta_tensors(args)
 
 
-def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    return next(
-        (it for it in (kwargs.get("generator"), *args) if isinstance(it, torch.Generator)), None
-    )
-
-
 def _is_made_on_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
@@ -881,315 +709,3 @@ def _answers_python(function: Any) -> bool:
     """Return whether an operation returns Python numbers or bools: ``item()``, ``allclose()``."""
     returns = [str(it.type) for it in function._schema.returns]
     return bool(returns) and set(returns) <= {"bool", "int", "float", "number"}
-
-
-def _digest(state: torch.Tensor) -> bytes:
-    return hashlib.blake2b(cast(Any, state.numpy()), digest_size=16).digest()
-
-
-# -- Plan: operations of a replay, ordered for little memory
-
-_GENERATORS = -1  # pseudo index of a storage that all draws use, so that they keep their order
-
-
-@dataclass(slots=True, eq=False)
-class ReplayStep:
-    """Operation of a replay."""
-
-    operation: Operation
-    is_wanted: bool
-    """Whether its values are needed; if not, it only moves generators."""
-
-    ends: list[int] = field(default_factory=list[int])
-    """Storages that no later step needs."""
-
-    part: tuple[int, int] | None = None
-    """Interval of needed elements in the flat tensor that it fills, end exclusive; None: all."""
-
-    def resources(self) -> Iterator[int]:
-        """Yield the storages of the step, and ``_GENERATORS`` if it draws."""
-        if self.is_wanted:
-            yield from sorted(self.operation.reads | self.operation.writes)
-        if self.operation.draws:
-            yield _GENERATORS
-
-
-class ReplayPlan:
-    """Operations for wanted storages, in the order of a replay.
-
-    An operation runs as soon as all earlier operations on its memory have run; only draws keep the
-    order of the recording. So a parameter that its constructor draws, and that a parent scales at
-    the very end, is complete at once.
-    """
-
-    def __init__(self, steps: list[ReplayStep], wanted: frozenset[int]) -> None:
-        self.wanted = wanted
-        self.steps = _in_order(steps)
-        last = {resource: step for step in self.steps for resource in step.resources()}
-        for resource, step in last.items():
-            if resource != _GENERATORS:
-                step.ends.append(resource)
-
-    @property
-    def completed(self) -> list[int]:
-        """Wanted storages that get values, in the order of completion."""
-        return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
-
-    def narrow(self, parts: Mapping[MetaView, tuple[int, int]]) -> None:
-        """Restrict tensors to some elements if a single draw makes them.
-
-        Args:
-            parts: Interval of needed flat elements by view geometry, end exclusive.
-        """
-        views = {view.storage: view for view in parts}
-        users: dict[int, list[ReplayStep]] = defaultdict(list)
-        for step in self.steps:
-            for storage in step.operation.reads | step.operation.writes if step.is_wanted else ():
-                if storage in views:
-                    users[storage].append(step)
-        for storage, view in views.items():
-            (step, *more) = users[storage]
-            operation = step.operation
-            if not more and storage in operation.replaces and operation.args[:1] == (view,):
-                step.part = parts[view]
-
-    def digest(self) -> bytes:
-        """Return a digest, 16 bytes, of operations, arguments and generator states.
-
-        Ranks with equal digests get the same values. Arguments that cannot be compared make
-        digests differ.
-        """
-        found = xxhash.xxh3_128()
-        for step in self.steps:
-            operation = step.operation
-            leaves, structure = pytree.tree_flatten((operation.args, operation.kwargs))
-            for each in (
-                _name_of(operation.function),
-                structure,
-                [(draw.before, draw.after) for draw in operation.draws],
-                operation.outputs,
-                operation.default_dtype,
-                step.is_wanted,
-                step.ends,
-                *leaves,
-            ):
-                _update(found, each)
-        return found.digest()
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    is_operation = isinstance(function, OpOverload)
-    return str(function) if is_operation else getattr(function, "__qualname__", repr(function))
-
-
-def _update(found: xxhash.xxh3_128, each: Any) -> None:
-    if isinstance(each, torch.Generator):
-        each = each.device  # its states are among the draws
-    if isinstance(each, torch.Tensor) and each.layout is torch.strided:
-        plain = each.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        found.update(repr((each.dtype, each.shape)).encode())
-        found.update(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
-    else:
-        found.update(repr(each).encode())
-
-
-def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[ReplayStep]:
-    """Return the steps that later steps read, or that draw; searched from the last to the first."""
-    live = set(wanted)
-    steps: list[ReplayStep] = []
-    for operation in reversed(operations):
-        is_wanted = not live.isdisjoint(operation.writes) or bool(
-            operation.draws and not operation.only_fills
-        )
-        if is_wanted:
-            live -= operation.replaces
-            live |= operation.reads
-        if is_wanted or operation.draws:
-            steps.append(ReplayStep(operation, is_wanted))
-    return steps[::-1]
-
-
-def _in_order(steps: list[ReplayStep]) -> list[ReplayStep]:
-    resources = [tuple(step.resources()) for step in steps]
-    waiting: dict[int, deque[int]] = defaultdict(deque)
-    for index, needed in enumerate(resources):
-        for resource in needed:
-            waiting[resource].append(index)
-    order: list[int] = []
-    is_done = [False] * len(steps)
-
-    def emit(index: int) -> list[int]:
-        """Append a step; return the next steps of its storages."""
-        is_done[index] = True
-        order.append(index)
-        for resource in resources[index]:
-            waiting[resource].popleft()
-        return [
-            waiting[resource][0]
-            for resource in resources[index]
-            if resource != _GENERATORS and waiting[resource]
-        ]
-
-    def pull(index: int) -> list[int]:
-        """Append a step early unless it waits for a draw; return the next steps, as `emit` does."""
-        following: list[int] = []
-        stack = [index]
-        while stack:
-            blocker = next(
-                (
-                    waiting[resource][0]
-                    for resource in resources[stack[-1]]
-                    if waiting[resource][0] != stack[-1]
-                ),
-                None,
-            )
-            if blocker is None:
-                following += emit(stack.pop())
-            elif steps[blocker].operation.draws:
-                break
-            else:
-                stack.append(blocker)
-        return following
-
-    for index in range(len(steps)):
-        following = [] if is_done[index] else emit(index)
-        while following:
-            early = following.pop()
-            if not is_done[early]:
-                following += pull(early)
-    return [steps[index] for index in order]
-
-
-# -- Partial draws
-#
-# A generator of the host draws numbers one by one, so a rank must also draw the numbers of all
-# other ranks. It need not convert these to floats, which takes most of the time.
-
-_IN_ORDER = {torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default}
-_BLOCK = 16
-"""Elements of a block, which `normal_` makes of equally many random numbers."""
-
-
-def _draws_in_order(operation: Operation) -> bool:
-    """Return whether single blocks of an operation's target can be drawn separately."""
-    target = operation.args[0] if operation.args else None
-    return (
-        operation.function in _IN_ORDER
-        and isinstance(target, MetaView)
-        and target.is_contiguous
-        and target.numel % _BLOCK == 0
-        and _draws_by_block(operation.function, target.dtype)
-    )
-
-
-def _draw_part(
-    operation: Operation,
-    numel: int,
-    tensor: torch.Tensor | None,
-    part: tuple[int, int],
-    generator: torch.Generator | None,
-) -> None:
-    """Fill the blocks of a tensor that have wanted elements, and skip the draws of others."""
-    start, stop = part[0] // _BLOCK * _BLOCK, -(-part[1] // _BLOCK) * _BLOCK
-    start = min(start, stop)
-    _pass_by(start, generator)
-    if tensor is not None and start < stop:
-        more = {key: it for key, it in operation.kwargs.items() if key != "generator"}
-        values = tensor.view(-1)[start:stop]
-        operation.function(values, *operation.args[1:], **more, generator=generator)
-    _pass_by(numel - stop, generator)
-
-
-def _pass_by(count: int, generator: torch.Generator | None) -> None:
-    """Skip 32-bit numbers of a generator of the host."""
-    scratch = torch.empty(min(count, 2**16), dtype=torch.uint8, device=HOST)
-    for passed in range(0, count, 2**16):
-        scratch[: count - passed].random_(generator=generator)
-
-
-@cache
-def _draws_by_block(function: Any, dtype: torch.dtype) -> bool:
-    """Return whether this torch draws one 32-bit number per element, block after block."""
-    if not dtype.is_floating_point:
-        return False
-    whole, parts = (torch.zeros(6 * _BLOCK, dtype=dtype, device=HOST) for _ in range(2))
-    one, other = (torch.Generator(HOST).manual_seed(0) for _ in range(2))
-    function(whole, generator=one)
-    _pass_by(2 * _BLOCK, other)
-    function(parts[2 * _BLOCK : 5 * _BLOCK], generator=other)
-    whole[: 2 * _BLOCK], whole[5 * _BLOCK :] = 0, 0
-    _pass_by(_BLOCK, other)
-    return torch.equal(whole, parts) and torch.equal(one.get_state(), other.get_state())
-
-
-# -- Generator states before each operation
-
-
-class _GeneratorStates:
-    """States of generators during a replay.
-
-    A recorded draw replaces its generator's state by a seeded one. The next draw starts from this
-    state, and a program may save and restore it. In the replay it maps to the true state after the
-    draw.
-
-    Args:
-        known: States that the program set itself, by digest.
-        operations: Operations to replay.
-        generators: All generators of recorded draws.
-    """
-
-    def __init__(
-        self,
-        known: dict[bytes, torch.Tensor],
-        operations: Sequence[Operation],
-        generators: Iterable[torch.Generator],
-    ) -> None:
-        self._known = known
-        self._behind: dict[bytes, torch.Tensor] = {}
-        self._now = {generator: _digest(generator.get_state()) for generator in generators}
-        self._uses = Counter(draw.before for operation in operations for draw in operation.draws)
-        # A state takes 5 KB: it is dropped after its last use.
-        self._uses.update(self._now.values())
-
-    @contextmanager
-    def kept(self, move: bool) -> Generator[None]:
-        """Restore the program's generators at the end.
-
-        Args:
-            move: True to set generators in a recorded state to the true state instead.
-        """
-        states = {generator: generator.get_state() for generator in self._now}
-        try:
-            yield
-        finally:
-            for generator, digest in self._now.items():
-                generator.set_state(
-                    self._behind.get(digest, states[generator]) if move else states[generator]
-                )
-
-    @contextmanager
-    def around(self, operation: Operation) -> Generator[dict[int, torch.Generator]]:
-        """Set generators for an operation that draws; yield substitutes of generator arguments."""
-        standing: list[tuple[Draw, torch.Generator]] = []
-        for draw in operation.draws:
-            generator = draw.generator
-            own = (
-                torch.default_generator if generator is None else torch.Generator(generator.device)
-            )
-            own.set_state(self._before(draw))
-            standing.append((draw, own))
-        yield {id(draw.generator): own for draw, own in standing if draw.generator is not None}
-        for draw, own in standing:
-            self._behind[draw.after] = own.get_state()
-
-    def skip(self, operation: Operation) -> None:
-        """Skip an operation, as if it had drawn nothing."""
-        for draw in operation.draws:
-            self._behind[draw.after] = self._before(draw)
-
-    def _before(self, draw: Draw) -> torch.Tensor:
-        state = self._behind.get(draw.before)
-        self._uses[draw.before] -= 1
-        if not self._uses[draw.before]:
-            self._behind.pop(draw.before, None)
-        return self._known[draw.before] if state is None else state
