@@ -130,7 +130,8 @@ def explain_shapes(error: BaseException, size: int) -> None:
         f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
         f"this rank's 1/{size} of its features. Behind it has to be a 'rowwise' layer and "
         f"nothing that needs all features (a norm, a parameter of their size); or leave the "
-        f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output'."
+        f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output' if all ranks compute "
+        f"the same behind it (attention with heads of each rank does not)."
     )
     error.args = (text, *error.args[1:])
 

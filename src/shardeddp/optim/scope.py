@@ -99,10 +99,14 @@ def refuse_beside_axes(optimizer: optim.Optimizer, options: Options) -> None:
         ),
     ):
         if size > 1 and scope not in allowed:
-            raise ConfigurationError(
-                f"{option} works with {those}, found {type(optimizer).__name__}, whose scope is "
-                f"{scope!r}"
+            name = type(optimizer).__name__
+            known = (
+                f"of which nothing is known: if it is one, say so with "
+                f"optimizer_scope={{{name!r}: {allowed[-1]!r}}}"
+                if scope is None
+                else f"whose scope is {scope!r}"
             )
+            raise ConfigurationError(f"{option} works with {those}, found {name}, {known}")
 
 
 # Packages with optimizers that divide parameters or average gradients over ranks by themselves.

@@ -128,7 +128,7 @@ def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -
     values = parameter.detach()
     if distribution.boxes:
         values = flatten_boxes(values, distribution.boxes[rank]).view(
-            *(distribution.part or parameter.shape)
+            distribution.part or parameter.shape
         )
     local = nn.Parameter(values, parameter.requires_grad)
     vars(local).update(vars(parameter))
