@@ -26,11 +26,11 @@ from support.small_checkpoints import (
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.fixture(params=["exchange", "two renames"], autouse=True)
-def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(params=["swap", "two renames"], autouse=True)
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "two renames":
         monkeypatch.setattr(durable, "_RENAMEAT2", None)
-    return request.param == "exchange"
+    return request.param == "swap"
 
 
 def staged(target: Path, step: int) -> directory.Staging:
@@ -90,12 +90,12 @@ REPLACED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", REPLACED)
 def test_what_may_be_a_checkpoint_is_replaced_and_gone(
-    tmp_path: Path, exchanges: bool, kind: str
+    tmp_path: Path, swaps: bool, kind: str
 ) -> None:
     target = tmp_path / "last.ckpt"
     REPLACED[kind](target)
     notes = save(target, step=2)
-    assert len(notes) == (not exchanges)
+    assert len(notes) == (not swaps)
     assert not target.is_symlink()
     assert step_of(target) == 2
     assert working_entries(tmp_path) == []
@@ -236,7 +236,7 @@ def test_everything_is_flushed_before_it_is_needed_or_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Any, flushed: bool
 ) -> None:
     events: list[str] = []
-    fsync, rename, exchange = os.fsync, os.rename, durable.exchange
+    fsync, rename, swap = os.fsync, os.rename, durable.swap
 
     def note(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
@@ -250,7 +250,7 @@ def test_everything_is_flushed_before_it_is_needed_or_nothing_is(
     put(tmp_path / "x.ckpt", step=1)
     monkeypatch.setattr(os, "fsync", note("sync", fsync))
     monkeypatch.setattr(os, "rename", note("rename", rename))
-    monkeypatch.setattr(directory, "exchange", note("exchange", exchange))
+    monkeypatch.setattr(directory, "swap", note("swap", swap))
     save(tmp_path / "x.ckpt", step=2, durability=durability)
     syncs = [event for event in events if event.startswith("sync")]
     if not flushed:
@@ -265,7 +265,7 @@ def test_everything_is_flushed_before_it_is_needed_or_nothing_is(
     assert syncs[4:] == ["sync .tmp-", f"sync {tmp_path.name}", f"sync {tmp_path.name}"]
     assert (
         events.index("sync .tmp-")
-        < events.index("exchange .tmp-")
+        < events.index("swap .tmp-")
         < events.index(f"sync {tmp_path.name}")
     )
     assert events[-2].startswith("rename ."), "what was replaced is put away before it is deleted"
@@ -339,7 +339,7 @@ def test_a_sweep_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
 
 
 def test_what_a_sweep_has_deleted_first_needs_no_deletion_after_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     make_file(tmp_path / "x.ckpt")
     staging = staged(tmp_path / "x.ckpt", step=2)
@@ -352,7 +352,7 @@ def test_what_a_sweep_has_deleted_first_needs_no_deletion_after_the_commit(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", sweep_and_rename)
-    assert len(directory.commit(staging)) == (not exchanges)
+    assert len(directory.commit(staging)) == (not swaps)
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 

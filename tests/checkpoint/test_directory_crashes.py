@@ -63,30 +63,30 @@ def stage(tmp_path: Path) -> Stage:
     return stage
 
 
-@pytest.fixture(params=["exchange", "two renames"])
-def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(params=["swap", "two renames"])
+def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "two renames":
         monkeypatch.setattr(durable, "_RENAMEAT2", None)
-    return request.param == "exchange"
+    return request.param == "swap"
 
 
-def kill_everywhere(stage: Stage, points: list[int], exchanges: bool) -> list[int]:
+def kill_everywhere(stage: Stage, points: list[int], swaps: bool) -> list[int]:
     steps = []
     for n in points:
         stage.reset()
         outcome = run(stage.save, n, fault=None)
         assert outcome == "killed", f"call {n}"
-        steps.append(stage.check(outcome, before_sweep=exchanges))
+        steps.append(stage.check(outcome, before_sweep=swaps))
     return steps
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
-    stage: Stage, exchanges: bool
+    stage: Stage, swaps: bool
 ) -> None:
     count = count_calls(stage.save)
     assert count > 30
-    steps = kill_everywhere(stage, list(range(1, count + 1)), exchanges)
+    steps = kill_everywhere(stage, list(range(1, count + 1)), swaps)
     assert steps == sorted(steps), "what is committed must stay so"
     assert set(steps) == {1, 2}
 
@@ -94,7 +94,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ERRNOS[:3], ids=errno.errorcode.get)
 def test_an_error_of_any_call_is_a_failed_save_or_harmless(
-    stage: Stage, exchanges: bool, number: int
+    stage: Stage, swaps: bool, number: int
 ) -> None:
     count = count_calls(stage.save)
     outcomes = []
@@ -110,7 +110,7 @@ def test_an_error_of_any_call_is_a_failed_save_or_harmless(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", ERRNOS, ids=errno.errorcode.get)
 def test_every_error_of_every_call_is_a_failed_save_or_harmless(
-    stage: Stage, exchanges: bool, number: int
+    stage: Stage, swaps: bool, number: int
 ) -> None:
     for n in range(1, count_calls(stage.save) + 1):
         stage.reset()
@@ -169,7 +169,7 @@ def traced_points(action: Callable[[], object], log: Path, calls: str) -> list[t
 @pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_system_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
-    stage: Stage, exchanges: bool, tmp_path: Path
+    stage: Stage, swaps: bool, tmp_path: Path
 ) -> None:
     log = tmp_path / "calls"
     points = traced_points(stage.save, log, "%file,%desc")
@@ -177,7 +177,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_old_checkpoint_or_the_ne
     for name, n in points:
         stage.reset()
         outcome = run_traced(stage.save, log, "%file,%desc", f"{name}:signal=KILL:when={n}")
-        steps.append(stage.check(outcome, before_sweep=exchanges))
+        steps.append(stage.check(outcome, before_sweep=swaps))
     assert set(steps) == {1, 2}
 
 

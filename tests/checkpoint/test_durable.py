@@ -136,25 +136,25 @@ def test_a_file_system_that_cannot_flush_directories_is_told_from_a_failing_one(
 def test_files_and_directories_change_places_in_one_step(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").write_text("file")
-    if not durable.exchange(tmp_path / "a", tmp_path / "b"):
-        pytest.skip("this system cannot exchange names")
+    if not durable.swap(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system cannot swap names")
     assert (tmp_path / "a").read_text() == "file"
     assert (tmp_path / "b").is_dir()
     with pytest.raises(FileNotFoundError):
-        durable.exchange(tmp_path / "a", tmp_path / "missing")
+        durable.swap(tmp_path / "a", tmp_path / "missing")
 
 
 @pytest.mark.parametrize(
     "number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get
 )
-def test_where_names_cannot_be_exchanged_nothing_changes(
+def test_where_names_cannot_be_swapped_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(durable, "_RENAMEAT2", lambda *arguments: -1)
     monkeypatch.setattr(durable.ctypes, "get_errno", lambda: number)
-    assert not durable.exchange(tmp_path / "a", tmp_path / "b")
+    assert not durable.swap(tmp_path / "a", tmp_path / "b")
     monkeypatch.setattr(durable, "_RENAMEAT2", None)
-    assert not durable.exchange(tmp_path / "a", tmp_path / "b")
+    assert not durable.swap(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_lock_belongs_to_one_until_it_is_closed(

@@ -76,15 +76,15 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
         for each in (trial.optimizer, trial.reference_optimizer):
             each.zero_grad()
 
-    exchange = whole_parameter._Exchange
+    transfer = whole_parameter._AllToAll
     for calls in ([MemoryError], [mock.DEFAULT, MemoryError]):  # for values, for gradients
-        with mock.patch.object(exchange, "gather_to_owners", side_effect=calls):
+        with mock.patch.object(transfer, "gather_to_owners", side_effect=calls):
             fails(MemoryError)
     trial.optimizer.refuses = "early"
     fails(ValueError)
     trial.optimizer.refuses = ""
     trial.train(square, steps=2)
-    with mock.patch.object(exchange, "scatter_from_owners", side_effect=MemoryError):
+    with mock.patch.object(transfer, "scatter_from_owners", side_effect=MemoryError):
         fails(MemoryError)
     for refuses in ("", "late"):
         trial.backward(square)

@@ -72,9 +72,7 @@ class _Strike:
         if event == "c_call":
             if argument.__module__ not in ("posix", "fcntl") or argument.__name__ in _PURE:
                 return
-        elif (
-            event != "call" or frame.f_code is not durable.exchange.__code__
-        ):  # called through ctypes
+        elif event != "call" or frame.f_code is not durable.swap.__code__:  # called through ctypes
             return
         self.seen += 1
         if self.seen == self._n:

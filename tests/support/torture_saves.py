@@ -139,7 +139,7 @@ class Strike:
             and argument.__name__ not in PURE
         ):
             name = argument.__name__
-        elif event == "call" and frame.f_code is durable.exchange.__code__:  # called through ctypes
+        elif event == "call" and frame.f_code is durable.swap.__code__:  # called through ctypes
             name = "renameat2"
         else:
             return

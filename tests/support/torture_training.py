@@ -141,7 +141,7 @@ class Reporter:
             and argument.__name__ not in PURE
         ):
             name = argument.__name__
-        elif event == "call" and frame.f_code is durable.exchange.__code__:
+        elif event == "call" and frame.f_code is durable.swap.__code__:
             name = "renameat2"
         else:
             return

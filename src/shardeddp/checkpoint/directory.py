@@ -27,7 +27,6 @@ from shardeddp.checkpoint.durable import (
     create_exclusively,
     delete_parts,
     disk_errors,
-    exchange,
     exists,
     held,
     kernel,
@@ -37,6 +36,7 @@ from shardeddp.checkpoint.durable import (
     make_directory,
     opened_directory,
     resolve,
+    swap,
     sync_directory,
     sync_file,
     write_buffers,
@@ -227,7 +227,7 @@ def commit(staging: Staging) -> tuple[str, ...]:
         if replaced is not None:
             if replaced != path:
                 notes.append(
-                    "This file system cannot exchange two names: replacing a checkpoint takes two "
+                    "This file system cannot swap two names: replacing a checkpoint takes two "
                     "renames."
                 )
             notes += delete_atomically(replaced, parent, durability, target.name)
@@ -319,7 +319,7 @@ def put_in_place(path: Path, target: Path) -> Path | None:
     if not exists(target):
         os.rename(path, target)
         return None
-    if exchange(path, target):
+    if swap(path, target):
         return path
     replaced = path.with_name(f".old-{target.name}-{path.name[-32:]}")
     os.rename(target, replaced)
@@ -334,7 +334,7 @@ def put_in_place(path: Path, target: Path) -> Path | None:
 def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
     """Undo :func:`put_in_place`."""
     if replaced == path:
-        exchange(path, target)
+        swap(path, target)
     elif replaced is None:
         os.rename(target, path)
     elif exists(replaced):

@@ -80,7 +80,7 @@ OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_SWAP = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_LOCK = frozenset(
     {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
@@ -378,7 +378,7 @@ def held(path: Path) -> Generator[bool, None, None]:
         close_directory(descriptor)
 
 
-def exchange(first: StrPath, second: StrPath) -> bool:
+def swap(first: StrPath, second: StrPath) -> bool:
     """Swap two names of one file system in one step; both exist, and may be of different kinds.
 
     Returns:
@@ -392,7 +392,7 @@ def exchange(first: StrPath, second: StrPath) -> bool:
     ):
         return True
     number = ctypes.get_errno()
-    if number in _NO_EXCHANGE:
+    if number in _NO_SWAP:
         return False
     raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
 

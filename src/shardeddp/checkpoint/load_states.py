@@ -60,7 +60,7 @@ class Replaced:
                 isinstance(target, ShardTensor)
                 and isinstance(part, ShardTensor)
                 and uses[id(target)] == 1
-                and _exchange(target.to_local(), part.to_local())
+                and _swap(target.to_local(), part.to_local())
             ):
                 kept[id(target)], parts[name] = part, target
         self._kept = [
@@ -75,7 +75,7 @@ class Replaced:
             tensor.copy_(was)
 
 
-def _exchange(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _swap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Swap the values of two tensors on the host; False if they cannot be swapped in place."""
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False

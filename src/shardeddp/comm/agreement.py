@@ -234,7 +234,7 @@ def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
     Bytes, so that received data is never unpickled.
     """
     step = torch.tensor([_step(len(payload))], dtype=torch.uint8, device="cpu")
-    HostReduction(step, "exchange", group).wait()
+    HostReduction(step, "agreement on a length", group).wait()
     blocks = group.gather(_block(payload, int(step)), group.channel.next_tag())
     return [bytes(_payload(block)) for block in blocks]
 

@@ -59,12 +59,12 @@ class GlooCollectives(Collectives):
     @past_the_front
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
-        return self._handle(self._exchange_own(self._slices(buffer)), keep=(buffer,))
+        return self._handle(self._send_own(self._slices(buffer)), keep=(buffer,))
 
     @past_the_front
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
-        return self._handle(self._exchange_own(pieces), keep=pieces)
+        return self._handle(self._send_own(pieces), keep=pieces)
 
     @past_the_front
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
@@ -133,7 +133,7 @@ class GlooCollectives(Collectives):
         for distance in range(1, self.size):
             yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
-    def _exchange_own(self, slices: Sequence[torch.Tensor]) -> list[Work]:
+    def _send_own(self, slices: Sequence[torch.Tensor]) -> list[Work]:
         works: list[Work] = []
         for target, source in self._peers():
             works += self._transfer(slices[self.rank], target, slices[source], source)

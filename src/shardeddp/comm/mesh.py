@@ -121,7 +121,7 @@ _OF_GLOO = 3
 
 
 _OTHERS_S = 3.0
-"""Timeout in which ranks at different operations exchange their descriptions."""
+"""Timeout in which ranks at different operations describe them to each other."""
 
 
 class Mesh:
@@ -525,7 +525,7 @@ def _describe(
             for other, name in others.items()
             if name in texts
         }
-        # Ranks that wait in another operation do not know of this exchange of descriptions.
+        # Ranks that wait in another operation do not know that others describe theirs.
         liveness_probe = alive()
         answers = (
             liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S)

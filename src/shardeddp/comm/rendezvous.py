@@ -80,7 +80,7 @@ def meet(
     store = dist.PrefixStore("shardeddp/rendezvous", store)
     store.set_timeout(timeout)
     try:
-        return _exchange_infos(store, info, timeout)
+        return _agree_on_placement(store, info, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
             f"rank {info.rank} has found the store at {address}:{port} but not rank 0 within "
@@ -245,7 +245,7 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _exchange_infos(
+def _agree_on_placement(
     store: dist.Store, info: RankInfo, timeout: timedelta
 ) -> tuple[dist.Store, Placement]:
     """Return a store under a prefix of this attempt, and the placement of the ranks.

@@ -359,7 +359,7 @@ class OrderAgreement:
         self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
-        """Return whether ranks exchange messages about the visits of a pass of this kind."""
+        """Return whether ranks send messages about the visits of a pass of this kind."""
         return self._involves_others(kind) and (
             self._apart or self._open or kind not in self._alike
         )
@@ -428,7 +428,7 @@ class OrderAgreement:
                 self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
 
     def _ask(self, wanted: UnitProgress | None, kind: str = "") -> bool:
-        """Exchange next visits with all ranks, reduce finished units, and plan further visits.
+        """Agree with all ranks on next visits, reduce finished units, and plan further visits.
 
         Args:
             wanted: Next unit of this rank; None: the end of its pass.
@@ -437,7 +437,7 @@ class OrderAgreement:
         Returns:
             True if any rank has a next unit.
         """
-        rows, announced = self._exchange(wanted, kind)
+        rows, announced = self._send(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
         self._apart |= not self._open and sum(map(bool, (*forward, *backward))) > 1
         with torch.no_grad():
@@ -463,10 +463,11 @@ class OrderAgreement:
         self._all_have_ended = not (forwards or backwards)
         return not self._all_have_ended
 
-    def _exchange(
-        self, wanted: UnitProgress | None, kind: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the maximum over all ranks: rows of :class:`_Field`, and bytes of forwards."""
+    def _send(self, wanted: UnitProgress | None, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send a message; return the maximum over all ranks.
+
+        Rows of :class:`_Field`, and bytes of forwards.
+        """
         in_backward, awaited = is_backward(kind), dict[int, list[int]]()
         if wanted is not None and kind in self._known and self._apart and not self._open:
             awaited = self._forwards.awaited()

@@ -10,7 +10,13 @@ import torch
 
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
-from shardeddp.engine.storage import RELEASED_MEMORY, allocate, empty_on_host, local_view, release
+from shardeddp.engine.storage import (
+    RELEASED_MEMORY,
+    allocate_storage,
+    empty_on_host,
+    local_view,
+    release_storage,
+)
 from shardeddp.plan.memory import GroupPlan
 from shardeddp.torch_private import storage_of
 
@@ -71,7 +77,7 @@ class GradientMemory:
                 self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
             )
             self._buffer_slots = self._slots_of(self._buffer)
-        allocate(self._buffer)
+        allocate_storage(self._buffer)
         return self._buffer, self._buffer_slots
 
     def close_buffer(self) -> None:
@@ -80,7 +86,7 @@ class GradientMemory:
             # Allocated on compute's stream, which waits for the collective that read the buffer
             # (`Reduction._finish_shard_group`): the next tensor in this memory is written after
             # that read.
-            release(self._buffer)
+            release_storage(self._buffer)
 
     def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
         """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""

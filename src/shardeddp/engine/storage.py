@@ -40,14 +40,14 @@ def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda", device="cpu")
 
 
-def allocate(flat: torch.Tensor) -> None:
+def allocate_storage(flat: torch.Tensor) -> None:
     """Allocate a flat buffer's memory, uninitialised; do nothing if it is allocated."""
     storage = flat.untyped_storage()
     if storage.nbytes() != flat.nbytes:  # resizing to the same size would copy all of it
         storage.resize_(flat.nbytes)
 
 
-def release(flat: torch.Tensor) -> None:
+def release_storage(flat: torch.Tensor) -> None:
     """Free a flat buffer's memory; its views must not be used until :func:`allocate`."""
     flat.untyped_storage().resize_(0)
 

@@ -71,13 +71,13 @@ def summon(
                 each.checksum = (
                     checksum(gathered[key]) if writeback and runtime.mesh.rank == 0 else None
                 )
-        _exchange(summoned, whole=True)
+        _register(summoned, whole=True)
         yield
         if writeback:
             for parameter, values in passthrough:
                 values.copy_(parameter.data)
     finally:
-        _exchange(summoned, whole=False)
+        _register(summoned, whole=False)
         for parameter, values in passthrough:
             parameter.data = values
     if writeback:
@@ -135,7 +135,7 @@ def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
     return whole
 
 
-def _exchange(summoned: list[_Summoned], whole: bool) -> None:
+def _register(summoned: list[_Summoned], whole: bool) -> None:
     """Register whole parameters with their modules, or sharded ones again."""
     for each in summoned:
         if each.whole is None:

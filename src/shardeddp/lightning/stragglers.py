@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 WINDOW = 5
-"""Steps per window; after each window ranks exchange their own times per step."""
+"""Steps per window; after each window ranks gather their times per step."""
 WINDOWS = 3
 """Minimum number of consecutive slow windows for a straggler."""
 MOST_WINDOWS = 40

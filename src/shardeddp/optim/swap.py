@@ -58,7 +58,7 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
         ]
 
     def sync_forms(self) -> None:
-        """Exchange the forms of changed states, after a step on all ranks."""
+        """Send the forms of changed states to all ranks, after a step on all of them."""
 
 
 class SwappedStep(ABC):

@@ -14,7 +14,7 @@ from torch import optim
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
 from shardeddp.comm.desync import BegunOperations
-from shardeddp.engine.storage import allocate, release
+from shardeddp.engine.storage import allocate_storage, release_storage
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
@@ -80,7 +80,7 @@ class OwnerTransfer:
     """Tensor of the parameter's shape and dtype; at the owner only."""
 
 
-class _Exchange:
+class _AllToAll:
     """All-to-all between shards and owners, in bytes, so that dtypes can mix.
 
     Args:
@@ -177,7 +177,7 @@ class OwnedParameter:
     def values(self) -> OwnerTransfer:
         """Transfer of the parameter's values, for immediate use; allocates the whole tensor."""
         if self.tensor is not None and not self.owner_has_all:
-            allocate(self.tensor)
+            allocate_storage(self.tensor)
         return OwnerTransfer(sharded=self.parameter, owner=self.owner, whole=self.tensor)
 
     def take_gradient(self, gradient: torch.Tensor) -> list[OwnerTransfer]:
@@ -205,7 +205,7 @@ class OwnedParameter:
         if self.tensor is not None:
             self.tensor.grad = None
             if not self.owner_has_all:
-                release(self.tensor)
+                release_storage(self.tensor)
 
 
 class WholeParameters:
@@ -241,7 +241,7 @@ class WholeParameters:
             # As a trainable one: an optimizer may skip a parameter without requires_grad.
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
             if not owner_has_all:
-                release(tensor)
+                release_storage(tensor)
         return OwnedParameter(
             parameter=parameter, owner=owner, owner_has_all=owner_has_all, tensor=tensor
         )
@@ -609,8 +609,8 @@ class OwnedStep(SwappedStep):
                         mine.append(whole.tensor)
             found.append(mine)
         # One after the other: a tensor in transfer is in memory twice.
-        _Exchange(self._values(), self._mesh).gather_to_owners()
-        _Exchange(moved, self._mesh).gather_to_owners()
+        _AllToAll(self._values(), self._mesh).gather_to_owners()
+        _AllToAll(moved, self._mesh).gather_to_owners()
         if self._mesh.owners.size > 1:
             self._begun = self._mesh.begun_by_others()
         return found
@@ -624,7 +624,7 @@ class OwnedStep(SwappedStep):
                 f"it divides its work over ranks itself, take its form for one device, which "
                 f"ShardedDP divides; else leave it out of optimizer_scope"
             )
-        _Exchange(self._values(), self._mesh).scatter_from_owners()
+        _AllToAll(self._values(), self._mesh).scatter_from_owners()
 
     def _values(self) -> list[OwnerTransfer]:
         return [whole.values for whole in self._moved if not whole.owner_has_all]

@@ -22,13 +22,13 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-# -- Identity: a parameter's implementation exchanged, its references kept
+# -- Identity: a parameter's implementation swapped, its references kept
 
 _IDENTITY = "shardeddp"  # key in the metadata of a node, which torch leaves to users
 
 
 def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange class, attributes and implementation of two tensors; ``id()`` of each is unchanged.
+    """Swap class, attributes and implementation of two tensors; ``id()`` of each is unchanged.
 
     ``torch.utils.swap_tensors`` does the same but refuses objects with weak references, which every
     ``nn.LSTM`` has on its weights; those references are to the object and remain valid. A graph
