@@ -147,7 +147,7 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
         runtime = shard_model(units, mesh, asked, load=load)
         fill(model)
         optimizer = adamw(model)
-        attach_optimizer(optimizer, runtime.parameters_changed)
+        attach_optimizer(optimizer)
         return Engine(model, optimizer, lambda: runtime.step("training_step"))
 
     return build

@@ -79,7 +79,7 @@ class Contestant:
         self.optimizers = make_optimizers(self.model, name)
         if self.runtime is not None:
             for optimizer in self.optimizers:
-                attach_optimizer(optimizer, self.runtime.parameters_changed)
+                attach_optimizer(optimizer)
 
     def step(self, tokens: torch.Tensor) -> tuple[float, float]:
         """One training step on tokens (batch, length + 1); seconds of all of it, and of the optimizers alone."""

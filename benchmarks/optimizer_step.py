@@ -80,7 +80,7 @@ def measure(
         for parameter in plain:
             parameter.grad = torch.ones_like(parameter)
         ours, theirs = (torch.optim.AdamW(side, lr=1e-3, **options) for side in (sharded, plain))
-        attach_optimizer(ours, runtime.parameters_changed, offload)
+        attach_optimizer(ours, offload)
         results[name] = _in_turn(ours, theirs, steps)
         if rank == 0:
             torch.testing.assert_close(sharded[0].to_local(), plain[0].detach(), rtol=0, atol=0)

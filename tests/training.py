@@ -143,7 +143,7 @@ class Trial:
         self.runtime = sharding.apply(model)
         self.optimizer = make_optimizer(model.parameters())
         self.reference_optimizer = make_optimizer(self.reference.parameters())
-        attach_optimizer(self.optimizer, self.runtime.parameters_changed, stated=scopes)
+        attach_optimizer(self.optimizer, stated=scopes)
 
     def forward(self, loss: Loss, step: int = 0) -> torch.Tensor:
         """This rank's loss, as the strategy computes it."""

@@ -20,7 +20,7 @@ from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
 from shardeddp.config import OF_LIGHTNING, StartMethod, check_choice, parse_options
-from shardeddp.engine.runtime import Runtime, parameters_changed
+from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
@@ -156,7 +156,7 @@ class ShardedDP(DDPStrategy):
         ranks = Ranks(self.cluster_environment, self.root_device, nodes, processes)
         self._group.connect(ranks)
         self._group.begin_run(ranks, None)
-        follow_optimizers(parameters_changed)
+        follow_optimizers()
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -212,7 +212,7 @@ class ShardedDP(DDPStrategy):
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
         scopes = self._group.options.optimizer_scope
-        attach_optimizer(optimizer, parameters_changed, self._group.offloads_optimizer, scopes)
+        attach_optimizer(optimizer, self._group.offloads_optimizer, scopes)
         return optimizer
 
     @override

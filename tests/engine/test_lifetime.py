@@ -49,7 +49,7 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, end: str) -> list[bo
     specs = build_units(model, resolve_policy({Unit}))
     runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters())
-    attach_optimizer(optimizer, runtime.parameters_changed)
+    attach_optimizer(optimizer)
     # From the second backward on, gradients are there before other ranks have answered.
     for _ in range(2 if end == "backward" else 1):
         with runtime.step() as outputs:

@@ -97,7 +97,7 @@ class Training:
         self.runtime: Runtime = sharding.apply(self.model, autocast)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = optim.AdamW(trained, lr=1e-3, fused=True)
-        attach_optimizer(self.optimizer, self.runtime.parameters_changed)
+        attach_optimizer(self.optimizer)
         self.sharding, self.autocast = sharding, autocast
 
     def plan(self, micro_batches: int = 1) -> MemoryPlan:

@@ -41,7 +41,7 @@ def offloaded(make_optimizer: MakeOptimizer, strategy: str = "full_shard") -> Tr
     """A trial whose sharded optimizer is on the host."""
     trial = Trial(linears(), Sharding(strategy=strategy, units=UNITS), make_optimizer)
     trial.optimizer = make_optimizer(trial.model.parameters())
-    attach_optimizer(trial.optimizer, trial.runtime.parameters_changed, offload=True)
+    attach_optimizer(trial.optimizer, offload=True)
     return trial
 
 
@@ -122,12 +122,8 @@ def test_states_are_shown_as_sharded_and_loaded_to_the_host() -> None:
 @on_ranks(2)
 def test_an_optimizer_that_looks_at_whole_matrices_cannot_be_taken_off_the_device() -> None:
     model = linears()
-    runtime = Sharding(units=UNITS).apply(model)
+    Sharding(units=UNITS).apply(model)
     with pytest.raises(
         ConfigurationError, match="cpu_offload cannot take the states of Muon off the device"
     ):
-        attach_optimizer(
-            optim.Muon([p for p in model.parameters() if p.ndim == 2]),
-            runtime.parameters_changed,
-            offload=True,
-        )
+        attach_optimizer(optim.Muon([p for p in model.parameters() if p.ndim == 2]), offload=True)

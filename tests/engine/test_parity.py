@@ -149,7 +149,7 @@ def train(sharding: Sharding, case: Case) -> Trained:
         checkpoint_activations(model, ActivationCheckpointing(modules={Block}))
     runtime = sharding.apply(model, autocast=PRECISIONS[case.precision])
     optimizer, scheduler = make_optimizer(model.parameters())
-    attach_optimizer(optimizer, runtime.parameters_changed)
+    attach_optimizer(optimizer)
     rank, part = dist.get_rank(), BATCH // dist.get_world_size()
     for step in range(STEPS):
         for micro_batch in range(case.accumulation):

@@ -310,7 +310,7 @@ def test_a_state_dict_is_that_of_a_plain_optimizer_and_loads_into_itself(strateg
 @on_ranks(2)
 def test_a_scheduler_and_a_second_attachment_change_nothing(strategy: str) -> None:
     trial = Trial(Net(), sharding(strategy), adamw)
-    attach_optimizer(trial.optimizer, trial.runtime.parameters_changed)
+    attach_optimizer(trial.optimizer)
     schedulers = [
         optim.lr_scheduler.StepLR(each, 1, 0.5)
         for each in (trial.optimizer, trial.reference_optimizer)
@@ -353,9 +353,7 @@ def test_a_step_that_fails_half_way_can_be_saved_as_what_it_is() -> None:
     trial = Trial(linears(), Sharding())
     parameters = list(trial.model.parameters())
     optimizer = FailsHalfWay(parameters)
-    attach_optimizer(
-        optimizer, trial.runtime.parameters_changed, stated={"FailsHalfWay": "element"}
-    )
+    attach_optimizer(optimizer, stated={"FailsHalfWay": "element"})
     trial.backward(square)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()

@@ -180,7 +180,7 @@ def test_several_optimizers_of_different_scopes_share_a_model() -> None:
         )
         for model in (trial.model, trial.reference)
     ]
-    attach_optimizer(others[0], trial.runtime.parameters_changed)
+    attach_optimizer(others[0])
     for step in range(3):
         trial.backward(square, step)
         for other in others:

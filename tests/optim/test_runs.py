@@ -105,7 +105,7 @@ class Training:
         self.attach(self.optimizer)
 
     def attach(self, optimizer: optim.Optimizer) -> None:
-        attach_optimizer(optimizer, self.runtime.parameters_changed, **self.how)
+        attach_optimizer(optimizer, **self.how)
         self.optimizer, self.seen = optimizer, stepped_on(optimizer)
 
     def use(self, *unused: int) -> None:
@@ -380,7 +380,7 @@ def fails_in_between(training: Training, step: int) -> None:
 
 
 def attaches_again(training: Training, step: int) -> None:
-    attach_optimizer(training.optimizer, training.runtime.parameters_changed)
+    attach_optimizer(training.optimizer)
     training.optimizer.param_groups[0]["params"] = list(
         training.optimizer.param_groups[0]["params"]
     )
@@ -699,7 +699,7 @@ def test_two_optimizers_of_interleaved_parameters_leave_each_others_alone() -> N
             joins,
         )
         other = optim.SGD(training.parameters[1::2], lr=0.1, momentum=0.9)
-        attach_optimizer(other, training.runtime.parameters_changed)
+        attach_optimizer(other)
         for step in range(4):
             training.model.zero_grad()
             training.backward(step)
@@ -718,7 +718,7 @@ def test_a_parameter_that_a_group_has_twice_is_stepped_on_twice(make: Any) -> No
         with pytest.warns(UserWarning, match="duplicate parameters"):
             optimizer = make([*model.parameters(), *model[1].parameters()], lr=0.1)
         if runtime is not None:
-            attach_optimizer(optimizer, runtime.parameters_changed)
+            attach_optimizer(optimizer)
         for _ in range(3):
             for parameter in model.parameters():
                 parameter.grad = torch.ones(parameter.shape)

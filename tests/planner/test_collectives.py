@@ -116,7 +116,7 @@ def test_the_plan_lists_what_the_engine_sends(
         runtime = shard_model(units, mesh, asked)
         trained = [it for it in model.parameters() if it.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        attach_optimizer(optimizer, runtime.parameters_changed)
+        attach_optimizer(optimizer)
         for _ in range(3):
             mesh.traffic.reset()
             for micro_batch in range(micro_batches):

@@ -62,7 +62,7 @@ def loss_of(model: torch.nn.Module, samples: int) -> torch.Tensor:
 def added_at_worst(model: Decoder, runtime: Runtime, micro_batches: int) -> int:
     """Most bytes that a step holds beside those that are there between steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    attach_optimizer(optimizer, runtime.parameters_changed)
+    attach_optimizer(optimizer)
 
     def step() -> None:
         for micro_batch in range(micro_batches):

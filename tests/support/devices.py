@@ -125,7 +125,7 @@ class Training:
         self.optimizer = adamw(model)
         if not self.runtime.passthrough:
             offload = setting.offload.optimizer_alone
-            attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
+            attach_optimizer(self.optimizer, offload=offload)
 
     def step(self, number: int, micro_batches: int = 1) -> torch.Tensor:
         """One step of the optimizer; the last loss."""

@@ -299,16 +299,8 @@ class Runtime:
                 stacklevel=3,
             )
 
-    def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
-        """Mark parameters as changed by an optimizer step.
-
-        Units in use are gathered anew at once, the others at their next use.
-
-        Args:
-            stepped: Sharded parameters that had a gradient; the same on all ranks.
-        """
-        # Fused optimizers do not count versions.
-        torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
+    def refresh(self) -> None:
+        """Gather units in use anew after an optimizer step; the others are at their next use."""
         for progress in self.progresses:
             if progress.unit.state is UnitState.UNSHARDED and progress.unit.stale:
                 if progress.active:
@@ -770,14 +762,17 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 
 
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
-    """Mark parameters as changed by an optimizer step, each in its own runtime."""
-    by_mesh: dict[Mesh, list[ShardTensor]] = {}
-    for parameter in stepped:
-        if parameter.is_of_a_unit:
-            by_mesh.setdefault(parameter.spec.mesh.whole, []).append(parameter)
+    """Mark parameters as changed by an optimizer step.
+
+    Args:
+        stepped: Sharded parameters that had a gradient; the same on all ranks.
+    """
+    # Fused optimizers do not count versions.
+    torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
+    meshes = {sharded.spec.mesh.whole for sharded in stepped if sharded.is_of_a_unit}
     for runtime in all_runtimes():
-        if mine := by_mesh.get(runtime.mesh):
-            runtime.parameters_changed(mine)
+        if runtime.mesh in meshes:
+            runtime.refresh()
 
 
 def runtimes_around(module: nn.Module) -> list[Runtime]:

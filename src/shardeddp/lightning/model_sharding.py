@@ -14,7 +14,7 @@ from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_al
 from shardeddp.config import Options
 from shardeddp.engine.deferred_init import fill_rest, materialize, record_resets
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
+from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
 from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError, RankError, first_three
@@ -294,7 +294,7 @@ class ModelSharding:
     def _take_over(self, module: nn.Module) -> Takeover:
         """Take over parameters that are sharded already, in this module or in others."""
         sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
-        suspend(sharded, parameters_changed)
+        suspend(sharded)
         takeover = Takeover(module)
         for root in takeover.roots:
             keep_activations(root)

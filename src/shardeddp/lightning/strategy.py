@@ -35,7 +35,7 @@ from shardeddp.config import (
     changed_arguments,
     parse_options,
 )
-from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
+from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.engine.summon import summon
 from shardeddp.lightning import expert_parallel, private
 from shardeddp.lightning.api import (
@@ -585,14 +585,10 @@ class ShardedDP(ParallelStrategy):
     def _attach_optimizers(self) -> None:
         if self.runtime.passthrough:
             return
-        follow_optimizers(parameters_changed)
+        follow_optimizers()
         for optimizer in self.optimizers:
-            attach_optimizer(
-                optimizer,
-                self.runtime.parameters_changed,
-                self._group.offloads_optimizer,
-                self.options.optimizer_scope,
-            )
+            scopes = self.options.optimizer_scope
+            attach_optimizer(optimizer, self._group.offloads_optimizer, scopes)
 
     # -- Another sharding strategy in the middle of a run
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -26,12 +25,12 @@ from torch.optim.optimizer import (
 )
 
 from shardeddp.config import OptimizerScope
+from shardeddp.engine.runtime import parameters_changed
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.elementwise import LocalStep
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
 from shardeddp.optim.swap import (
-    OnStep,
     SwappedStep,
     outside_of_compiled_steps,
     settle_gradients,
@@ -43,15 +42,13 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 
 class GlobalStep:
-    """Lets an optimizer step on the sharded tensors themselves, with a callback after each step.
+    """Lets an optimizer step on the sharded tensors themselves, and marks them as changed.
 
     Args:
         optimizer: Optimizer over (some) sharded parameters.
-        on_step: Callback after each step, with the parameters that have changed.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
-        self.on_step = on_step
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -66,26 +63,23 @@ class GlobalStep:
 
     @outside_of_compiled_steps
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.on_step(stepped_parameters(optimizer))
+        parameters_changed(stepped_parameters(optimizer))
 
 
 _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 _followed: list[Any] = []  # handles of the hooks of every optimizer
 
 
-def follow_optimizers(on_step: OnStep) -> None:
+def follow_optimizers() -> None:
     """Follow all optimizers that are not attached, from now on; calling it again does nothing.
 
     An optimizer that is made within a step gets unsharded parameters. It is given the sharded ones
     instead.
-
-    Args:
-        on_step: Callback after each of their steps, with the parameters that have changed.
     """
     if not _followed:
         _followed.append(register_optimizer_step_pre_hook(take_sharded))
         _followed.append(register_optimizer_step_pre_hook(_settle))
-        _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
+        _followed.append(register_optimizer_step_post_hook(_mark_changed))
 
 
 @outside_of_compiled_steps
@@ -96,14 +90,13 @@ def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @outside_of_compiled_steps
-def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _attached and (stepped := stepped_parameters(optimizer)):
-        on_step(stepped)
+def _mark_changed(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _attached:
+        parameters_changed(stepped_parameters(optimizer))
 
 
 def attach_optimizer(
     optimizer: optim.Optimizer,
-    on_step: OnStep,
     offload: bool = False,
     stated: Mapping[str, OptimizerScope] | None = None,
 ) -> None:
@@ -111,7 +104,6 @@ def attach_optimizer(
 
     Args:
         optimizer: Optimizer of any scope; the scope decides which tensors it steps on.
-        on_step: Callback after each of its steps, with the parameters that have changed.
         offload: True if it steps in host memory and keeps its states there.
         stated: Scopes that the user gives for classes, by class name or import path.
 
@@ -135,12 +127,11 @@ def attach_optimizer(
         if sharded:
             _warn_unknown(optimizer, sharded[0])
         return
-    if (step := _step_of(optimizer)) is not None:
-        step.on_step = on_step
+    if _step_of(optimizer) is not None:
         return  # the user returns the same optimizer for every fit
     scope = scope_of(type(optimizer), stated)
     if scope == "element":
-        LocalStep(optimizer, on_step, offload)
+        LocalStep(optimizer, offload)
         return
     if offload:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
@@ -155,29 +146,25 @@ def attach_optimizer(
     if scope == "parameter" and sharded and not sharded[0].spec.offloaded:
         mesh = sharded[0].spec.mesh
         if mesh.tensor.size == 1:
-            OwnedStep(optimizer, on_step, mesh)
+            OwnedStep(optimizer, mesh)
             return
     if scope is None and sharded:
         _warn_unknown(optimizer, sharded[0])
-    GlobalStep(optimizer, on_step)
+    GlobalStep(optimizer)
 
 
-def suspend(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
+def suspend(parameters: Iterable[torch.Tensor]) -> None:
     """Let attached optimizers keep their states while their parameters get another sharding.
 
     Args:
         parameters: Parameters that are about to get another sharding.
-        on_step: Callback after steps of optimizers that are not attached again.
     """
     among = {id(parameter) for parameter in parameters}
     for optimizer in list(_attached):
         step = _step_of(optimizer)
-        if step is None or not any(
+        if isinstance(step, SwappedStep) and any(
             id(it) in among for group in optimizer.param_groups for it in group["params"]
         ):
-            continue
-        step.on_step = on_step
-        if isinstance(step, SwappedStep):
             step.suspend()
 
 

@@ -25,7 +25,7 @@ from shardeddp.optim.runs import (
     split,
 )
 from shardeddp.optim.scope import SCALAR_STATES, scope_of
-from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
+from shardeddp.optim.swap import Gradients, OutsideStates, State, SwappedStep
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, is_same_memory, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 
@@ -138,14 +138,13 @@ class LocalStep(SwappedStep):
 
     Args:
         optimizer: Element-wise optimizer over (some) sharded parameters.
-        on_step: Callback after each step.
         offload: True to step in host memory, on copies of parameters and gradients, and keep the
             states there.
     """
 
     _states: LocalStates
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
+    def __init__(self, optimizer: optim.Optimizer, offload: bool = False) -> None:
         self._offload = offload
         self._memory = HostCopies() if offload else DeviceShards()
         self._slices = Slices()
@@ -158,7 +157,7 @@ class LocalStep(SwappedStep):
         # Steps of torch's own are known: a state is a tensor with one element per element, or one
         # number per parameter. Others may keep anything, and skip tensors without requires_grad.
         self._is_known = scope_of(type(optimizer)) == "element"
-        super().__init__(optimizer, on_step)
+        super().__init__(optimizer)
 
     def _forget(self) -> None:
         self._memory = HostCopies() if self._offload else DeviceShards()

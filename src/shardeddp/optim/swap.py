@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from shardeddp.engine.runtime import parameters_changed
 from shardeddp.optim.late_parameters import average_late_gradients
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes, meshes_of, unreduced_of
@@ -22,8 +23,6 @@ from shardeddp.torch_private import never_traced
 
 State = dict[str, Any]
 Gradients = list[torch.Tensor | None]
-OnStep = Callable[[list[ShardTensor]], None]
-"""Callback after each step, with the sharded parameters that had a gradient."""
 
 outside_of_compiled_steps = never_traced(
     "ShardedDP prepares or completes a step of this optimizer here, outside of the graph. Compile "
@@ -68,13 +67,10 @@ class SwappedStep(ABC):
 
     Args:
         optimizer: Optimizer over (some) sharded parameters.
-        on_step: Callback after each step, with the parameters that have changed.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.on_step = on_step
-        """Callback after each step, with the parameters that have changed."""
         # The groups' own lists, while lists of plain tensors replace them.
         self._sharded: list[list[torch.Tensor]] | None = None
         self._stepped: list[ShardTensor] = []  # parameters that the current step changes
@@ -154,7 +150,7 @@ class SwappedStep(ABC):
             stepped[0].spec.mesh.run.written.note_options(
                 type(optimizer).__name__, optimizer.param_groups
             )
-        self.on_step(stepped)
+        parameters_changed(stepped)
         self._states.sync_forms()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
 from shardeddp.comm.desync import BegunOperations
 from shardeddp.engine.storage import allocate_storage, release_storage
 from shardeddp.errors import ConfigurationError
-from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
+from shardeddp.optim.swap import Gradients, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
@@ -574,19 +574,18 @@ class OwnedStep(SwappedStep):
     Args:
         optimizer: Optimizer with new values that depend only on the same parameter, its gradient
             and its states.
-        on_step: Callback after each step.
         mesh: Mesh of the sharded parameters.
     """
 
     _states: OwnedStates
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, mesh: Mesh) -> None:
+    def __init__(self, optimizer: optim.Optimizer, mesh: Mesh) -> None:
         self._mesh = mesh
         self._wholes = WholeParameters(mesh)
         # Parameters with a gradient; their memory is released after the step.
         self._moved: list[OwnedParameter] = []
         self._begun: BegunOperations = {}  # outside of the mesh, before the optimizer's own step
-        super().__init__(optimizer, on_step)
+        super().__init__(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.gather_numbers())
 
     def _pre_step(
