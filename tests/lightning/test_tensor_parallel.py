@@ -1398,6 +1398,46 @@ def test_layers_with_forwards_of_their_own_are_named(world: Worlds) -> None:
     assert world(2).run(warned_of_forwards, Planned) == [[], []]
 
 
+class SharesItsKey(nn.Module):
+    """Attention with two heads of queries, one for each rank, and one of keys and values for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Gradients of biases would tell as well.
+        self.q, self.k, self.v, self.o = (nn.Linear(8, size, bias=False) for size in (8, 4, 4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (it(x).unflatten(-1, (-1, 4)).transpose(1, 2) for it in (self.q, self.k, self.v))
+        mixed = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class SharedKeys(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(SharesItsKey() for _ in range(2)))
+
+
+def train_shared_keys(style: str) -> None:
+    styles = {"q": "colwise", "k": style, "v": style, "o": "rowwise"}
+    strategy = ShardedDP(
+        tensor_parallel_size=2,
+        tensor_parallel_plan={f"blocks.*.{name}": it for name, it in styles.items()},
+        auto_wrap_policy={SharesItsKey},
+    )
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False)
+    said = r"equal gradients on the 2 ranks .* of what blocks\.0\.k, blocks\.0\.v, blocks\.1\.k and 1 more"
+    with pytest.raises(RuntimeError, match=said):
+        trainer.fit(SharedKeys())
+
+
+@pytest.mark.parametrize("style", ["colwise_gather_output", "rowwise_split_input"])
+def test_whole_outputs_that_ranks_use_with_parts_of_their_own_are_named(
+    world: Worlds, style: str
+) -> None:
+    world(2).run(train_shared_keys, style)
+
+
 class Normalized(Planned):
     def __init__(self) -> None:
         super().__init__()

@@ -692,7 +692,8 @@ class ShardedDP(ParallelStrategy):
         with self._during("compute"), precision, self.runtime.step(name) as outputs:
             try:
                 if self.options.tensor_parallel_size > 1:
-                    self._tensor_ranks.begin_step(name, (args, kwargs), self.mesh)
+                    module = self.runtime.root_module
+                    self._tensor_ranks.begin_step(name, (args, kwargs), module, self.mesh)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
             except Exception as error:
                 explain_memory(error, self._describe_memory)  # before units are released

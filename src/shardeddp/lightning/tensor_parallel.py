@@ -28,7 +28,8 @@ from shardeddp.lightning.api import (
     WeightAveraging,
     callbacks_of,
 )
-from shardeddp.tensor.parallel_styles import TensorAxis
+from shardeddp.tensor.module_hooks import state_of
+from shardeddp.tensor.parallel_styles import SplitLayer, TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.torch_private import OptimizedModule
 from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
@@ -145,10 +146,13 @@ class TensorRankChecks:
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
+        self._observed: list[SplitLayer] = []  # layers with whole outputs, before a comparison
+        self._outputs: dict[str, torch.Tensor] = {}  # what describes their gradients, by name
 
     def begin_run(self, mesh: Mesh) -> None:
         """Begin the counts of a training anew; forget what a failed one has observed."""
         self._counts.clear()
+        self._end_observation()
         mesh.run.observed = None
 
     def begin_evaluation(self) -> None:
@@ -156,13 +160,39 @@ class TensorRankChecks:
         for name in ("validation_step", "test_step", "predict_step"):
             del self._counts[name]
 
-    def begin_step(self, name: str, inputs: object, mesh: Mesh) -> None:
-        """Compare the batches of a step; ``inputs`` are its arguments."""
+    def begin_step(self, name: str, inputs: object, module: nn.Module, mesh: Mesh) -> None:
+        """Compare the batches of a step, and have gradients of its outputs observed.
+
+        Args:
+            name: Name of the step.
+            inputs: Its arguments.
+            module: LightningModule of the run.
+            mesh: Mesh of the run.
+        """
         if mesh.run.observed is None:
             mesh.run.cut.clear()
         self._counts[name] += 1
         if self._is_due(name):
             _compare_batches(name, inputs, mesh)
+        if name == "training_step" and self._is_due("backward", 1):
+            states = map(state_of, module.modules())
+            layers = [it for it in states if isinstance(it, SplitLayer) and it.has_whole_output]
+            for layer in layers:
+                layer.observe = self._observe
+            self._observed = layers
+
+    def _observe(self, name: str, gradient: torch.Tensor) -> None:
+        found = describe(gradient)
+        former = self._outputs.get(name)
+        self._outputs[name] = found if former is None else former + found
+
+    def _end_observation(self) -> dict[str, torch.Tensor | None]:
+        """Return what describes gradients of outputs, by layer; None: the backward reached none."""
+        found = {layer.name: self._outputs.get(layer.name) for layer in self._observed}
+        for layer in self._observed:
+            layer.observe = None
+        self._observed, self._outputs = [], {}
+        return found
 
     def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
         """Compare the losses of a backward, and have its gradients observed."""
@@ -179,6 +209,7 @@ class TensorRankChecks:
         mesh.run.observed = None
         if self._is_due("backward"):
             _compare_gradients(parameters, whole, mesh)
+            _compare_outputs(self._end_observation(), mesh)
 
     def _is_due(self, kind: str, ahead: int = 0) -> bool:
         return (self._counts[kind] + ahead).bit_count() == 1
@@ -264,6 +295,28 @@ def _compare_gradients(
             f"or of the sequence (a norm there needs the style 'sequence_parallel'), or ranks have "
             f"different random numbers. Move it to another place, give its module a style, or leave the "
             f"layers around it out of tensor_parallel_plan"
+        )
+
+
+def _compare_outputs(described: Mapping[str, torch.Tensor | None], mesh: Mesh) -> None:
+    """Check that gradients of whole outputs are equal in the tensor-parallel group; a collective.
+
+    Raises:
+        RuntimeError: They differ by more than 1 %: a rank's backward goes on with its own alone.
+    """
+    if not described:
+        return
+    nothing = torch.zeros(2, device=mesh.device)
+    values = torch.stack([nothing if it is None else it for it in described.values()])
+    greatest, least = _extremes(values, mesh)
+    differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
+    if names := [name for name, bad in zip(described, differ.tolist(), strict=True) if bad]:
+        raise RuntimeError(
+            f"expected equal gradients on the {mesh.tensor.size} ranks that split layers, found different "
+            f"ones of what {first_three(names)} return, which every rank has whole: code behind it "
+            f"computes with a part of its own (attention with a rank's heads, one key for all of them), "
+            f"and the gradient of the others' parts is lost. Leave these layers and those beside them "
+            f"out of tensor_parallel_plan"
         )
 
 

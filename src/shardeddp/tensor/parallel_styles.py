@@ -351,6 +351,14 @@ class SplitLayer(DividedState):
 
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    observe: Callable[[str, torch.Tensor], None] | None = None
+    """Called in backward with the name of the layer and the gradient of its output; None: nothing is."""
+
+    @property
+    def has_whole_output(self) -> bool:
+        """True if all ranks get the same output, of the whole layer: its gradient has to be equal, too."""
+        return self.after in _WHOLE
+
     def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
         """Surround the forward of the layer with the exchanges of its style.
 
@@ -399,10 +407,11 @@ class SplitLayer(DividedState):
         """Forward hook."""
         if not self.is_of(module):
             return output
-        if isinstance(output, tuple):
-            first, *others = cast("tuple[Any, ...]", output)
-            return (_AFTER[self.after](self, first), *others)
-        return _AFTER[self.after](self, output)
+        first, *others = cast("tuple[Any, ...]", output if isinstance(output, tuple) else (output,))
+        made = _AFTER[self.after](self, first)
+        if not torch.compiler.is_compiling() and self.observe is not None and made.requires_grad:
+            made.register_hook(partial(self.observe, self.name))
+        return (made, *others) if isinstance(output, tuple) else made
 
 
 def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
@@ -484,6 +493,7 @@ _AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "gather_features": _gather_features,
     "sum_gradient_of_rope": _sum_gradient_of_rope,
 }
+_WHOLE = ("sum", "sum_rows", "gather_features", "gather_sequence")
 
 
 def _clear(siblings: Siblings, module: nn.Module, args: Any, output: Any) -> None:
