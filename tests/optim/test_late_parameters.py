@@ -69,6 +69,24 @@ class NormalizesItsWeight(AddsALayer):
             self.optimizers().optimizer.add_param_group({"params": added})
 
 
+class UsesItsLayerOnOneRank(AddsALayerToItsOptimizer):
+    """Two backwards in a step: rank 1 needs the late layer in the first of them only."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.without_layer = dist.get_rank() == 1
+        self.manual_backward(self.loss(batch))
+        self.without_layer = False
+        optimizer.step()
+
+    def uses(self) -> bool:
+        return not getattr(self, "without_layer", False)
+
+
 def assert_as_alone(world: Worlds, run: Run, strategy: str) -> None:
     [alone] = world(1).run(partial(run.alone, 2))
     units = {"auto_wrap_policy": {Block}}
@@ -83,6 +101,12 @@ def test_a_late_layer_is_trained_as_in_one_process(
 ) -> None:
     run = Run(model=model, loader=tokens_in_order, options=CLIPS, warns=WARNS, steps=7, batches=3)
     assert_as_alone(world, run, strategy)
+
+
+def test_ranks_that_use_a_late_layer_in_other_backwards_average_together(world: Worlds) -> None:
+    run = Run(model=UsesItsLayerOnOneRank, loader=tokens_in_order, warns=WARNS, steps=4)
+    one, other = world(2).run(partial(run.sharded, "full_shard", auto_wrap_policy={Block}))
+    assert_same_weights(one.weights, other.weights, 0.0)
 
 
 def test_parameters_of_a_late_parametrization_have_states_of_their_own(world: Worlds) -> None:

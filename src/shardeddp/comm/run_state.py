@@ -41,7 +41,7 @@ class RunState:
         """Whether a step of the user's module runs."""
 
         self.observed: dict[str, torch.Tensor] | None = None
-        """Descriptions of whole gradients from uses of split parameters outside of their layers.
+        """Descriptions of whole gradients: of split parameters used elsewhere, and of layers' outputs.
 
         By name, summed over the uses of a backward, for a comparison of the ranks that split layers.
         None: they are not observed.
@@ -60,7 +60,7 @@ class RunState:
         """Thread that trains; None: no run of a Trainer is under way."""
 
     def observe(self, name: str, gradient: torch.Tensor) -> None:
-        """Add the whole gradient of a use of a split parameter outside of its layer."""
+        """Add the whole gradient of a use of a split parameter, or of a layer's output."""
         if self.observed is not None:
             found = describe(gradient)
             self.observed[name] = (

@@ -147,7 +147,6 @@ class TensorRankChecks:
     def __init__(self) -> None:
         self._counts = Counter[str]()
         self._observed: list[SplitLayer] = []  # layers with whole outputs, before a comparison
-        self._outputs: dict[str, torch.Tensor] = {}  # what describes their gradients, by name
 
     def begin_run(self, mesh: Mesh) -> None:
         """Begin the counts of a training anew; forget what a failed one has observed."""
@@ -176,23 +175,18 @@ class TensorRankChecks:
             _compare_batches(name, inputs, mesh)
         if name == "training_step" and self._is_due("backward", 1):
             states = map(state_of, module.modules())
-            layers = [it for it in states if isinstance(it, SplitLayer) and it.has_whole_output]
-            for layer in layers:
-                layer.observe = self._observe
-            self._observed = layers
+            self._observed = [
+                it for it in states if isinstance(it, SplitLayer) and it.has_whole_output
+            ]
+            for layer in self._observed:
+                layer.observe = mesh.run.observe
 
-    def _observe(self, name: str, gradient: torch.Tensor) -> None:
-        found = describe(gradient)
-        former = self._outputs.get(name)
-        self._outputs[name] = found if former is None else former + found
-
-    def _end_observation(self) -> dict[str, torch.Tensor | None]:
-        """Return what describes gradients of outputs, by layer; None: the backward reached none."""
-        found = {layer.name: self._outputs.get(layer.name) for layer in self._observed}
-        for layer in self._observed:
+    def _end_observation(self) -> list[str]:
+        """Return the names of the layers whose outputs were observed."""
+        observed, self._observed = self._observed, []
+        for layer in observed:
             layer.observe = None
-        self._observed, self._outputs = [], {}
-        return found
+        return [layer.name for layer in observed]
 
     def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
         """Compare the losses of a backward, and have its gradients observed."""
@@ -209,7 +203,7 @@ class TensorRankChecks:
         mesh.run.observed = None
         if self._is_due("backward"):
             _compare_gradients(parameters, whole, mesh)
-            _compare_outputs(self._end_observation(), mesh)
+            _compare_outputs(self._end_observation(), observed, mesh)
 
     def _is_due(self, kind: str, ahead: int = 0) -> bool:
         return (self._counts[kind] + ahead).bit_count() == 1
@@ -283,11 +277,7 @@ def _compare_gradients(
         for it in parameters
         if isinstance(it, ShardTensor) and it.requires_grad
     }
-    if not gradients:
-        return
-    greatest, least = _extremes(torch.stack([*gradients.values()]), mesh)
-    differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
-    if names := [name for name, bad in zip(gradients, differ.tolist(), strict=True) if bad]:
+    if names := _differing(gradients, mesh):
         raise RuntimeError(
             f"expected equal gradients on the {mesh.tensor.size} ranks that split layers, found different "
             f"ones of {first_three(names)}, which every rank uses whole: each would train a copy of its "
@@ -298,19 +288,21 @@ def _compare_gradients(
         )
 
 
-def _compare_outputs(described: Mapping[str, torch.Tensor | None], mesh: Mesh) -> None:
+def _compare_outputs(
+    layers: Iterable[str], observed: Mapping[str, torch.Tensor], mesh: Mesh
+) -> None:
     """Check that gradients of whole outputs are equal in the tensor-parallel group; a collective.
+
+    Args:
+        layers: Names of the layers.
+        observed: What describes gradients of their outputs, by name.
+        mesh: Mesh of the run.
 
     Raises:
         RuntimeError: They differ by more than 1 %: a rank's backward goes on with its own alone.
     """
-    if not described:
-        return
     nothing = torch.zeros(2, device=mesh.device)
-    values = torch.stack([nothing if it is None else it for it in described.values()])
-    greatest, least = _extremes(values, mesh)
-    differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
-    if names := [name for name, bad in zip(described, differ.tolist(), strict=True) if bad]:
+    if names := _differing({name: observed.get(name, nothing) for name in layers}, mesh):
         raise RuntimeError(
             f"expected equal gradients on the {mesh.tensor.size} ranks that split layers, found different "
             f"ones of what {first_three(names)} return, which every rank has whole: code behind it "
@@ -318,6 +310,15 @@ def _compare_outputs(described: Mapping[str, torch.Tensor | None], mesh: Mesh) -
             f"and the gradient of the others' parts is lost. Leave these layers and those beside them "
             f"out of tensor_parallel_plan"
         )
+
+
+def _differing(gradients: Mapping[str, torch.Tensor], mesh: Mesh) -> list[str]:
+    """Return names of gradients, described, that differ in the tensor-parallel group by over 1 %."""
+    if not gradients:
+        return []
+    greatest, least = _extremes(torch.stack([*gradients.values()]), mesh)
+    differ = (greatest - least).amax(1) > 1e-2 * greatest[:, 0]  # of the norm
+    return [name for name, bad in zip(gradients, differ.tolist(), strict=True) if bad]
 
 
 def _extremes(values: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:

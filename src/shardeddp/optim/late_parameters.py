@@ -30,8 +30,6 @@ class LateParameters:
 
     def __init__(self, parameters: list[nn.Parameter], names: list[str], mesh: Mesh) -> None:
         self._parameters, self._names, self._mesh = parameters, names, mesh
-        # Gradients at the last average, with their versions: another average would change nothing.
-        self._averaged: list[tuple[int, int] | None] = []
 
     @torch.no_grad()
     def take_values_of_rank_0(self) -> None:
@@ -46,14 +44,15 @@ class LateParameters:
     def average_gradients(self) -> None:
         """Average gradients in place; a collective of all ranks.
 
-        A parameter that some ranks have not used gets the average with zeros there.
+        A parameter that some ranks have not used gets the average with zeros there. Averages may be
+        averaged again: that nothing has changed since is known to each rank of itself alone.
         """
         # A later setup shards them.
         parameters = [
             it for it in self._parameters if it.requires_grad and not isinstance(it, ShardTensor)
         ]
         gradients = [it.grad for it in parameters]
-        if not parameters or self._state_of(gradients) == self._averaged:
+        if not parameters:
             return
         self._mesh.data_fingerprints.call(f"gradient of {self._names[0]}, made after the setup")
         wide = torch.promote_types(torch.float32, parameters[0].dtype)
@@ -74,11 +73,6 @@ class LateParameters:
                     parameter.grad = average
                 else:
                     parameter.grad.copy_(average)
-        self._averaged = self._state_of([it.grad for it in parameters])
-
-    @staticmethod
-    def _state_of(gradients: list[torch.Tensor | None]) -> list[tuple[int, int] | None]:
-        return [None if it is None else (id(it), it._version) for it in gradients]
 
 
 # By optimizer: how many parameters its groups had, and which of them are late.
