@@ -44,7 +44,7 @@ from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
 from shardeddp.tensor.collectives import extend_collectives
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
 from shardeddp.torch_private import (
     are_transforms_active,
     current_backward,
@@ -767,9 +767,8 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     Args:
         stepped: Sharded parameters that had a gradient; the same on all ranks.
     """
-    # Fused optimizers do not count versions.
-    torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
-    meshes = {sharded.spec.mesh.whole for sharded in stepped if sharded.is_of_a_unit}
+    increment_versions(stepped)  # fused optimizers do not
+    meshes = {mesh.whole for mesh in meshes_of_units(stepped)}
     for runtime in all_runtimes():
         if runtime.mesh in meshes:
             runtime.refresh()

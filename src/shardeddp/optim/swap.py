@@ -17,7 +17,13 @@ from torch import optim
 from shardeddp.engine.runtime import parameters_changed
 from shardeddp.optim.late_parameters import average_late_gradients
 from shardeddp.tensor.backward import stored_gradients
-from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes, meshes_of, unreduced_of
+from shardeddp.tensor.shard_tensor import (
+    ShardTensor,
+    increment_versions,
+    keep_writes,
+    meshes_of,
+    unreduced_of,
+)
 from shardeddp.tensor.unsharded import UnshardedBase, outside_of
 from shardeddp.torch_private import never_traced
 
@@ -182,9 +188,7 @@ class SwappedStep(ABC):
             # The same on all ranks, whichever of them have written to their shards: gathered
             # parameters are gathered again.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
-            torch.autograd.graph.increment_version(
-                [it.raw_local for it in held if isinstance(it, ShardTensor)]
-            )
+            increment_versions(it for it in held if isinstance(it, ShardTensor))
         self._release()
 
     def _enter(self) -> None:

@@ -927,6 +927,20 @@ def local_or_whole(tensor: T) -> T | torch.Tensor:
     return tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
 
 
+def increment_versions(parameters: Iterable[ShardTensor]) -> None:
+    """Count a write of this rank's elements, so that what was gathered is gathered again."""
+    torch.autograd.graph.increment_version([each._local for each in parameters])
+
+
+def meshes_of_units(parameters: Iterable[ShardTensor]) -> set[Mesh]:
+    """Return the meshes of the units that the parameters are of; copies are of none."""
+    return {
+        each._spec.mesh
+        for each in parameters
+        if (each if each._source is None else each.origin)._unit_gradients is not None
+    }
+
+
 def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:
     """Return whether any parameter has a hook for a complete gradient."""
     hooks = [each._hooks for each in parameters]  # pyright: ignore[reportPrivateUsage]
