@@ -1073,7 +1073,7 @@ class _Average(torch.autograd.Function):
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
-        size = spec.mesh.topology.world_size
+        size = spec.mesh.data.size
         if is_copy and "copy" not in spec.warned:
             spec.warned.append("copy")  # compared once: the comparison synchronizes the device
             if _differs(total, gradient * size):
