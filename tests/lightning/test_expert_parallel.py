@@ -128,15 +128,14 @@ def train(
         **more,
     }
     strategy = ShardedDP(name, expert_parallel_size=size, **more)
-    trainer = make_trainer(
-        strategy,
-        max_steps=steps,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5 if clips == "norm" else 0.05,
-        gradient_clip_algorithm=clips,
-        use_distributed_sampler=False,
-        **trainer_options or {},
-    )
+    trainer_options = {
+        "max_steps": steps,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5 if clips == "norm" else 0.05,
+        "gradient_clip_algorithm": clips,
+        **(trainer_options or {}),
+    }
+    trainer = make_trainer(strategy, use_distributed_sampler=False, **trainer_options)
     warnings.simplefilter("ignore")
     module = kind()
     trainer.fit(module)
@@ -293,8 +292,9 @@ def test_experts_are_reduced_over_ranks_that_have_the_same(world: Worlds) -> Non
         # Half of a group of two, three quarters of a group of four, of float32.
         assert data["reduce_scatter"] == experts * 4 // 2 + rest * 4 * 3 // 4
         total += activations["all_to_all"]
-    # What each rank tells the other in each block: int64 for each of that one's experts, and the layer.
-    rows = total - 4 * 2 * (EXPERTS // 2 + 1) * 8
+    # What each rank tells the other in each block and at the forward's end: int64 for each of that
+    # one's experts, and the layer.
+    rows = total - 4 * 3 * (EXPERTS // 2 + 1) * 8
     # Each row of 8 float32 that is not at home goes there and back, and again in backward.
     assert rows % (4 * 8 * 4) == 0 and 0 < rows // (4 * 8 * 4) < 4 * 2 * tokens
 
@@ -758,6 +758,61 @@ class SkippingStacked(Skipping):
     block = StackedBlock
 
 
+class SkippingLast(Mixture):
+    """Skips layers on one rank."""
+
+    left, skipped_from = 1, 1
+    """Layers that are left, from which batch on."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        skips = dist.get_rank() == 1 and batch_idx >= self.skipped_from
+        x = batch[0]
+        for block in self.blocks[: self.left if skips else None]:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class SkippingAtOnce(SkippingLast):
+    skipped_from = 0
+
+
+class SkippingAll(SkippingLast):
+    left = 0
+
+
+class SkippingOther(SkippingLast):
+    """Its last layer has fewer experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[1].experts[2:]
+        self.blocks[1].router.gate = nn.Linear(8, 2)
+
+
+MANUAL = {
+    "max_steps": 2,
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "gradient_clip_algorithm": None,
+}
+
+
+class SkippingManual(SkippingLast):
+    """Its backward runs within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
 class CalledBetween(WithRows):
     """Calls its experts between steps, where their unit is the root's."""
 
@@ -991,6 +1046,16 @@ def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
         (Regular, "used outside of its unit", {}),
         (Penalized, "used outside of its unit", {"experts": Rows}),
         (Skipping, "experts of different layers at a time", {"auto_wrap_policy": None}),
+        (SkippingLast, "'blocks.1.experts', another rank's forward has ended", {}),
+        (
+            SkippingManual,
+            "'blocks.1.experts', another rank's forward has ended",
+            {"trainer_options": MANUAL},
+        ),
+        (SkippingAtOnce, "have reached blocks.1 and the end of the pass at a time", {}),
+        (SkippingLast, "another rank's forward has ended", {"auto_wrap_policy": None}),
+        (SkippingAll, "the end of the pass instead of blocks.0.*empty batch", {}),
+        (SkippingOther, "'blocks.1.experts', another rank's forward has ended", {}),
         (
             SkippingStacked,
             "experts of different layers at a time",

@@ -65,11 +65,16 @@ ABOUT_UNITS = (
     "on what they gather, and those that do not use a unit take part with zeros. Or let "
     "auto_wrap_policy put all such parts into one unit"
 )
+ABOUT_EXPERTS = (
+    "Ranks with different experts need each other in every layer. Draw the layers that a step skips "
+    "alike on all ranks (seed_everything), and send no tokens (an empty batch) instead of skipping a "
+    "layer on some ranks"
+)
 ABOUT_TRAINED = (
     "All ranks have to train the same parameters: freeze and unfreeze (requires_grad_) the same "
     "ones on each of them, at the same time"
 )
-ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
+ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_EXPERTS, ABOUT_TRAINED)
 """Kinds of advice by rising priority: ranks in different operations get the last that applies."""
 
 Describe = Callable[[str, str], str]

@@ -11,11 +11,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NoReturn
 
 import torch
 
 from shardeddp.comm import Mesh
-from shardeddp.comm.agreement import ABOUT_UNITS, HostReduction
+from shardeddp.comm.agreement import ABOUT_EXPERTS, ABOUT_UNITS, HostReduction
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitState
@@ -439,7 +440,10 @@ class OrderAgreement:
         """
         rows, announced = self._send(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
-        self._apart |= not self._open and sum(map(bool, (*forward, *backward))) > 1
+        if not self._open and sum(map(bool, (*forward, *backward))) > 1:
+            self._apart = True
+            if self._mesh.experts is not None:
+                self._refuse_apart(forward, backward)
         with torch.no_grad():
             self._reducer.issue(
                 [index for index, state in enumerate(reduced[:-1]) if state == Reduced.DUE]
@@ -462,6 +466,12 @@ class OrderAgreement:
             self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
         self._all_have_ended = not (forwards or backwards)
         return not self._all_have_ended
+
+    def _refuse_apart(self, *visits: Sequence[int]) -> NoReturn:
+        """Refuse different units on ranks that divide experts: they send tokens in every layer."""
+        labels = [*(it.unit.label for it in self._progresses), _END]
+        reached = [labels[index] for each in visits for index, flag in enumerate(each) if flag]
+        raise RuntimeError(f"ranks have reached {' and '.join(reached)} at a time. {ABOUT_EXPERTS}")
 
     def _send(self, wanted: UnitProgress | None, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Send a message; return the maximum over all ranks.
@@ -523,7 +533,8 @@ class OrderAgreement:
 
     def _confirm(self, found: str, expected: str) -> None:
         """Check that all ranks leave the recorded order with the same visit."""
-        self._mesh.data_fingerprints.call(f"{found} instead of {expected}", ABOUT_UNITS)
+        advice = ABOUT_UNITS if self._mesh.experts is None else ABOUT_EXPERTS
+        self._mesh.data_fingerprints.call(f"{found} instead of {expected}", advice)
 
     def _warn_once(self, found: str, expected: str) -> None:
         if self._warned or self._mesh.rank:

@@ -287,6 +287,11 @@ class Runtime:
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
 
+    @property
+    def agrees_on_units(self) -> bool:
+        """Whether ranks send messages about the units of the running step's forward."""
+        return self.agreement.agrees(self._step_name)
+
     def _warn_of_untied(self) -> None:
         pairs = [f"{name} that of {other}" for name, other in self.mesh.run.untied.items()]
         self.mesh.run.untied.clear()

@@ -37,7 +37,7 @@ from shardeddp.config import (
 )
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.engine.summon import summon
-from shardeddp.lightning import expert_parallel, private
+from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
@@ -52,6 +52,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.callbacks import CallbackAdapters
 from shardeddp.lightning.checkpointing import Checkpoints
+from shardeddp.lightning.expert_parallel import ExpertRankChecks
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
@@ -239,7 +240,7 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
-        self._is_first_step = False
+        self._expert_ranks = ExpertRankChecks()
 
     plan = staticmethod(make_plan)
     """Plan a model without a training run: see :func:`shardeddp.planner.plan.make_plan`."""
@@ -641,7 +642,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.begin_training(trainer, self.node_rank, self.local_rank)
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
-        self._is_first_step = True
+        self._expert_ranks.begin_run(self.runtime.root_module)
         self._tensor_ranks.begin_run(self.mesh)
 
     # -- Steps
@@ -695,6 +696,7 @@ class ShardedDP(ParallelStrategy):
                     module = self.runtime.root_module
                     self._tensor_ranks.begin_step(name, (args, kwargs), module, self.mesh)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
+                self._expert_ranks.end_step(self.runtime)
             except Exception as error:
                 explain_memory(error, self._describe_memory)  # before units are released
                 explain_shapes(error, self.options.tensor_parallel_size)
@@ -719,6 +721,7 @@ class ShardedDP(ParallelStrategy):
         self._callbacks.zero_repeated_loss(closure_loss)
         if self.options.tensor_parallel_size > 1:
             self._tensor_ranks.begin_backward(closure_loss, self.mesh)
+        self._expert_ranks.begin_backward(self.runtime)
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -727,9 +730,7 @@ class ShardedDP(ParallelStrategy):
             average_late_gradients(self.optimizers)
         if self.options.tensor_parallel_size > 1 and self.runtime.sync_gradients:
             self._tensor_ranks.end_backward(self.runtime.root_module.parameters(), self.mesh)
-        if self._is_first_step:
-            self._is_first_step = False
-            expert_parallel.warn_of_unsent_tokens(self.runtime.root_module)
+        self._expert_ranks.end_backward()
 
     @contextmanager
     @override

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.tensor.distributed import Distribution
+from shardeddp.tensor.expert_dispatch import divided_experts, end_forward
 from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
 from shardeddp.wrap import ClassPolicy, NamePolicy, Policy
 from shardeddp.wrap.experts import ChosenUnits, find_experts, keep_own
@@ -66,6 +67,11 @@ class ModelAxes:
             return policy, self._split_layers(module, axis) if self.tensor_size > 1 else {}
         except ConfigurationError as error:
             raise UsageError(str(error)) from error
+
+    def end_forward(self, module: nn.Module) -> None:
+        """Exchange what ranks exchange at the end of a forward, between the step and its backward."""
+        for divided in divided_experts(module)[:1]:
+            end_forward(divided)
 
     def _split_layers(
         self, module: nn.Module, axis: TensorAxis

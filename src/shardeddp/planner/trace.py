@@ -636,6 +636,7 @@ def profile(
                 for index, spec, parameter in wrapped:
                     recorder.bind(index, spec, parameter)
                 out = step(module, micro_batch)
+                axes.end_forward(module)
                 loss = out.get("loss") if isinstance(out, Mapping) else out
                 del out
                 root = root_of(loss)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.activations import all_to_all
+from shardeddp.comm.agreement import ABOUT_EXPERTS
 from shardeddp.tensor.module_hooks import DividedState, ModuleHook, state_of
 from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.torch_private import never_traced
@@ -79,14 +80,35 @@ class DividedExperts(DividedState):
     name: str
     """Name of the module."""
 
+    most: int
+    """Highest number of experts of a rank in any layer: layers tell their counts in equal sizes."""
+
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     breaks_graphs: bool = False
 
 
-def is_unsent(module: nn.Module) -> bool:
-    """Return whether a module's experts are divided over ranks, and never got a token so far."""
-    divided = _divided(module)
-    return divided is not None and not divided.is_sent
+def divided_experts(root: nn.Module) -> list[DividedExperts]:
+    """Return the experts of a model that are divided over ranks."""
+    return [it for module in root.modules() if (it := _divided(module)) is not None]
+
+
+def end_forward(divided: DividedExperts) -> None:
+    """Tell other expert ranks that a forward has ended; a collective of them.
+
+    It arrives where a rank that is still in the forward expects counts, which then raises. Without
+    it that rank would get gradients as counts, or wait.
+
+    Args:
+        divided: Any experts of the model.
+    """
+    axis, parameter = divided.axis, next(divided.module.parameters())
+    lengths = [divided.most + 1] * axis.size
+    message = torch.full((sum(lengths),), _FORWARD_ENDED, device=parameter.device)
+    all_to_all(message, lengths, lengths, axis.group)
+
+
+_FORWARD_ENDED = -1
+"""Number in place of a layer's checksum, which is not negative."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -168,18 +190,18 @@ class TokenDispatch:
         self._order = flat.argsort(stable=True)
         sent = _counts(flat, num_experts).view(size, own)
         # Of each rank, rows for each of the experts here, and the layer that it sends them to.
-        layer = 0 if self._divided is None else crc32(self._divided.name.encode())
-        received = torch.cat([sent, sent.new_full((size, 1), layer)], 1)
+        layer, most = 0, own
+        if self._divided is not None:
+            layer, most = crc32(self._divided.name.encode()), self._divided.most
+        received = torch.cat([sent, sent.new_full((size, most + 1 - own), layer)], 1)
         if mesh is not None:
-            lengths = [own + 1] * size
-            received = all_to_all(received.view(-1), lengths, lengths, mesh.group).view(
-                size, own + 1
-            )
+            lengths = [most + 1] * size
+            received = all_to_all(received.view(-1), lengths, lengths, mesh.group).view(size, -1)
         both = torch.cat([sent, received], 1).tolist()  # the one transfer to the host
         if any(row[-1] != layer for row in both):
-            self._refuse_other_layer()
+            self._refuse_other_layer(any(row[-1] == _FORWARD_ENDED for row in both))
         self._leaving = tuple(sum(row[:own]) for row in both)
-        self._arriving = tuple(sum(row[own:-1]) for row in both)
+        self._arriving = tuple(sum(row[own : 2 * own]) for row in both)
         self.counts = [sum(row[own + at] for row in both) for at in range(own)]
         # Rows arrive ordered by rank, and are reordered by expert.
         numbers = torch.arange(own, device=index.device).repeat(size)
@@ -204,14 +226,13 @@ class TokenDispatch:
             f"self.experts(...), instead of its methods or functions of its parameters"
         )
 
-    def _refuse_other_layer(self) -> NoReturn:
-        """Refuse tokens of another rank that are for the experts of another layer."""
+    def _refuse_other_layer(self, ended: bool) -> NoReturn:
+        """Refuse what another rank has sent, for the experts of another layer or after its forward."""
         name = "" if self._divided is None else f" of {self._divided.name!r}"
+        others = "another rank's forward has ended" if ended else "others to those of another layer"
         raise RuntimeError(
-            f"ranks send tokens to experts of different layers at a time; this one to those{name}. "
-            f"Every rank has to run the same layers in the same order: draw the layers that a step "
-            f"skips alike on all ranks (seed_everything), and send no tokens (an empty batch) "
-            f"instead of skipping a layer on some ranks"
+            f"ranks send tokens to experts of different layers at a time; this one to those{name}, "
+            f"{others}. {ABOUT_EXPERTS}"
         )
 
     @property

@@ -142,12 +142,14 @@ def keep_own(
         Split of each former parameter, by new parameter.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
+    most = max(each.count for each in experts) // axis.size
     for each in experts:
         own = each.count // axis.size
         divided = DividedExperts(
             module=each.module,
             name=each.name,
             count=each.count,
+            most=most,
             axis=axis,
             is_sent=each.is_routed or not each.stacked,
             breaks_graphs=each.stacked,
