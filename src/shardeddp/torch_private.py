@@ -263,6 +263,11 @@ _get_dispatch_mode: Callable[[Any], Any] = _private("torch._C:_get_dispatch_mode
 _PROXY: Any = _private("torch._C:_TorchDispatchModeKey.PROXY")
 
 
+def is_in_backward() -> bool:
+    """Return whether a backward runs on this thread."""
+    return current_backward() != -1
+
+
 def are_operations_traced() -> bool:
     """Return whether operations are traced: by make_fx, linearize, export or torch.jit.trace."""
     return _get_dispatch_mode(_PROXY) is not None or torch.jit.is_tracing()

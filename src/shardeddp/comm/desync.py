@@ -27,8 +27,8 @@ from shardeddp.torch_private import (
     COLLECTIVES_FILE,
     OPERATORS_FILE,
     are_operations_traced,
-    current_backward,
     default_store,
+    is_in_backward,
     process_groups,
 )
 
@@ -125,7 +125,7 @@ class CallFingerprints:
         if self._is_inherited:
             ranks = sorted([self._rank, *self._others])
             raise in_forked_process(f"{operation} at {place_of(sys._getframe())}", ranks)
-        if self.thread not in (None, threading.get_ident()) and current_backward() == -1:
+        if self.thread not in (None, threading.get_ident()) and not is_in_backward():
             raise DesyncError(
                 f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
                 f"another thread trains: each of them would start collectives in an order of its own. "

@@ -10,7 +10,7 @@ import torch
 
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.step_clock import StepClock
-from shardeddp.torch_private import current_backward
+from shardeddp.torch_private import is_in_backward
 
 
 class _Unsettled(Protocol):
@@ -81,7 +81,7 @@ class RunState:
         if not self.unsettled:
             return
         trains = self.thread in (None, threading.get_ident())
-        if trains or current_backward() != -1:
+        if trains or is_in_backward():
             for each in list(self.unsettled.values()):
                 each.settle(stepping=stepping, reading=reading)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardeddp.torch_private import current_backward
+from shardeddp.torch_private import is_in_backward
 
 PARTS = (
     "compute",
@@ -131,7 +131,7 @@ class StepClock:
 
     def _counts(self) -> bool:
         # A backward on CUDA calls this on autograd's thread, while the training thread waits.
-        return threading.get_ident() == self._thread or current_backward() != -1
+        return threading.get_ident() == self._thread or is_in_backward()
 
 
 def during(clock: StepClock | None, part: str, unit: str = "") -> AbstractContextManager[None]:

@@ -46,11 +46,9 @@ class FlatGroup:
         self.plan, self.layout = plan, plan.layout
         layout = plan.layout
         self._memory_owner = memory_owner
-        self._sharing: list[FlatGroup] = []  # the owner and all that borrow from it
+        self._borrowers: list[FlatGroup] = []
         if memory_owner is not None:
-            memory_owner._sharing = memory_owner._sharing or [memory_owner]
-            self._sharing = memory_owner._sharing
-            self._sharing.append(self)
+            memory_owner._borrowers.append(self)
         self._mesh = mesh
         param_dtype = specs[0].param_dtype
         self._retain = plan.resident or reshard is Reshard.NEVER
@@ -208,10 +206,8 @@ class FlatGroup:
         Nothing happens if there is no such memory, or if the main shard has not changed.
         """
         owner = self._memory_owner or self
-        is_used = owner.buffer.is_usable
-        if not owner.stale or not (
-            is_used or any(group.has_views for group in self._sharing or [self])
-        ):
+        is_used = owner.buffer.is_usable or any(group.has_views for group in self._sharing())
+        if not (is_used and owner.stale):
             return
         if not owner.plan.resident:
             self._mesh.fingerprints.call(
@@ -220,7 +216,7 @@ class FlatGroup:
             )
         is_released = owner.buffer.flat is None
         owner.unshard().wait()
-        for group in self._sharing:
+        for group in owner._borrowers:
             group._note_gather()
         owner.finish_copies()
         if is_released:
@@ -356,7 +352,7 @@ class FlatGroup:
                 )
             self._keep_write(index, found)
             # Graphs detect the write by the version of the unsharded parameter.
-            for group in self._sharing or [self]:
+            for group in self._sharing():
                 group._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
@@ -368,7 +364,12 @@ class FlatGroup:
 
     def is_held(self, index: int) -> bool:
         """Return whether code outside of the engine refers to gathered memory of a parameter."""
-        return any(group.buffer.is_held(index) for group in self._sharing or [self])
+        return any(group.buffer.is_held(index) for group in self._sharing())
+
+    def _sharing(self) -> list[FlatGroup]:
+        """Return the groups with this group's memory, itself included."""
+        owner = self._memory_owner or self
+        return [owner, *owner._borrowers]
 
     def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Return a view of one parameter's elements in a gathered buffer; 1D."""

@@ -126,18 +126,21 @@ class Reducer:
             for gradients in gradients_of(self._progresses):
                 gradients.take_assigned(self._sync)
 
-    def reach(self, progress: UnitProgress, *, agreed: bool) -> None:
+    def reduce_finished(self, entering: UnitProgress) -> None:
         """Reduce finished units when the backward reaches a use of another one, before its gather.
 
-        Args:
-            progress: Progress of the reached unit.
-            agreed: True if ranks agree on reductions by :meth:`progress` and :meth:`issue` instead.
+        Not called if ranks agree on reductions, by :meth:`progress` and :meth:`issue`.
         """
-        waiting = [] if agreed else self._waiting()
-        over = [other for other in waiting if other.is_over_at(progress)]
-        # One order for all ranks: an unfinished unit holds back later ones.
-        for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
+        waiting = self._waiting()
+        over = [other for other in waiting if other.is_over_at(entering)]
+        if not self._gathers:
+            # One order for all ranks: an unfinished unit holds back later ones.
+            over = list(takewhile(lambda other: other in over, waiting))
+        for due in over:
             self._queue.issue(due, self._across_replicas)
+
+    def reach(self, progress: UnitProgress) -> None:
+        """Record that the backward has reached a unit."""
         if not progress.entered:
             progress.entered = True
             self._reached.append(progress)

@@ -47,8 +47,8 @@ from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
 from shardeddp.torch_private import (
     are_transforms_active,
-    current_backward,
     engine,
+    is_in_backward,
     temporarily_clear_interpreter_stack,
 )
 
@@ -347,7 +347,7 @@ class Runtime:
 
     def enter(self, progress: UnitProgress) -> None:
         """Begin a forward of the unit's module."""
-        if not (self._root.active or self._in_backward()) and progress.unit.gathers:
+        if not (self._root.active or is_in_backward()) and progress.unit.gathers:
             # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         self._enter(progress)
@@ -359,7 +359,7 @@ class Runtime:
         if are_transforms_active():
             self._enter_transformed(progress)
             return
-        in_backward = self._in_backward()
+        in_backward = is_in_backward()
         if not in_backward and self.phase is Phase.BACKWARD:
             # The backward that set the phase has failed.
             self._give_up_backward() if self._root.active else self.reset()
@@ -468,7 +468,7 @@ class Runtime:
             return
         if self._saves_views and progress is not self._root:
             self._saved.leave()
-        if self._in_backward():
+        if is_in_backward():
             # This backward uses the unit next: it is released when its gradients are complete.
             if torch.is_grad_enabled() and not progress.awaiting_backward:
                 # Reentrant checkpointing: only the recomputation has a graph; its backward is next.
@@ -584,7 +584,9 @@ class Runtime:
         first = not progress.entered
         progress.was_retained |= graph_is_retained()
         if first or use in progress.unreached_uses:
-            self._reducer.reach(progress, agreed=self.agreement.agrees(self._backward_kind))
+            if not self.agreement.agrees(self._backward_kind):
+                self._reducer.reduce_finished(progress)
+            self._reducer.reach(progress)
         if first or progress.unit.state is not UnitState.UNSHARDED:
             self._visit(progress, self._backward_kind)
         progress.unreached_uses.discard(use)
@@ -598,7 +600,7 @@ class Runtime:
                 "refers to is gone. Run its backward before another run of the model is set up"
             )
         if progress.unit.state is not UnitState.UNSHARDED:
-            if self._in_backward():
+            if is_in_backward():
                 self._reach(progress)
             else:
                 self._ensure_unsharded(progress)  # users inspect the graph
@@ -696,9 +698,6 @@ class Runtime:
                 f"bug of shardeddp; please report it)"
             )
         self.phase = target
-
-    def _in_backward(self) -> bool:
-        return current_backward() != -1
 
     def _ensure_unsharded(self, progress: UnitProgress) -> None:
         unit = progress.unit

@@ -48,7 +48,7 @@ def allocate_storage(flat: torch.Tensor) -> None:
 
 
 def release_storage(flat: torch.Tensor) -> None:
-    """Free a flat buffer's memory; its views must not be used until :func:`allocate`."""
+    """Free a flat buffer's memory; its views must not be used until :func:`allocate_storage`."""
     flat.untyped_storage().resize_(0)
 
 

@@ -58,7 +58,7 @@ from shardeddp.tensor.unsharded import (
     without_released,
 )
 from shardeddp.torch_private import (
-    current_backward,
+    is_in_backward,
     make_subclass,
     make_wrapper_subclass,
     never_traced,
@@ -624,7 +624,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         Raises:
             RuntimeError: A recomputation reads experts, of which its forward has read a part.
         """
-        if self._spec.mesh is not self._spec.mesh.whole and current_backward() != -1:
+        if self._spec.mesh is not self._spec.mesh.whole and is_in_backward():
             raise RuntimeError(
                 f"{self._spec.fqn} belongs to experts that ranks divide, and a recomputation reads it "
                 f"that begins inside of their forward: call the whole module inside of checkpoint(), "
