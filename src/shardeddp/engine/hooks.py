@@ -93,8 +93,7 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
         Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
     )
     hook.follow()
-    parameters = progress.unit.unsharded_parameters()
-    progress.expected = set(range(len(parameters)))
+    parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()
     places = [
         (group.gradients, index)
         for group in progress.unit.groups
@@ -110,11 +109,12 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
                 )
                 view: Any = parameter.view_as(parameter)
                 accumulator = view.grad_fn.next_functions[0][0]
-                progress.accumulators.append(accumulator)
+                accumulators.append(accumulator)
                 gradients, place = places[index]
                 if gradients.adds_up_wider:
                     accumulator.register_prehook(_arrival_hook(gradients, place))
                 del view  # it refers to the parameter, whose references are counted below
+    progress.expect_all(accumulators)
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()

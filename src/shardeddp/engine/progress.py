@@ -8,7 +8,9 @@ from enum import IntEnum
 
 from torch.autograd.graph import Node
 
+from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.unit import Unit
+from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.torch_private import will_execute
 
 
@@ -27,7 +29,31 @@ class GradientLevel(IntEnum):
 
 @dataclass(kw_only=True, eq=False)
 class UnitProgress:
-    """Runtime state of a unit, by counts instead of guesses from the phase."""
+    """Runtime state of a unit, by counts instead of guesses from the phase.
+
+    Other files read it, and change it by these verbs alone:
+
+    ==========================  ===========================  ================================
+    moment                      verb                         called by
+    ==========================  ===========================  ================================
+    set-up                      ``find_inner``               ``Runtime``
+                                ``expect_all``               ``attach_hooks``
+    forward of the root         ``begin_pass``               ``Runtime._begin_pass``
+    forward of the unit         ``begin_forward``,           ``Runtime._count``, ``_uncount``
+                                ``end_forward``
+    its end, with gradients     ``add_use``, ``open_use``    ``Runtime._announce_backward``
+    backward                    ``begin_backward``           ``Runtime._begin_backward``
+    it reaches the unit         ``enter``, before a gather   ``Reducer.reach``
+                                ``reach``, after it          ``Runtime._reach``
+    it leaves a gradient        ``arrive``,                  ``Runtime.gradient_ready``,
+                                ``arrive_from_outside``      ``outside_gradient_ready``
+    it reaches unit's inputs    ``close_use``                ``Runtime._use_finished``
+    reduction of the unit       ``reduce_gradients``         ``ReductionQueue.issue``
+    agreement of ranks          ``learn``                    ``GradientAgreement``
+    end of the backward         ``forget_forwards``          ``Runtime._end_backward``
+    failure                     ``reset``                    ``Runtime.reset``
+    ==========================  ===========================  ================================
+    """
 
     unit: Unit
     index: int
@@ -60,14 +86,11 @@ class UnitProgress:
     arrived: set[int] = field(default_factory=set[int])
     """Indices of parameters with a gradient of this backward, expected or not, of any use."""
 
-    gradients_expected: bool = False
-    """Whether any gradients were missing when this backward began."""
+    awaiting_reduction: bool = False
+    """Gradients were missing when this backward began, and no reduction is issued since."""
 
     entered: bool = False
     """This backward has reached the unit."""
-
-    issued: bool = False
-    """The unit's reduction has been issued in this backward."""
 
     open_uses: int = 0
     """Number of forwards with a backward that has not reached the unit's inputs yet.
@@ -84,13 +107,70 @@ class UnitProgress:
             if other is not self and id(other.unit.spec.module) in inside
         )
 
+    def expect_all(self, accumulators: list[Node]) -> None:
+        """Expect gradients of all parameters in the first backward, left by these nodes."""
+        self.accumulators = accumulators
+        self.expected = set(range(len(self.unit.unsharded_parameters())))
+
+    def begin_pass(self) -> None:
+        """Forget that backwards of the last pass were retained."""
+        self.was_retained = False
+
+    def begin_forward(self) -> None:
+        """Count a forward as running."""
+        self.active += 1
+
+    def end_forward(self) -> None:
+        """Count a forward as ended."""
+        self.active -= 1
+
+    def add_use(self) -> object:
+        """Expect a backward of a forward that ends; return the token of this use."""
+        if self.unreached_uses or self.was_retained:
+            self.unit.add_up_gradients()
+        self.awaiting_backward = True
+        use = object()
+        self.unreached_uses.add(use)
+        return use
+
+    def open_use(self) -> None:
+        """Expect that the backward of a forward that ends reaches the unit's inputs."""
+        self.open_uses += 1
+
     def begin_backward(self) -> None:
         """Reset the counts for a backward."""
         self.missing = self.expected & self.unit.trainable()
-        self.gradients_expected = bool(self.missing)
-        self.entered = self.issued = False
+        self.awaiting_reduction = bool(self.missing)
+        self.entered = False
         self.arrived.clear()
         self.unit.begin_backward()
+
+    def enter(self) -> None:
+        """Note that the backward has come to the unit."""
+        self.entered = True
+
+    def reach(self, use: object) -> None:
+        """Note that the backward has reached a use, and the unit is gathered for it."""
+        self.was_retained |= graph_is_retained()
+        self.unreached_uses.discard(use)
+
+    def arrive(self, index: int) -> None:
+        """Note the gradient of a parameter."""
+        self.missing.discard(index)
+        self.arrived.add(index)
+
+    def arrive_from_outside(self, index: int) -> None:
+        """Note the gradient of a parameter's use outside of the unit."""
+        self.arrived.add(index)
+
+    def close_use(self) -> None:
+        """Note that the backward has reached the unit's inputs."""
+        self.open_uses -= 1
+
+    def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
+        """Issue the reductions of the unit's gradients."""
+        self.awaiting_reduction = False
+        return self.unit.reduce_gradients(across_replicas)
 
     def gradients(self) -> list[GradientLevel]:
         """Return the level of each parameter's gradient on this rank."""
@@ -104,6 +184,11 @@ class UnitProgress:
         """Expect no backward of the forwards so far."""
         self.awaiting_backward, self.open_uses = False, 0
         self.unreached_uses.clear()
+
+    def reset(self) -> None:
+        """Forget all forwards, running ones too."""
+        self.active = 0
+        self.forget_forwards()
 
     def learn(self, entered: bool, used: Sequence[bool]) -> None:
         """Update the parameters expected in the next backward.

@@ -142,7 +142,7 @@ class Reducer:
     def reach(self, progress: UnitProgress) -> None:
         """Record that the backward has reached a unit."""
         if not progress.entered:
-            progress.entered = True
+            progress.enter()
             self._reached.append(progress)
 
     def progress(self, entering: UnitProgress | None, ahead: Mapping[int, int]) -> list[Reduced]:
@@ -169,7 +169,7 @@ class Reducer:
     def _progress(
         self, progress: UnitProgress, entering: UnitProgress | None, ahead: int
     ) -> Reduced:
-        if progress.issued or not progress.gradients_expected:
+        if not progress.awaiting_reduction:
             return Reduced.NOTHING
         if entering is None:
             return Reduced.DUE if progress.entered else Reduced.NOTHING
@@ -218,11 +218,7 @@ class Reducer:
         if not (self._sync and self.leaves_gradients):
             return []
         candidates = self._reached if self._gathers else self._order
-        return [
-            progress
-            for progress in candidates
-            if progress.gradients_expected and not progress.issued
-        ]
+        return [progress for progress in candidates if progress.awaiting_reduction]
 
     def _agree_on_order(self) -> None:
         """Adopt the order in which rank 0's backward finished units: outer after inner ones."""

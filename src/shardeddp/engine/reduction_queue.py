@@ -47,8 +47,7 @@ class ReductionQueue:
                 self._leave_to_stream(unit, reduction)
             elif not is_done:
                 self._in_flight.append((unit, reduction))
-        progress.issued = True
-        issued = progress.unit.reduce_gradients(across_replicas)
+        issued = progress.reduce_gradients(across_replicas)
         self._in_flight.extend((progress.unit.label, reduction) for reduction in issued)
 
     @torch.no_grad()

@@ -334,8 +334,7 @@ class Runtime:
         for hook in (*self._hooks.values(), *self._scopes):
             hook.reset()
         for progress in self.progresses:
-            progress.active = 0
-            progress.forget_forwards()
+            progress.reset()
             for group in progress.unit.groups:
                 group.gradients.drop_waiting()
         self._forwards = 0  # torch calls no hook after a KeyboardInterrupt
@@ -438,10 +437,10 @@ class Runtime:
                     )
                 self._thread = thread
                 self._forwards += 1
-        progress.active += 1
+        progress.begin_forward()
 
     def _uncount(self, progress: UnitProgress) -> None:
-        progress.active -= 1
+        progress.end_forward()
         if progress is not self._root:
             with self._entering:
                 self._forwards = max(0, self._forwards - 1)
@@ -490,10 +489,10 @@ class Runtime:
         # the memory.
         with temporarily_clear_interpreter_stack():
             self._ensure_unsharded(progress)
-        progress.active += 1
+        progress.begin_forward()
 
     def _leave_transformed(self, progress: UnitProgress) -> None:
-        progress.active -= 1
+        progress.end_forward()
         if (
             not progress.active
             and not progress.awaiting_backward
@@ -513,7 +512,7 @@ class Runtime:
         self._saved.clear()
         self._backwards = 0
         for progress in self.progresses:
-            progress.was_retained = False
+            progress.begin_pass()
         for progress in self.progresses:
             if progress.unit.has_views and progress.unit.stale:
                 progress.unit.renew_views()  # after writes between steps
@@ -542,11 +541,7 @@ class Runtime:
         differentiable = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         if not differentiable:
             return
-        progress.awaiting_backward = True
-        if progress.unreached_uses or progress.was_retained:
-            progress.unit.add_up_gradients()
-        use = object()
-        progress.unreached_uses.add(use)
+        use = progress.add_use()
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
         # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
@@ -564,7 +559,7 @@ class Runtime:
         if len(unit.trainable()) < len(unit.unsharded_parameters()):
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
-                progress.open_uses += 1
+                progress.open_use()
                 call_when_complete(leaves, weak_node_hook(self, Runtime._use_finished, progress))
 
     # -- Backward
@@ -582,14 +577,13 @@ class Runtime:
         """Gather a unit that a backward reaches, by an announced use or by another one."""
         self._begin_backward()
         first = not progress.entered
-        progress.was_retained |= graph_is_retained()
         if first or use in progress.unreached_uses:
             if not self.agreement.agrees(self._backward_kind):
                 self._reducer.reduce_finished(progress)
             self._reducer.reach(progress)
         if first or progress.unit.state is not UnitState.UNSHARDED:
             self._visit(progress, self._backward_kind)
-        progress.unreached_uses.discard(use)
+        progress.reach(use)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """Return a view of a parameter that a graph has saved; gathers its unit if necessary."""
@@ -610,7 +604,7 @@ class Runtime:
         """Record that autograd has left a gradient of a parameter's use outside of its unit."""
         self._begin_backward()
         self._reducer.note_gradient()
-        progress.arrived.add(index)
+        progress.arrive_from_outside(index)
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
@@ -637,13 +631,12 @@ class Runtime:
             self._reducer.note_gradient()
         if index not in progress.missing and index not in progress.unit.trainable():
             return  # frozen since its forward: torch calls hooks but leaves no gradient
-        progress.missing.discard(index)
-        progress.arrived.add(index)
+        progress.arrive(index)
         if not progress.missing:
             self._reshard_after_backward(progress)
 
     def _use_finished(self, progress: UnitProgress) -> None:
-        progress.open_uses -= 1
+        progress.close_use()
         self._reshard_after_backward(progress)
 
     def _reshard_after_backward(self, progress: UnitProgress) -> None:

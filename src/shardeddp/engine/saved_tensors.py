@@ -136,10 +136,18 @@ class _Hooks:
 
     @runs_eagerly
     def unpack(self, saved: Any) -> torch.Tensor:
-        if type(saved) is SavedView:
-            return self._restored(saved)
-        if type(saved) is SavedDistributedView:
-            return saved.layout.over(self._restored(saved.view))
+        is_distributed = type(saved) is SavedDistributedView
+        view: Any = saved.view if is_distributed else saved
+        if type(view) is SavedView:
+            restore = self._restore()
+            if restore is None:
+                raise RuntimeError(
+                    f"the backward of {view.buffer.layout.slots[view.parameter_index].fqn} needs its "
+                    f"values, and the sharded model that it belongs to is gone: keep a reference to "
+                    f"the model until backward has run"
+                )
+            values = restore(view)
+            return saved.layout.over(values) if is_distributed else values
         if self._below is not None:
             return self._below[1](saved)
         tensor, version = saved
@@ -152,16 +160,6 @@ class _Hooks:
                 f"compute its gradient"
             )
         return tensor
-
-    def _restored(self, saved: SavedView) -> torch.Tensor:
-        restore = self._restore()
-        if restore is None:
-            raise RuntimeError(
-                f"the backward of {saved.buffer.layout.slots[saved.parameter_index].fqn} needs its values, "
-                f"and the sharded model that it belongs to is gone: keep a reference to the model "
-                f"until backward has run"
-            )
-        return restore(saved)
 
 
 class SavedDistributedView(NamedTuple):
