@@ -12,7 +12,7 @@ import torch
 
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
-from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
+from shardeddp.engine.storage import BufferState, GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.layout import OwnedIntervals
 from shardeddp.plan.memory import GroupPlan, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard
@@ -206,7 +206,9 @@ class FlatGroup:
         Nothing happens if there is no such memory, or if the main shard has not changed.
         """
         owner = self._memory_owner or self
-        is_used = owner.buffer.is_usable or any(group.has_views for group in self._sharing())
+        is_used = owner.buffer.state is BufferState.BOUND or any(
+            group.has_views for group in self._sharing()
+        )
         if not (is_used and owner.stale):
             return
         if not owner.plan.resident:
@@ -214,7 +216,7 @@ class FlatGroup:
                 f"a write to a parameter that its unit uses, or of which something holds a view, "
                 f"{self.layout.slots[0].fqn} or one beside it"
             )
-        is_released = owner.buffer.flat is None
+        is_released = owner.buffer.state is BufferState.RELEASED
         owner.unshard().wait()
         for group in owner._borrowers:
             group._note_gather()
@@ -272,7 +274,7 @@ class FlatGroup:
         """Make the unsharded parameters usable."""
         if not self.plan.resident:
             if self._memory_owner is not None:
-                self.buffer.flat = self._memory_owner.buffer.flat
+                self.buffer.allocate()
             self.buffer.bind()
         self.buffer.wrap()
 

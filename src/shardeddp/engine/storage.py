@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -104,6 +105,30 @@ RELEASED_MEMORY = ReleasedMemory()
 
 # -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
 
+
+class BufferState(Enum):
+    """Memory of a gathered buffer, and tensors that unsharded parameters stand for."""
+
+    RELEASED = "released"
+    """No memory; unsharded parameters forward to the sharded ones."""
+
+    ALLOCATED = "allocated"
+    """Memory that a gather fills, or that is retained; the parameters forward as before."""
+
+    BOUND = "bound"
+    """Unsharded parameters are views of the memory."""
+
+
+# verb -> (states in which it may be called, resulting state)
+BUFFER_TRANSITIONS = {
+    "allocate": ({BufferState.RELEASED}, BufferState.ALLOCATED),
+    # BOUND: a reshard has failed before it reached this buffer.
+    "bind": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.BOUND),
+    # ALLOCATED: the gather has failed.
+    "rest": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.ALLOCATED),
+    "release": (set(BufferState), BufferState.RELEASED),
+}
+
 # Bypass the methods of UnshardedBase: called per parameter and gather, and per saved view.
 _set_attribute = object.__setattr__
 _as_strided = torch.Tensor.as_strided
@@ -167,6 +192,7 @@ class GatheredBuffer:
     ) -> None:
         self.layout = layout
         self.dtype = dtype
+        self.state = BufferState.RELEASED if memory is None else BufferState.ALLOCATED
         self.flat = memory
         """1D, padded_numel; None while released."""
 
@@ -208,20 +234,17 @@ class GatheredBuffer:
         ]
         # Tensor that carries each storage in turn into the `.data` of its parameter.
         self._carrier = torch.empty(0, dtype=dtype, device=device)
-        # Indices of usable parameters by address of their storages; empty while released.
+        # Indices of parameters by address of their storages, parts of the memory; empty until bound.
         self._storages: dict[int, int] = {}
-        self._bound: torch.Tensor | None = None  # the flat tensor that they are views of
-        self._rests = False
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
         # Memory of the last gather that outlives it, by storage address: index of the parameter and
-        # its storage; and the whole memory of that gather. Empty while in use.
+        # its storage. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
+        # The whole memory of that gather, also while a later one fills it.
         self._kept: StorageWeakRef | None = None
         self._lender = lender
         self._in_turn = in_turn and device.type == "cpu"
-        self.fills_kept_memory = False
-        """Whether the current gather fills memory that views hold already."""
         if memory is not None:
             self.bind()
 
@@ -233,18 +256,29 @@ class GatheredBuffer:
     def allocate(self) -> torch.Tensor:
         """Return the buffer with memory: the last gather's if views hold it, else uninitialised.
 
-        Called on the stream that fills the buffer.
+        Called on the stream that fills the buffer. A buffer that borrows has the lender's memory.
         """
         if self.flat is None:
-            kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
-            self._kept, self.fills_kept_memory = None, kept is not None
-            if kept is None and self._in_turn:
-                kept = RELEASED_MEMORY.take(self.layout.padded_numel * self.dtype.itemsize)
-            numel = 0 if kept is not None else self.layout.padded_numel
-            with _outside_inference():
-                flat = torch.empty(numel, dtype=self.dtype, device=self._device)
-                self.flat = flat if kept is None else flat.set_(kept)
+            lender = self._lender
+            self.flat = self._allocate() if lender is None else lender.allocate()
+            self._move("allocate")
         return self.flat
+
+    def _allocate(self) -> torch.Tensor:
+        kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
+        if kept is None:
+            self._kept = None
+            if self._in_turn:
+                kept = RELEASED_MEMORY.take(self.layout.padded_numel * self.dtype.itemsize)
+        numel = 0 if kept is not None else self.layout.padded_numel
+        with _outside_inference():
+            flat = torch.empty(numel, dtype=self.dtype, device=self._device)
+            return flat if kept is None else flat.set_(kept)
+
+    @property
+    def fills_kept_memory(self) -> bool:
+        """Whether the buffer has memory of an earlier gather, which views hold."""
+        return self._kept is not None
 
     def slice_of(self, rank: int, size: int) -> torch.Tensor:
         """Return the slice of one of ``size`` ranks; 1D, padded_numel // size."""
@@ -253,13 +287,12 @@ class GatheredBuffer:
 
     def bind(self) -> None:
         """Bind the parameters to the buffer's memory and make them usable."""
+        self._move("bind")
         assert self.flat is not None
-        if self._bound is self.flat:
+        if self._storages:
             # Gathered anew into the same memory: its views remain views of the parameters.
-            if self._rests:
-                self._rests = False
-                for parameter, usable, _, _ in self._bindings:
-                    _set_attribute(parameter, "__class__", usable)
+            for parameter, usable, _, _ in self._bindings:
+                _set_attribute(parameter, "__class__", usable)
             return
         storages: list[int] = []
         # Views that hold memory of the last gather remain views of these parameters: it is reused.
@@ -275,7 +308,6 @@ class GatheredBuffer:
                 storages.append(storage._cdata)
             carrier.set_()  # pyright: ignore[reportCallIssue]
         self._storages = {storage: index for index, storage in enumerate(storages)}
-        self._bound = self.flat
         self._outlived = {}
         if self.watched is not None:
             self.watched.update(dict.fromkeys(storages, self))
@@ -292,9 +324,7 @@ class GatheredBuffer:
 
         The next step changes the values; the memory keeps its own until the next gather.
         """
-        if self._bound is None or self._rests:
-            return
-        self._rests = True
+        self._move("rest")
         for parameter, (_, released) in zip(self.parameters, self._classes, strict=True):
             _set_attribute(parameter, "__class__", released)
 
@@ -304,6 +334,7 @@ class GatheredBuffer:
         The parameters forward to the sharded ones from here on.
         """
         self.wrapped = {}
+        self._move("release")
         if self.flat is None:
             return
         with without_torch_function():
@@ -328,16 +359,21 @@ class GatheredBuffer:
                 _set_attribute(parameter, "__class__", released)
         if self._outlived or self.fills_kept_memory:
             (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
-        self._storages, self._bound, self._rests = {}, None, False
+        self._storages = {}
         flat, self.flat = self.flat if self._in_turn else None, None
         # No transfer refers to it, and no borrowing buffer.
         if flat is not None and sys.getrefcount(flat) == _LOCAL and RELEASED_MEMORY.give(flat):
             (self._lender or self)._kept = None
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether the parameters can be used."""
-        return self._bound is not None and not self._rests
+    def _move(self, verb: str) -> None:
+        sources, target = BUFFER_TRANSITIONS[verb]
+        if self.state not in sources:
+            raise RuntimeError(
+                f"{verb}() of the buffer of {self.layout.slots[0].fqn}: expected it "
+                f"{' or '.join(sorted(it.value for it in sources))}, found it {self.state.value} (a "
+                f"bug of shardeddp; please report it)"
+            )
+        self.state = target
 
     # -- Views that outlive their gather
 
