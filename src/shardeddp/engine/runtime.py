@@ -83,6 +83,35 @@ class Runtime:
     user's whole step. Recomputation by activation checkpointing is a forward that begins during a
     backward: it neither prefetches nor reshards.
 
+    States of a unit, of its gathered buffers, and of the model (the phase):
+
+    =================  ======================================  ==========  =========================
+    from               verb or event                           to          called by
+    =================  ======================================  ==========  =========================
+    sharded            unshard                                 unsharding  _visit, _ensure_unsharded
+    unsharding         wait                                    unsharded   _ensure_unsharded,
+                                                                           _reshard_unused
+    unsharded          refresh                                 unsharded   _ensure_unsharded,
+                                                                           refresh
+    unsharded          reshard                                 sharded     leave, refresh,
+                                                                           _leave_transformed,
+                                                                           _reshard_after_backward,
+                                                                           _reshard_unused
+    released           allocate                                allocated   Unit.unshard
+    allocated, bound   bind                                    bound       Unit.wait
+    allocated, bound   rest                                    allocated   Unit.reshard, if kept
+    any                release                                 released    Unit.reshard
+    forward, idle      the root's forward                      forward     _begin_pass
+    backward, forward  the end of the root's forward           idle        leave
+    forward, idle      a backward                              backward    _begin_backward
+    backward           the end of a backward inside of a step  forward     _leave_backward
+    backward           the end of a backward                   idle        _leave_backward
+    any                a failure                               idle        reset
+    =================  ======================================  ==========  =========================
+
+    An error takes any phase straight to idle; after a transfer error the phase stays, since no
+    collective would complete. :class:`OrderAgreement` gathers and releases units for other ranks.
+
     Args:
         units: Units of the model, the root unit first.
         mesh: Process groups and streams of the model's ranks.

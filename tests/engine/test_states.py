@@ -1,0 +1,118 @@
+"""States of units, of their buffers and of the model: changed by verbs alone, and documented as they are checked."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from shardeddp.engine import runtime
+from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.runtime import PHASES, Phase, Runtime
+from shardeddp.engine.storage import BUFFER_TRANSITIONS, BufferState
+from shardeddp.engine.unit import TRANSITIONS
+from training import Sharding
+from world import on_ranks
+
+ENGINE = Path(runtime.__file__).parent
+CHANGING = {"add", "append", "clear", "discard", "pop", "remove", "update"}  # of sets and lists
+
+
+def documented() -> Iterator[list[str]]:
+    """Rows of the table of the runtime: states, verb or event, next state, callers."""
+    lines = inspect.getdoc(Runtime).splitlines()  # type: ignore[union-attr]
+    bars = [at for at, line in enumerate(lines) if line.startswith("====")]
+    starts = [
+        0,
+        *(at + 2 for at in range(len(lines[bars[0]])) if lines[bars[0]][at : at + 2] == "  "),
+    ]
+    rows: list[list[str]] = []
+    for line in lines[bars[1] + 1 : bars[2]]:
+        cells = [
+            line[start:stop].strip()
+            for start, stop in zip(starts, [*starts[1:], None], strict=True)
+        ]
+        if cells[0]:
+            rows.append(cells)
+        else:
+            rows[-1][-1] += f" {cells[-1]}"
+    yield from rows
+
+
+def test_the_table_of_the_runtime_says_what_is_checked() -> None:
+    checked = {
+        verb: (states if isinstance(states, set) else {states}, target)
+        for verb, (states, target) in (TRANSITIONS | BUFFER_TRANSITIONS | PHASES).items()
+    }
+    found = {verb: (states, target) for states, verb, target, _ in documented()}
+    assert found == {
+        verb: (
+            "any"
+            if states in (set(Phase), set(BufferState))
+            else ", ".join(sorted(it.value for it in states)),
+            target.value,
+        )
+        for verb, (states, target) in checked.items()
+    }
+
+
+def test_the_callers_in_the_table_are_all_there_are() -> None:
+    for _, verb, _, callers in documented():
+        if verb in BUFFER_TRANSITIONS:
+            continue
+        call = f'_enter_phase("{verb}")' if verb in PHASES else f"unit.{verb}("
+        methods = inspect.getmembers(Runtime, inspect.isfunction)
+        calling = {name for name, method in methods if call in inspect.getsource(method)}
+        assert {each.strip() for each in callers.split(",")} == calling, verb
+
+
+def writes(tree: ast.AST, names: set[str]) -> Iterator[str]:
+    """Attributes of these names that a file assigns, or changes in place."""
+    for node in ast.walk(tree):
+        targets: list[ast.AST] = []
+        if isinstance(node, ast.Assign):
+            targets = [*node.targets]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            targets = [node.func.value] if node.func.attr in CHANGING else []
+        for target in targets:
+            for each in ast.walk(target):
+                if (
+                    isinstance(each, ast.Attribute)
+                    and each.attr in names
+                    and "progress" in ast.unparse(each.value)
+                ):
+                    yield ast.unparse(each)
+
+
+def test_no_other_file_writes_to_the_progress_of_a_unit() -> None:
+    names = {field.name for field in fields(UnitProgress)}
+    found = {
+        path.name: [*writes(ast.parse(path.read_text()), names)]
+        for path in ENGINE.glob("*.py")
+        if path.name != "progress.py"
+    }
+    assert {name: each for name, each in found.items() if each} == {}
+    assert [*writes(ast.parse("progress.entered = progress.active = True"), names)] == [
+        "progress.entered",
+        "progress.active",
+    ]
+    assert [*writes(ast.parse("self._root.progress.arrived.add(2)"), names)]
+
+
+@pytest.mark.parametrize("verb", ["bind", "rest"])
+@on_ranks(2)
+def test_verbs_of_a_buffer_without_memory_are_refused(verb: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    buffer = Sharding(units=("*",)).apply(model).progresses[1].unit.groups[0].buffer
+    with pytest.raises(RuntimeError, match=rf"{verb}\(\) of the buffer of 0.weight.*found it rel"):
+        getattr(buffer, verb)()
+    buffer.allocate()
+    getattr(buffer, verb)()
+    assert buffer.state is BUFFER_TRANSITIONS[verb][1]
+    buffer.release()
+    assert buffer.state is BufferState.RELEASED and buffer.flat is None
