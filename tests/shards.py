@@ -24,8 +24,8 @@ from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor
-from shardeddp.wrap.flat_buffers import plan_of
-from shardeddp.wrap.tree import ParameterSpec
+from shardeddp.wrap.flat_buffers import plan_unit
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 SHAPES = {
     "matrix": (3, 5),
@@ -79,8 +79,9 @@ def shard(
         ParameterSpec(fqn=name, parameter=parameter, owners=())
         for name, parameter in parameters.items()
     ]
-    plan = plan_of(specs, mesh.topology.shard_size, on_host=False)
-    FlatGroup(specs, plan, mesh, Reshard.AFTER_FORWARD)
+    unit = UnitSpec(name="", module=nn.Module(), parameters=tuple(specs))
+    (planned,) = plan_unit(unit, mesh.topology).groups
+    FlatGroup(planned, mesh, Reshard.AFTER_FORWARD)
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)

@@ -28,6 +28,7 @@ from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import SingleUnitPolicy, build_units
+from shardeddp.wrap.flat_buffers import plan_unit
 from support.allocations import ATTEMPTS, all_complete, record_allocations
 from support.waiting import until
 from training import Sharding, batch
@@ -382,7 +383,9 @@ def test_buffers_are_planned_where_the_engine_has_them(
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         mesh = Mesh(sharding.topology(1, 2), torch.device(device), timedelta(seconds=20))
-        unit = Unit(replace(spec, parameters=tuple(cast)), mesh, sharding)
+        on_host = offload and device != "cpu"
+        spec = replace(spec, parameters=tuple(cast))
+        unit = Unit(plan_unit(spec, mesh.topology, on_host=on_host), mesh, sharding.reshard)
         (cost,) = unit.costs()
         unit.unshard()
         gathered = unit.held().in_flight_nbytes

@@ -196,7 +196,9 @@ def test_other_units_on_one_rank_are_refused_on_every_rank() -> None:
 def test_a_failure_of_one_rank_while_sharding_is_raised_on_every_rank_with_its_traceback() -> None:
     failure = MemoryError("no room for the shard") if dist.get_rank() == 1 else None
     with (
-        mock.patch.object(unit_module, "plan_of", wraps=unit_module.plan_of, side_effect=failure),
+        mock.patch.object(
+            unit_module, "FlatGroup", wraps=unit_module.FlatGroup, side_effect=failure
+        ),
         pytest.raises(
             RankError, match=r"(?s)sharding the model failed on rank 1.*no room for the shard"
         ) as caught,

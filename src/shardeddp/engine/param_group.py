@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import OURS, derived_class, divide_gradients, swap_bodies
 from shardeddp.torch_private import without_torch_function
+from shardeddp.wrap.flat_buffers import PlannedGroup
 from shardeddp.wrap.tree import ParameterSpec
 
 
@@ -27,8 +27,7 @@ class FlatGroup:
     """One main shard, one gathered buffer, their parameters, and the gradients of these.
 
     Args:
-        specs: Parameters, in layout order; each becomes a ``ShardTensor`` in place.
-        plan: Layout of the parameters, and decisions about the flat buffers.
+        planned: Plan of the flat buffers, and parameters; each becomes a ``ShardTensor`` in place.
         mesh: Process groups and streams of the gathers and reductions.
         reshard: Time of resharding; the gathered buffer keeps its memory if that is never.
         memory_owner: Group that lends the memory of its only parameter to the only one of this
@@ -37,14 +36,17 @@ class FlatGroup:
 
     def __init__(
         self,
-        specs: Sequence[ParameterSpec],
-        plan: GroupPlan,
+        planned: PlannedGroup,
         mesh: Mesh,
         reshard: Reshard,
         memory_owner: FlatGroup | None = None,
     ) -> None:
-        self.plan, self.layout = plan, plan.layout
-        layout = plan.layout
+        if planned.topology != mesh.topology:
+            raise ValueError(
+                f"expected a plan for {mesh.topology}, found one for {planned.topology}"
+            )
+        specs, plan, layout = planned.parameters, planned.plan, planned.plan.layout
+        self.planned, self.plan, self.layout = planned, plan, layout
         self._memory_owner = memory_owner
         self._borrowers: list[FlatGroup] = []
         if memory_owner is not None:

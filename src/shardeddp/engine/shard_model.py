@@ -22,6 +22,7 @@ from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.garbage import collector_paused
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.torch_private import storage_of
+from shardeddp.wrap.flat_buffers import UnitPlan, plan_unit
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, extent_nbytes, is_computed, join
 
 # -- Buffers and metrics on the device of a rank
@@ -76,7 +77,9 @@ def shard_model(
         RankError: A rank failed to cut or to initialise its parameters.
     """
     sharding, offload = options.sharding, options.cpu_offload
-    agree_on_layout([*options.order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
+    on_host = sharding.offload_params and mesh.device.type != "cpu"
+    plans = [plan_unit(spec, mesh.topology, on_host=on_host) for spec in specs]
+    agree_on_layout([*options.order_of_gathers, *fingerprint(plans, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 
     def find_deferred() -> Materializer:
@@ -98,9 +101,10 @@ def shard_model(
     }
     if mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer):
         specs = [_pass_through(spec, mesh.device) for spec in specs]
+        plans = [plan_unit(spec, mesh.topology, on_host=on_host) for spec in specs]
     units = run_on_all_ranks(
         "sharding the model",
-        lambda: [Unit(spec, mesh, sharding) for spec in specs],
+        lambda: [Unit(plan, mesh, sharding.reshard) for plan in plans],
         mesh.control,
     )
     for owner, attribute, spec in views:
@@ -256,13 +260,16 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
                 spec.parameter.copy_(values)
 
 
-def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
-    """Return lines that must be equal on all ranks: mesh, sharding strategy, every parameter."""
+def fingerprint(plans: Sequence[UnitPlan], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
+    """Return lines that must be equal on all ranks: mesh, sharding strategy, every parameter.
+
+    The flat buffers of a plan follow from these.
+    """
     lines = [f"mesh {mesh.topology}", f"sharding strategy {sharding}"]
-    for unit in specs:
-        lines.append(f"unit {unit.label}")
-        lines += [_describe(spec) for spec in unit.parameters]
-    buffers = specs[0].module.named_buffers()
+    for plan in plans:
+        lines.append(f"unit {plan.spec.label}")
+        lines += [_describe(spec) for spec in plan.spec.parameters]
+    buffers = plans[0].spec.module.named_buffers()
     return lines + [
         f"buffer {name} on the meta device" for name, buffer in buffers if buffer.is_meta
     ]

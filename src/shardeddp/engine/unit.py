@@ -17,13 +17,13 @@ from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
-from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import without_torch_function
-from shardeddp.wrap.flat_buffers import by_buffer, cost_of, passthrough_costs, plan_of
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward
+from shardeddp.wrap.flat_buffers import UnitPlan
+from shardeddp.wrap.tree import ParameterSpec, has_forward
 
 # -- Unit: parameters gathered together, their three states and the verbs between
 
@@ -92,15 +92,14 @@ class Unit:
     gathered memory that users hold, as modules keep their tensors (``FlatGroup.refill_views``).
 
     Args:
-        spec: Module and parameters of the unit.
+        plan: Module and parameters of the unit, and the flat buffers that are made for them.
         mesh: Process groups and streams of the gathers and reductions.
-        sharding: Sharding strategy: device of the main shards, and whether gathered buffers keep
-            their memory when the unit is resharded.
+        reshard: Time of resharding; gathered buffers keep their memory if that is never.
     """
 
-    def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
-        self.spec, self._mesh = spec, mesh
-        self.label = spec.label
+    def __init__(self, plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> None:
+        self.spec, self._plan, self._mesh = plan.spec, plan, mesh
+        self.label = plan.spec.label
         """Name of the unit in messages."""
 
         self.state = UnitState.SHARDED
@@ -110,16 +109,14 @@ class Unit:
         self.registration_pending = False
         """Whether other code had replaced parameters at the last change of state."""
 
-        members = by_buffer(spec.parameters)
-        self.groups = _make_groups(members, mesh, sharding)
-        self._members = members  # kept: they are grouped by `requires_grad`, which may change
+        self.groups = _make_groups(plan, mesh, reshard)
         self._registrations: list[_Registration] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         # Those of a module's copies that it computes with in another form, and their index.
         self._wrapped_copies: list[tuple[AutocastCopies, str, GatheredBuffer, int]] = []
-        for group, specs in zip(self.groups, members, strict=True):
+        for group in self.groups:
             for index, (parameter, sharded, unsharded) in enumerate(
-                zip(specs, group.sharded, group.unsharded, strict=True)
+                zip(group.planned.parameters, group.sharded, group.unsharded, strict=True)
             ):
                 self._add(parameter, group.buffer, index, sharded, unsharded)
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
@@ -197,11 +194,9 @@ class Unit:
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [
-            cost_of(
-                specs, group.plan, _mesh_of(specs, self._mesh).topology, trainable=group.trainable
-            )
-            for specs, group in zip(self._members, self.groups, strict=True)
-        ] + passthrough_costs(self.spec)
+            *(group.planned.cost(trainable=group.trainable) for group in self.groups),
+            *(planned.cost() for planned in self._plan.passthrough),
+        ]
 
     def held(self) -> HeldMemory:
         """Return the bytes now held on the device, passthrough parameters included."""
@@ -406,11 +401,11 @@ class Unit:
         """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
         self.keep_writes()
         memory: dict[int, torch.Tensor] = {}  # parameters that share memory go on sharing it
-        for group, specs in zip(self.groups, self._members, strict=True):
-            for spec, sharded in zip(specs, group.sharded, strict=True):
+        for group in self.groups:
+            for spec, sharded in zip(group.planned.parameters, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
-        self.groups, self._members, self._registrations = [], [], []
+        self.groups, self._registrations = [], []
         self._copies, self._by_scope = {}, {}
 
     def _version_of_summoned(self) -> int:
@@ -505,26 +500,17 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
     )
 
 
-def _make_groups(
-    members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
-) -> list[FlatGroup]:
+def _make_groups(plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
     owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
-    on_host = sharding.offload_params and mesh.device.type != "cpu"
-    for specs in members:
-        own, memory = _mesh_of(specs, mesh), specs[0].memory
-        plan = plan_of(specs, own.topology.num_slices, on_host=on_host)
-        group = FlatGroup(specs, plan, own, sharding.reshard, owners.get(memory))
-        owners.setdefault(memory, group)
+    for planned in plan.groups:
+        first = planned.parameters[0]
+        own = mesh.experts if first.is_of_experts else mesh
+        assert own is not None
+        group = FlatGroup(planned, own, reshard, owners.get(first.memory))
+        owners.setdefault(first.memory, group)
         groups.append(group)
     return groups
-
-
-def _mesh_of(specs: Sequence[ParameterSpec], mesh: Mesh) -> Mesh:
-    """Return the mesh in which a group is sharded: the mesh of experts has its own axes."""
-    own = mesh.experts if specs[0].is_of_experts else mesh
-    assert own is not None
-    return own
 
 
 def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:

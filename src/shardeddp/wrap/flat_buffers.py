@@ -4,11 +4,100 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost, GroupPlan
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedGroup:
+    """Parameters that share flat buffers, the plan of these, and the mesh that divides them."""
+
+    parameters: tuple[ParameterSpec, ...]
+    """Parameters of equal dtypes, in layout order."""
+
+    plan: GroupPlan
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        planned = [(slot.fqn, slot.shape) for slot in self.plan.layout.slots]
+        if planned != [(it.fqn, tuple(it.parameter.shape)) for it in self.parameters]:
+            raise ValueError(f"expected slots for {[it.fqn for it in self.parameters]}, in order")
+        if self.plan.layout.num_slices != self.topology.num_slices:
+            raise ValueError(
+                f"expected a slice for each of {self.topology.num_slices} ranks, found "
+                f"{self.plan.layout.num_slices} slices"
+            )
+
+    def cost(self, *, trainable: bool | None = None) -> GroupCost:
+        """Return the cost of the flat buffers.
+
+        Args:
+            trainable: Whether they get gradients; None: if one of the parameters requires one.
+        """
+        if trainable is None:
+            trainable = any(it.parameter.requires_grad for it in self.parameters)
+        first, topology = self.parameters[0], self.topology
+        casts = self.plan.casts_gradients
+        return GroupCost(
+            plan=self.plan,
+            trainable=trainable,
+            main_itemsize=first.dtype.itemsize,
+            param_itemsize=first.param_dtype.itemsize,
+            reduce_itemsize=(first.reduce_dtype if casts else first.dtype).itemsize,
+            split=topology.num_slices // topology.shard_size,
+            replicas=topology.replicate_size,
+            parts=topology.tensor_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Flat buffers of a unit: the engine makes them, and costs are read from them."""
+
+    spec: UnitSpec
+    groups: tuple[PlannedGroup, ...]
+    passthrough: tuple[PlannedGroup, ...]
+    """Passthrough parameters, as if in buffers of one rank; they are reduced in their own dtype."""
+
+    def __post_init__(self) -> None:
+        planned = Counter(id(it.parameter) for group in self.groups for it in group.parameters)
+        if planned != Counter(id(it.parameter) for it in self.spec.parameters):
+            raise ValueError(f"expected each parameter of unit {self.spec.label} in one group")
+
+
+def plan_unit(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> UnitPlan:
+    """Plan the flat buffers of a unit, without making them.
+
+    Args:
+        spec: Module and parameters of the unit.
+        topology: Mesh of ranks; experts are divided by the mesh over it.
+        on_host: True if main shards and gradient shards are in host memory.
+    """
+    groups: list[PlannedGroup] = []
+    for specs in by_buffer(spec.parameters):
+        first, split = specs[0], specs[0].distribution
+        experts = len(split.boxes) if split is not None and split.of_experts else 0
+        own = topology.over_experts(experts) if experts else topology
+        plan = GroupPlan(
+            layout=_layout_of(specs, own.num_slices),
+            casts_params=first.param_dtype is not first.dtype,
+            casts_gradients=first.reduce_dtype is not first.dtype,
+            on_host=on_host,
+        )
+        groups.append(PlannedGroup(parameters=tuple(specs), plan=plan, topology=own))
+    passthrough = [
+        PlannedGroup(
+            parameters=tuple(specs),
+            plan=GroupPlan(layout=_layout_of(specs, 1)),
+            topology=Topology(world_size=1, shard_size=1),
+        )
+        for specs in by_buffer(spec.passthrough)
+    ]
+    return UnitPlan(spec=spec, groups=tuple(groups), passthrough=tuple(passthrough))
 
 
 def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
@@ -27,15 +116,9 @@ def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     return list(groups.values())
 
 
-def plan_of(specs: Sequence[ParameterSpec], num_slices: int, *, on_host: bool) -> GroupPlan:
-    """Plan the flat buffers of parameters that share their dtypes."""
-    first = specs[0]
-    return GroupPlan(
-        layout=_layout_of(specs, num_slices),
-        casts_params=first.param_dtype is not first.dtype,
-        casts_gradients=first.reduce_dtype is not first.dtype,
-        on_host=on_host,
-    )
+def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
+    """Return the costs of the flat buffers that :func:`plan_unit` plans; arguments as there."""
+    return [group.cost() for group in plan_unit(spec, topology, on_host=on_host).groups]
 
 
 def _layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
@@ -49,63 +132,3 @@ def _layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
         ),
         num_slices=num_slices,
     )
-
-
-def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
-    """Return the costs of the flat buffers that a unit would have, without making them.
-
-    Args:
-        spec: Module and parameters of the unit.
-        topology: Mesh of ranks.
-        on_host: True if main shards and gradient shards are in host memory.
-    """
-    costs: list[GroupCost] = []
-    for specs in by_buffer(spec.parameters):
-        split = specs[0].distribution
-        experts = len(split.boxes) if split is not None and split.of_experts else 0
-        own = topology.over_experts(experts) if experts else topology
-        costs.append(cost_of(specs, plan_of(specs, own.num_slices, on_host=on_host), own))
-    return costs
-
-
-def cost_of(
-    specs: Sequence[ParameterSpec],
-    plan: GroupPlan,
-    topology: Topology,
-    *,
-    trainable: bool | None = None,
-) -> GroupCost:
-    """Return the cost of a flat buffer.
-
-    Args:
-        specs: Parameters in it.
-        plan: Decisions about the buffer.
-        topology: Ranks that share it.
-        trainable: Whether it gets gradients; None: if one of the parameters requires a gradient.
-    """
-    if trainable is None:
-        trainable = any(it.parameter.requires_grad for it in specs)
-    return GroupCost(
-        plan=plan,
-        trainable=trainable,
-        main_itemsize=specs[0].dtype.itemsize,
-        param_itemsize=specs[0].param_dtype.itemsize,
-        reduce_itemsize=specs[0].reduce_dtype.itemsize,
-        split=topology.num_slices // topology.shard_size,
-        replicas=topology.replicate_size,
-        parts=topology.tensor_size,
-    )
-
-
-def passthrough_costs(spec: UnitSpec) -> list[GroupCost]:
-    """Return the costs of passthrough parameters, as if in buffers of one rank.
-
-    They are reduced in their own dtype.
-    """
-    return [
-        cost_of(specs, GroupPlan(layout=_layout_of(specs, 1)), _ONE_RANK)
-        for specs in by_buffer(spec.passthrough)
-    ]
-
-
-_ONE_RANK = Topology(world_size=1, shard_size=1)
