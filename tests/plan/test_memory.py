@@ -57,6 +57,22 @@ def plan(
     return plan_memory(units, SHARDING_STRATEGIES[strategy], prefetch=prefetch, **options)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"param_itemsize": 2}, "param_itemsize=4 without a cast, found 2"),
+        ({"reduce_itemsize": 8}, "reduce_itemsize=4 without a cast, found 8"),
+        ({"replicas": 4, "split": 2}, "all 4 replicas split a shard or none does"),
+        ({"replicas": 3, "split": 3}, "divide the 2 slices, found split=3"),
+    ],
+)
+def test_a_cost_that_is_at_odds_with_its_plan_is_refused(
+    changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(group(10), **changes)
+
+
 @st.composite
 def some_group(draw: st.DrawFn, shard_size: int) -> GroupCost:
     """One flat buffer of up to three parameters."""

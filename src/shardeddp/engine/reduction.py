@@ -206,6 +206,16 @@ class ReductionPlan:
     None: no factor; replicas average.
     """
 
+    def __post_init__(self) -> None:
+        # Packed into the shard, or left there as output, gradients overwrite those in it.
+        overwrites = self.packs_into_shard or not self.leaves_output
+        if overwrites and (self.target is ReduceTarget.IN_PARTIAL_SUMS or any(self.kept)):
+            raise ValueError(f"expected gradients beside the gradient shard, found {self}")
+        if self.scale is not None and not (
+            self.packs_into_shard and self.target is ReduceTarget.ACROSS_REPLICAS
+        ):
+            raise ValueError(f"expected no scale without a direct sum over replicas, found {self}")
+
     @property
     def adds(self) -> bool:
         """True if averages are added to gradients in the shard.

@@ -64,6 +64,22 @@ class GroupCost:
     parts: int = 1
     """Size of the tensor-parallel or expert-parallel group; all figures are those of one rank."""
 
+    def __post_init__(self) -> None:
+        plan, main = self.plan, self.main_itemsize
+        if not plan.casts_params and self.param_itemsize != main:
+            raise ValueError(
+                f"expected param_itemsize={main} without a cast, found {self.param_itemsize}"
+            )
+        if not plan.casts_gradients and self.reduce_itemsize != main:
+            raise ValueError(
+                f"expected reduce_itemsize={main} without a cast, found {self.reduce_itemsize}"
+            )
+        if self.split not in (1, self.replicas) or plan.layout.num_slices % self.split:
+            raise ValueError(
+                f"expected that all {self.replicas} replicas split a shard or none does, and that "
+                f"they divide the {plan.layout.num_slices} slices, found split={self.split}"
+            )
+
     @property
     def layout(self) -> FlatLayout:
         """Layout of the parameters in the buffers."""
