@@ -78,7 +78,7 @@ def plan_unit(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> U
         on_host: True if main shards and gradient shards are in host memory.
     """
     groups: list[PlannedGroup] = []
-    for specs in by_buffer(spec.parameters):
+    for specs in _by_buffer(spec.parameters):
         first, split = specs[0], specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
         own = topology.over_experts(experts) if experts else topology
@@ -95,12 +95,17 @@ def plan_unit(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> U
             plan=GroupPlan(layout=_layout_of(specs, 1)),
             topology=Topology(world_size=1, shard_size=1),
         )
-        for specs in by_buffer(spec.passthrough)
+        for specs in _by_buffer(spec.passthrough)
     ]
     return UnitPlan(spec=spec, groups=tuple(groups), passthrough=tuple(passthrough))
 
 
-def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
+    """Return the costs of the flat buffers that :func:`plan_unit` plans; arguments as there."""
+    return [group.cost() for group in plan_unit(spec, topology, on_host=on_host).groups]
+
+
+def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Group the parameters that can share a flat buffer, in order of first appearance.
 
     A parameter that shares memory with another has a group of its own.
@@ -114,11 +119,6 @@ def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
         key = (*dtypes, spec.parameter.requires_grad, alone, of_experts)
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
-
-
-def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
-    """Return the costs of the flat buffers that :func:`plan_unit` plans; arguments as there."""
-    return [group.cost() for group in plan_unit(spec, topology, on_host=on_host).groups]
 
 
 def _layout_of(specs: Sequence[ParameterSpec], num_slices: int) -> FlatLayout:
