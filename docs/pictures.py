@@ -6,22 +6,33 @@ calls, without a scale of time, and of the files of a save.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from shardeddp import ClassPolicy
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.wrap.units import build_units
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
-
-from gpt.model import GPT, Block  # noqa: E402
-from shardeddp import ClassPolicy  # noqa: E402
-from shardeddp.plan.layout import FlatLayout  # noqa: E402
-from shardeddp.wrap.units import build_units  # noqa: E402
-
-RANKS = ("#3f51b5", "#ef6c00")
+RANKS = ("#3f51b5", "#ef6c00", "#00897b", "#c2185b")
 GREY, INK = "#9e9e9e", "#455a64"
 GATHER, REDUCE, COMPUTE, RECOMPUTE = "#00897b", "#c2185b", "#3f51b5", "#7986cb"
+
+
+class Block(nn.Module):
+    """Block of the model in parameters-day.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A residual block."""
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Picture:
@@ -79,19 +90,21 @@ class Picture:
 
 
 def draw_units() -> None:
-    """Flat buffers of a GPT's units to scale, and the part of each that either of two ranks stores."""
-    model = GPT(vocab_size=32, dim=64, num_layers=2, num_heads=2)
+    """Flat buffers of the units in parameters-day.md to scale, and the part of each that a rank stores."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block() for _ in range(3))
+    model.head = nn.Linear(6, 1)
     layouts: list[tuple[str, FlatLayout]] = []
     for unit in build_units(model, ClassPolicy([Block])):
         names = [spec.fqn for spec in unit.parameters]
         shapes = [spec.parameter.shape for spec in unit.parameters]
-        layout = FlatLayout.build(names, shapes, itemsize=4, num_slices=2)
+        layout = FlatLayout.build(names, shapes, itemsize=4, num_slices=len(RANKS))
         layouts.append((unit.name or "(root)", layout))
     picture = Picture(860, 70 + 72 * len(layouts))
     picture.text(
         20,
         24,
-        "Units of a small GPT on two ranks: each flat buffer is cut into equal shards",
+        "Units of a small model on four ranks: each flat buffer is cut into equal shards",
         size=14,
     )
     for rank, color in enumerate(RANKS):

@@ -1,4 +1,4 @@
-"""Documentation: links lead somewhere, and quoted messages are those of the code."""
+"""Documentation: links lead somewhere, and quoted messages, outputs and numbers are those of the code."""
 
 import ast
 import re
@@ -6,6 +6,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from shardeddp.plan.memory import HeldMemory
+from training import Sharding, Trial, batch
+from world import Worlds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -122,8 +128,72 @@ def test_files_and_members_that_a_page_names_are_there(page: str) -> None:
     assert lost == []
 
 
-def test_owners_of_truths_are_classes() -> None:
-    table = (ROOT / "docs/parameters-day.md").read_text(encoding="utf-8").partition("| owner |")[2]
-    owners = re.findall(r"`(\w+)` \|$", table, flags=re.MULTILINE)
-    assert len(owners) > 5
-    assert [name for name in owners if name not in class_files()] == []
+DAY = (ROOT / "docs/parameters-day.md").read_text(encoding="utf-8")
+
+
+def test_a_parameters_day_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", DAY, flags=re.DOTALL)
+    assert found is not None
+    exec(found[1], {})
+    assert capsys.readouterr().out == found[2]
+
+
+def test_a_parameters_day_names_functions_of_the_files_beside_them() -> None:
+    cells = re.findall(r"\| (`\w+/[^|]*) \|$", DAY, flags=re.MULTILINE)
+    assert len(cells) > 15
+    for place in ";".join(cells).split(";"):
+        file, *names = re.findall(r"`([^`]+)`", place)
+        text = (ROOT / "src/shardeddp" / file).read_text(encoding="utf-8")
+        for name in names:
+            assert all(re.search(rf"(def|class) {it}\b", text) for it in name.split(".")), place
+
+
+def test_classes_of_decisions_exist() -> None:
+    classes = re.findall(r"`(\w+)` \|$", DAY.partition("| class |")[2], flags=re.MULTILINE)
+    assert len(classes) > 5
+    assert [name for name in classes if name not in class_files()] == []
+
+
+class Block(nn.Module):
+    """One block of the model of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Small(nn.Module):
+    """The model of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def mean_square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, 4, 6)).pow(2).mean()
+
+
+def sent_and_held() -> tuple[int, list[HeldMemory]]:
+    """Bytes that a rank sends in the third step, and has of each unit behind it."""
+    trial = Trial(Small(), Sharding(units=("layers.*",)))
+    trial.train(mean_square, steps=2)
+    trial.runtime.mesh.traffic.reset()
+    trial.forward(mean_square, 2).backward()
+    held = [progress.unit.held() for progress in trial.runtime.progresses]
+    return trial.runtime.mesh.traffic.total_nbytes, held
+
+
+@pytest.mark.slow
+def test_numbers_of_a_parameters_day_are_those_of_a_step(world: Worlds) -> None:
+    assert "| weights | 544 | 144;" in DAY and "| gradients | 544 | 144;" in DAY
+    for sent, held in world(4).run(sent_and_held):
+        assert f"a rank sends {sent:,} bytes" in DAY
+        assert held[2] == HeldMemory(main_nbytes=144, gradient_nbytes=144)
