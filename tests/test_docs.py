@@ -128,6 +128,21 @@ def test_files_and_members_that_a_page_names_are_there(page: str) -> None:
     assert lost == []
 
 
+def test_the_index_of_decisions_is_complete() -> None:
+    page = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| \[(.+)\]\(.+ \| (.+) \|$", page, flags=re.MULTILINE)
+    titles = re.findall(r"^## (\d+)\. (.+)$", page, flags=re.MULTILINE)
+    assert [(number, title) for number, title, _ in rows] == titles
+    kinds = "holds|holds; extended by|superseded by|in part superseded by"
+    assert [it for *_, it in rows if not re.fullmatch(rf"({kinds})( \d+,?)*", it)] == []
+
+
+def test_every_configuration_is_listed() -> None:
+    page = (ROOT / "configs/README.md").read_text(encoding="utf-8")
+    files = sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    assert sorted(re.findall(r"^\| \[`(.+?)`\]", page, flags=re.MULTILINE)) == files
+
+
 DAY = (ROOT / "docs/parameters-day.md").read_text(encoding="utf-8")
 
 
