@@ -99,11 +99,6 @@ class LateHandle(StreamHandle):
         self._handle.wait()
         pause()
 
-    def advance(self) -> bool:
-        more = self._handle.advance()
-        pause()
-        return more
-
 
 class PausesOnArrival(CudaStream):
     """A stream whose handles hold compute up."""

@@ -109,10 +109,10 @@ class CollectiveHandle:
         self._following.append(issue)
         return self
 
-    def advance(self) -> bool:
-        """Complete the current collective and issue the next; return False if none is left."""
+    def wait(self) -> None:
+        """Complete the whole chain; further calls do nothing."""
         self._complete()
-        while self._following and self._is_complete():
+        while self._following:
             following = self._following.pop(0)()
             self._works, self._finish, self._keep = (
                 following._works,
@@ -120,12 +120,8 @@ class CollectiveHandle:
                 following._keep,
             )
             self._following = following._following + self._following
-        return not self._is_complete()
-
-    def wait(self) -> None:
-        """Complete the whole chain; further calls do nothing."""
-        while self.advance():
-            pass
+            if not self._is_complete():
+                self._complete()
 
     def _is_complete(self) -> bool:
         return not self._works and self._finish is None

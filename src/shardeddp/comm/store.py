@@ -1,4 +1,4 @@
-"""Store: small notes between ranks without a collective, and a barrier with a timeout on them."""
+"""Store: short texts between ranks without a collective, and a barrier with a timeout on them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from shardeddp.torch_private import default_store
 
-# -- Notes: messages between ranks in the store
+# -- StoreClient: texts of ranks in the store
 
 T = TypeVar("T")
-Question = tuple[Callable[[], Any], "Future[Any]"]  # a call, and the future of its answer
+Request = tuple[Callable[[], Any], "Future[Any]"]  # a call, and the future of its answer
 
 ANSWER_S = 1.0
 """Maximum time for an answer of the store, which usually takes a thousandth of that."""
@@ -57,18 +57,18 @@ class StoreClient:
     Making a client may take the store's own timeout, since nothing works without a client.
 
     Args:
-        topic: Topic of the notes, a part of the prefix.
+        topic: Topic of the texts, a part of the prefix.
         rank: Global rank of this process.
         patient: True if calls may take the store's own timeout.
     """
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:
         default = default_store()
-        self._desk = _DESKS.get(default) or _StoreWorker(default)
-        _DESKS[default] = self._desk
-        store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
+        self._worker = _WORKERS.get(default) or _StoreWorker(default)
+        _WORKERS[default] = self._worker
+        store = dist.PrefixStore(f"shardeddp/{topic}", self._worker.store)
         # Counted in the store, which outlives the objects that make clients.
-        made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), waits_full_timeout=True)
+        made = self._worker.ask(lambda: store.add(f"made/{rank}", 1), waits_full_timeout=True)
         self._patient = patient
         self.number = made
         """Number of clients of the topic that this rank has made in this store, with this one."""
@@ -77,7 +77,7 @@ class StoreClient:
 
     def is_over(self) -> bool:
         """Return whether the process group of the store has ended; there may be another one."""
-        return not dist.is_initialized() or _DESKS.get(default_store()) is not self._desk
+        return not dist.is_initialized() or _WORKERS.get(default_store()) is not self._worker
 
     def write(self, name: str, text: str) -> None:
         """Write a text, over an earlier one."""
@@ -130,8 +130,8 @@ class StoreClient:
         """Add to a number, which begins with 0, and return the sum."""
         return self._ask(lambda: self._store.add(name, more))
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        return self._desk.ask(question, waits_full_timeout=self._patient)
+    def _ask(self, call: Callable[[], T]) -> T:
+        return self._worker.ask(call, waits_full_timeout=self._patient)
 
 
 class _StoreWorker:
@@ -143,7 +143,7 @@ class _StoreWorker:
     def __init__(self, default: dist.Store) -> None:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
-        self._questions: SimpleQueue[Question | None] = SimpleQueue()
+        self._requests: SimpleQueue[Request | None] = SimpleQueue()
         # A call past its timeout, which may still be running.
         self._overdue: Future[Any] | None = None
         # A single rank is the host of its store. The other ranks of a fake process group do not
@@ -152,28 +152,28 @@ class _StoreWorker:
         is_fake = dist.is_initialized() and dist.get_backend() == "fake"
         if not is_fake and (not dist.is_initialized() or dist.get_world_size() > 1):
             self._thread = threading.Thread(
-                target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True
+                target=_serve, args=(self._requests,), name="shardeddp-store", daemon=True
             )
             self._thread.start()
-        weakref.finalize(self, self._questions.put, None).atexit = False
+        weakref.finalize(self, self._requests.put, None).atexit = False
         self.store: dist.Store = (
             dist.HashStore() if is_fake else self.ask(described.clone, waits_full_timeout=True)
         )
 
-    def ask(self, question: Callable[[], T], *, waits_full_timeout: bool = False) -> T:
+    def ask(self, call: Callable[[], T], *, waits_full_timeout: bool = False) -> T:
         """Return the store's answer, within :data:`ANSWER_S` or the store's own timeout.
 
         Raises:
             LostStoreError: The store is gone, or silent. A call does not wait for an overdue one.
         """
         if self._thread is None:
-            return question()
+            return call()
         if not self._thread.is_alive():
             raise LostStoreError("this process is about to end")
         answer: Future[T] = Future()
         patience_s = self._patience_s if waits_full_timeout else ANSWER_S
         if waits_full_timeout or self._overdue is None or self._overdue.done():
-            self._questions.put((question, answer))
+            self._requests.put((call, answer))
             wait([answer], patience_s)
         if not answer.done():
             if not answer.cancel():
@@ -188,30 +188,30 @@ class _StoreWorker:
 
     def end(self) -> None:
         """End the thread before the interpreter ends, unless its call may never return."""
-        self._questions.put(None)
+        self._requests.put(None)
         if self._thread is not None:
             self._thread.join(_END_S)
 
 
-def _serve(questions: SimpleQueue[Question | None]) -> None:
-    while (asked := questions.get()) is not None:
-        question, answer = asked
+def _serve(requests: SimpleQueue[Request | None]) -> None:
+    while (asked := requests.get()) is not None:
+        call, answer = asked
         if answer.set_running_or_notify_cancel():
             try:
-                answer.set_result(question())
+                answer.set_result(call())
             except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
                 answer.set_exception(error)
-        del asked, question, answer  # and with them the client in the call's closure
+        del asked, call, answer  # and with them the client in the call's closure
 
 
-_DESKS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
 """Workers by the store of the process group: one connection and one thread for a process."""
 
 
 @atexit.register
 def _end_all() -> None:
-    for desk in list(_DESKS.values()):
-        desk.end()
+    for worker in list(_WORKERS.values()):
+        worker.end()
 
 
 # -- StoreBarrier: a barrier with a timeout, without a collective

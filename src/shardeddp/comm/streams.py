@@ -43,16 +43,6 @@ class StreamHandle:
             self._done.synchronize()
         self._pending.wait()
 
-    def advance(self) -> bool:
-        """Wait for the collective under way and issue the next; return False if there is none.
-
-        Where streams keep the order all of them have been issued: this waits for the last.
-        """
-        if self._pending.advance():
-            return True
-        self.wait()
-        return False
-
 
 class HostStream:
     """Stream of a CPU run: transfers run in the backend's threads, local work at once."""
