@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.unit import Unit
 from shardeddp.torch_private import top_hooks
 from training import (
     RUNTIMES,
@@ -82,16 +82,16 @@ def test_a_unit_that_cannot_be_gathered_is_left_as_it_was(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = chain(strategy, order=(0, 1, 2))
-    runtime: Any = trial.runtime
+    runtime = trial.runtime
+
+    def fails(unit: Unit) -> None:
+        raise ValueError(f"not {unit.label}")
 
     def loss(model: Any, rank: int, step: int) -> torch.Tensor:
         if model is trial.model:
-
-            def fails(progress: UnitProgress) -> None:
-                raise ValueError(f"not {progress.unit.label}")
-
             for block in model.blocks:
-                monkeypatch.setattr(runtime, "_ensure_unsharded", fails)
+                monkeypatch.setattr(Unit, "unshard", fails)
+                monkeypatch.setattr(Unit, "wait", fails)  # of a unit that was prefetched
                 with pytest.raises(ValueError, match="not blocks"):
                     block(batch(rank, step, 4, WIDTH))
                 monkeypatch.undo()
