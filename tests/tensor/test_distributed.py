@@ -16,7 +16,7 @@ def test_the_expert_s_rank_has_all_of_a_parameter_and_others_have_nothing(
     boxes = ((whole_of(shape),), ())
     for rank, part in enumerate((torch.Size(shape), torch.Size((0,)))):
         distribution = Distribution(
-            shape=parameter.shape, boxes=boxes, part=part, of_experts=True, scope=None
+            shape=parameter.shape, boxes=boxes, part=part, of_experts=True, layer=None
         )
         local = local_part(parameter, distribution, rank)
         assert local.shape == part

@@ -36,7 +36,7 @@ from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
-from shardeddp.engine.scopes import Scope, scopes_of
+from shardeddp.engine.split_layers import SplitLayer, split_layers_of
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.errors import first_three
@@ -166,17 +166,17 @@ class Runtime:
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit gathers or reduces: training on one rank."""
 
-        # By module: of units, of scopes, and of compiled modules around scopes.
+        # By module: of units, of split layers, and of compiled modules around these.
         self._hooks: dict[int, CallHook] = {}
         self._encoder_hooks: list[EncoderHook] = []
-        self._scopes: list[Scope] = []
+        self._split_layers: list[SplitLayer] = []
         if not self.passthrough:
             self._hooks = {
                 id(progress.unit.spec.module): attach_hooks(self, progress)
                 for progress in self.progresses
             }
             self._encoder_hooks = [*self._hooks_of_encoders()]
-            self._scopes = [*scopes_of(self.root_module, (it.unit for it in self.progresses))]
+            self._split_layers = [*split_layers_of(self.root_module, units)]
             self._follow_calls()
 
         self.precision: object = None
@@ -265,12 +265,12 @@ class Runtime:
         if not self.passthrough:
             self.reset()
             self._reducer.close()
-        for hook in (*self._scopes, *self._hooks.values(), *self._encoder_hooks):
+        for hook in (*self._split_layers, *self._hooks.values(), *self._encoder_hooks):
             hook.detach()
         for progress in self.progresses:
             progress.unit.dissolve()
         self._hooks.clear()
-        self._encoder_hooks, self._scopes, self.progresses = [], [], []
+        self._encoder_hooks, self._split_layers, self.progresses = [], [], []
         self._progress_of.clear()
         _RUNTIMES.pop(id(self.root_module), None)
 
@@ -360,7 +360,7 @@ class Runtime:
         self._reducer.abort()
         self.agreement.reset()
         self._saved.clear()
-        for hook in (*self._hooks.values(), *self._scopes):
+        for hook in (*self._hooks.values(), *self._split_layers):
             hook.reset()
         for progress in self.progresses:
             progress.reset()
@@ -434,10 +434,10 @@ class Runtime:
         """Attach hooks to modules' current calls, which users may compile after sharding."""
         for hook in self._hooks.values():
             hook.follow()
-        for scope in self._scopes:
-            scope.follow(self._hooks)
+        for layer in self._split_layers:
+            layer.follow(self._hooks)
         for key in [key for key, hook in self._hooks.items() if not hook.listeners]:
-            self._hooks.pop(key).detach()  # of a scope that is inside of compiled code now
+            self._hooks.pop(key).detach()  # of a layer that is inside of compiled code now
 
     def _hooks_of_encoders(self) -> Iterator[EncoderHook]:
         for encoder in self.root_module.modules():

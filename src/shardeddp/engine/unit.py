@@ -66,11 +66,11 @@ class _Registration:
     index: int = 0
     """Index of the parameter in the buffer."""
 
-    scope: nn.Module | None = None
-    """Module whose forward alone computes with ``unsharded``; None: no such limit."""
+    layer: nn.Module | None = None
+    """Split layer whose forward alone computes with ``unsharded``; None: no such limit."""
 
-    in_scope: bool = True
-    """Whether the forward of ``scope`` runs; True without one."""
+    layer_runs: bool = True
+    """Whether the forward of ``layer`` runs; True without one."""
 
 
 # verb -> (state in which it may be called, resulting state)
@@ -120,12 +120,12 @@ class Unit:
             ):
                 self._add(parameter, group.buffer, index, sharded, unsharded)
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
-        self._by_scope: dict[int, list[_Registration]] = {}
+        self._by_layer: dict[int, list[_Registration]] = {}
         for registration in self._registrations:
             register(registration.owner, registration.attribute, registration.sharded)
-            if registration.scope is not None:
-                self._by_scope.setdefault(id(registration.scope), []).append(registration)
-                registration.in_scope = False
+            if registration.layer is not None:
+                self._by_layer.setdefault(id(registration.layer), []).append(registration)
+                registration.layer_runs = False
 
     def _add(
         self,
@@ -140,10 +140,10 @@ class Unit:
             copies = copies_of(owner) if parameter.is_autocast_copy else None
             computes_with = unsharded if copies is None else None
             split = parameter.distribution
-            scope = None
-            if copies is None and split is not None and split.scope is not None:
+            layer = None
+            if copies is None and split is not None and split.layer is not None:
                 is_shared = len(parameter.owners) > 1
-                scope = owner if is_shared and has_forward(owner) else split.scope
+                layer = owner if is_shared and has_forward(owner) else split.layer
             self._registrations.append(
                 _Registration(
                     owner,
@@ -153,7 +153,7 @@ class Unit:
                     computes_with,
                     buffer if parameter.is_wrapped and copies is None else None,
                     index,
-                    scope,
+                    layer,
                 )
             )
             if copies is not None:
@@ -234,7 +234,7 @@ class Unit:
             if registration.unsharded is None or found is registration.unsharded:
                 continue
             if found is registration.resting:
-                if registration.in_scope:
+                if registration.layer_runs:
                     register(registration.owner, registration.attribute, registration.unsharded)
             elif found is None or _is_temporary(found, registration.resting):
                 self.registration_pending = True
@@ -315,7 +315,7 @@ class Unit:
     def _restore(self, registrations: Iterable[_Registration]) -> None:
         for registration in registrations:
             wanted, other = registration.resting, registration.unsharded
-            if other is not None and self.state is UnitState.UNSHARDED and registration.in_scope:
+            if other is not None and self.state is UnitState.UNSHARDED and registration.layer_runs:
                 wanted, other = other, wanted
             found = registration.owner._parameters.get(registration.attribute)
             if found is None:
@@ -325,26 +325,26 @@ class Unit:
             elif found is not wanted:
                 self.registration_pending = True
 
-    def scopes(self) -> list[nn.Module]:
+    def split_layers(self) -> list[nn.Module]:
         """Return the modules whose forwards alone compute with some of the parameters.
 
         Experts of other ranks are left out: they have no elements, and are not called.
         """
         return [
-            scope
-            for registrations in self._by_scope.values()
-            if (scope := registrations[0].scope) is not None
+            layer
+            for registrations in self._by_layer.values()
+            if (layer := registrations[0].layer) is not None
             and any(
                 registration.unsharded is not None and registration.unsharded.numel()
                 for registration in registrations
             )
         ]
 
-    def set_scope(self, scope: nn.Module, runs: bool) -> None:
-        """Register the parameters of a scope, as its forward runs or not."""
-        registrations = self._by_scope.get(id(scope), [])
+    def set_running(self, layer: nn.Module, runs: bool) -> None:
+        """Register the parameters of a split layer, as its forward runs or not."""
+        registrations = self._by_layer.get(id(layer), [])
         for registration in registrations:
-            registration.in_scope = runs
+            registration.layer_runs = runs
         self._restore(registrations)
 
     def _moved(self, registration: _Registration) -> torch.Tensor | None:
@@ -406,7 +406,7 @@ class Unit:
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
         self.groups, self._registrations = [], []
-        self._copies, self._by_scope = {}, {}
+        self._copies, self._by_layer = {}, {}
 
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_modules
 from shardeddp.engine.hooks import find_tensors
-from shardeddp.engine.scopes import entered, has_scopes
+from shardeddp.engine.split_layers import entered, has_split_layers
 from shardeddp.errors import ConfigurationError
 from shardeddp.torch_private import pytree, runs_eagerly
 from shardeddp.wrap import AutoPolicy, Policy
@@ -97,13 +97,13 @@ class Recomputation:
                 _refuse_compiled_offload()
             return self._offloaded(args, kwargs)
         # Bind keyword arguments: a forward may have arguments with the names of `checkpoint`'s own.
-        is_plain = torch.compiler.is_compiling() and not has_scopes(self._module)
-        forward = self.__wrapped__ if is_plain else self._in_scopes
+        is_plain = torch.compiler.is_compiling() and not has_split_layers(self._module)
+        forward = self.__wrapped__ if is_plain else self._in_split_layers
         function = functools.partial(forward, **kwargs) if kwargs else forward
         return self._checkpoint(function, *args)
 
     @runs_eagerly
-    def _in_scopes(self, *args: Any, **kwargs: Any) -> Any:
+    def _in_split_layers(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, in backward as well, with this rank's parts of divided parameters."""
         with entered(self._module):
             return self.__wrapped__(*args, **kwargs)
@@ -141,7 +141,7 @@ class Recomputation:
             for index, tensor in zip(indices, tensors, strict=True):
                 complete[index] = tensor
             positional, named = pytree.tree_unflatten(complete, structure)
-            return self._in_scopes(*positional, **named)
+            return self._in_split_layers(*positional, **named)
 
         # `checkpoint` saves its inputs under these hooks, and the forward's other tensors under its
         # own.

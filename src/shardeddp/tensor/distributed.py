@@ -68,7 +68,7 @@ class Distribution:
     of_experts: bool = False
     """True if it is split over ranks with different experts, which train on other batches."""
 
-    scope: nn.Module | None = None
+    layer: nn.Module | None = None
     """Module whose forward alone computes with the part; None: all code inside of the unit does."""
 
     def wrap(self, leaf: nn.Parameter) -> torch.Tensor:

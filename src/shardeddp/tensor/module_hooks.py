@@ -68,7 +68,7 @@ class ModuleHook:
 
 
 class DividedState(ModuleHook):
-    """State of a module that ranks divide, under :data:`MARK`; a scope keeps it up to date."""
+    """State of a module that ranks divide, under :data:`MARK`; `SplitLayer` keeps it up to date."""
 
     attributes: Mapping[str, Any] = MappingProxyType({})
     """Attributes that the module's forward sees in place of the module's own."""

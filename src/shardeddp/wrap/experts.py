@@ -161,7 +161,7 @@ def keep_own(
                 foreign = ForeignExpert(module=expert, name=join(each.name, str(number)))
                 expert.register_forward_pre_hook(foreign.refuse_call)
         for name, parameter in each.module.named_parameters():
-            shape, scope = parameter.shape, each.module
+            shape, layer = parameter.shape, each.module
             if each.stacked:
                 boxes = boxes_along(0, shape, axis.size)
                 part = torch.Size((own, *shape[1:]))
@@ -169,13 +169,13 @@ def keep_own(
                 holder = _number_in(each, name) // own
                 boxes = tuple((whole_of(shape),) * (it == holder) for it in range(axis.size))
                 part = shape if axis.rank == holder else torch.Size((0,))
-                scope = scope.get_submodule(name.partition(".")[0])
+                layer = layer.get_submodule(name.partition(".")[0])
             distribution = Distribution(
                 shape=shape,
                 boxes=boxes,
                 part=part,
                 of_experts=True,
-                scope=scope,
+                layer=layer,
             )
             made[id(parameter)] = local_part(parameter, distribution, axis.rank), distribution
         if each.is_routed:

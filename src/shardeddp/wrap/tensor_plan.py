@@ -210,8 +210,8 @@ def split_layers(
         for name, parameter in _own_parameters(layer, layers):
             distribution = distribution_of(name, layer.module, parameter, style, axis)
             if distribution is not None and id(parameter) not in made:
-                scope = called(layer.module)
-                distribution = replace(distribution, scope=None if scope is root else scope)
+                module = called(layer.module)
+                distribution = replace(distribution, layer=None if module is root else module)
                 local = local_part(parameter, distribution, axis.rank)
                 made[id(parameter)] = local, distribution
         if layer.style_name == DIVIDE:

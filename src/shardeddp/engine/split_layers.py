@@ -1,8 +1,9 @@
-"""Scopes: modules whose forwards alone compute with this rank's parts of parameters.
+"""Split layers: modules whose forwards alone compute with this rank's parts of parameters.
 
 Where ranks divide a layer, its forward computes with a part of its weight, and all other code (a
 penalty, a logged norm, a hook) must see the whole weight, as in one process. So modules hold the
-sharded parameter, and the part only while the forward of its scope runs.
+sharded parameter, and the part only while the layer's forward runs. Code of the layer may be
+anything; ``forward_copies.py`` does the same for torch's own forwards, where it costs less.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from shardeddp.engine.calls import CallHook, Listener, compiled_call
 from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.tensor.module_hooks import ModuleHook, state_of
 
-_SCOPES = "_shardeddp_scopes"  # attribute of a module: scopes that code of its forward needs
+_LAYERS = "_shardeddp_split_layers"  # attribute of a module: those that its forward runs
 
 
-class Scope(ModuleHook):
+class SplitLayer(ModuleHook):
     """Registers parameters of a unit with their modules for the forward of one module alone.
 
     So it does with attributes that ranks divide, such as a number of experts.
@@ -30,12 +31,12 @@ class Scope(ModuleHook):
     Within compiled code modules cannot change what they hold: there the parts are registered for
     the whole call of the outermost compiled module, of the unit's module at most. Stacked experts
     are an exception, whose call is a graph break: it is between exchanges of tokens. A call from
-    elsewhere, past that compiled module, enters the scope as well.
+    elsewhere, past that compiled module, enters the layer as well.
 
     Args:
         unit: Unit with the parameters.
-        path: Modules from the root to the scope, both included.
-        name: Name of the scope, for messages.
+        path: Modules from the root to the layer, both included.
+        name: Name of the layer, for messages.
     """
 
     def __init__(self, unit: Unit, path: list[nn.Module], name: str) -> None:
@@ -46,7 +47,7 @@ class Scope(ModuleHook):
         self._whole = {name: vars(self.module)[name] for name in changed}
         self._listener = Listener(self.enter, self.leave)
         self._hook: CallHook | None = None
-        self._within: list[nn.Module] = []  # modules with this scope in their dictionaries
+        self._within: list[nn.Module] = []  # modules with this one in their dictionaries
         self._handles: list[RemovableHandle] = []  # hooks of calls past the compiled module
         self._calls = 0  # that have not returned
 
@@ -54,8 +55,8 @@ class Scope(ModuleHook):
         """Attach to the call that the parts are registered for; users may compile modules any time.
 
         Args:
-            hooks: Hooks of units' modules and of scopes, by the module's identity; gets that of this
-                scope. A unit is gathered before its scopes are entered.
+            hooks: Hooks of units' modules and of split layers, by the module's identity; gets that
+                of this layer. A unit is gathered before its layers are entered.
         """
         boundary = self._boundary()
         if self._state is not None:
@@ -70,7 +71,7 @@ class Scope(ModuleHook):
             hook.listeners.append(self._listener)
             self._within = self._path[self._path.index(boundary) :]
             for module in self._within:
-                module.__dict__.setdefault(_SCOPES, []).append(self)
+                module.__dict__.setdefault(_LAYERS, []).append(self)
             if boundary is not self.module:
                 self._handles = [
                     self.module.register_forward_pre_hook(self._enter_past, prepend=True),
@@ -84,17 +85,17 @@ class Scope(ModuleHook):
             self._set(False)
 
     def detach(self) -> None:
-        """Remove the scope; the parts are not registered."""
+        """Detach from the call; the parts are not registered."""
         self._leave_call()
 
     def _leave_call(self) -> None:
         if self._hook is not None:
             self._hook.listeners.remove(self._listener)
         for module in self._within:
-            of_module = vars(module)[_SCOPES]
+            of_module = vars(module)[_LAYERS]
             of_module.remove(self)
             if not of_module:
-                del module.__dict__[_SCOPES]
+                del module.__dict__[_LAYERS]
         for handle in self._handles:
             handle.remove()
         self._within, self._handles = [], []
@@ -103,13 +104,13 @@ class Scope(ModuleHook):
         self._set(False)
 
     def _set(self, runs: bool) -> None:
-        self._unit.set_scope(self.module, runs)
+        self._unit.set_running(self.module, runs)
         if self._state is not None:
             self._state.is_running = runs
             self.module.__dict__.update(self._state.attributes if runs else self._whole)
 
     def _boundary(self) -> nn.Module:
-        """Return the scope, or the compiled module around it."""
+        """Return the layer, or the compiled module around it."""
         if self._state is not None and self._state.breaks_graphs:
             return self.module
         numbers = range(len(self._path))
@@ -138,7 +139,7 @@ class Scope(ModuleHook):
             self._state.num_calls += 1
 
     def _enter_past(self, module: nn.Module, args: Any) -> None:
-        # Traced: in compiled code the scope is entered already.
+        # Traced: in compiled code the layer is entered already.
         if not torch.compiler.is_compiling() and self.is_of(module):
             self.enter()
 
@@ -153,37 +154,37 @@ class Scope(ModuleHook):
             self._set(False)
 
 
-def has_scopes(module: nn.Module) -> bool:
-    """Return whether code of a module's forward needs scopes; in compiled code, too."""
-    return bool(getattr(module, _SCOPES, ()))
+def has_split_layers(module: nn.Module) -> bool:
+    """Return whether a module's forward runs split layers; in compiled code, too."""
+    return bool(getattr(module, _LAYERS, ()))
 
 
 @contextmanager
 def entered(module: nn.Module) -> Generator[None]:
-    """Enter the scopes of a module for code of its forward that runs without its call.
+    """Enter the split layers of a module for code of its forward that runs without its call.
 
     A recomputation of the forward in backward does so.
     """
     with ExitStack() as stack:
-        for scope in vars(module).get(_SCOPES, ()):
-            if isinstance(scope, Scope) and not scope.is_copy:
-                scope.enter()
-                stack.callback(scope.leave)
+        for layer in vars(module).get(_LAYERS, ()):
+            if isinstance(layer, SplitLayer) and not layer.is_copy:
+                layer.enter()
+                stack.callback(layer.leave)
         yield
 
 
-def scopes_of(root: nn.Module, units: Iterable[Unit]) -> Iterator[Scope]:
-    """Yield the scopes of units of a model."""
+def split_layers_of(root: nn.Module, units: Iterable[Unit]) -> Iterator[SplitLayer]:
+    """Yield the split layers in units of a model."""
     parents: dict[int, list[nn.Module]] = {}
     for parent in root.modules():
         for child in parent.children():
             parents.setdefault(id(child), []).append(parent)
     names = {id(module): name for name, module in root.named_modules()}
     for unit in units:
-        for scope in unit.scopes():
-            path = [scope]
+        for layer in unit.split_layers():
+            path = [layer]
             while path[0] is not root and len(parents[id(path[0])]) == 1:
                 path.insert(0, parents[id(path[0])][0])
             if path[0] is not root:  # called in several places: compiled code in one of them
-                path = [root, scope]
-            yield Scope(unit, path, names[id(scope)])
+                path = [root, layer]
+            yield SplitLayer(unit, path, names[id(layer)])
