@@ -76,7 +76,7 @@ def shard(
     }
     twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     specs = [
-        ParameterSpec(fqn=name, parameter=parameter, owners=())
+        ParameterSpec(fqn=name, parameter=parameter, registrations=())
         for name, parameter in parameters.items()
     ]
     unit = UnitSpec(name="", module=nn.Module(), parameters=tuple(specs))

@@ -123,8 +123,10 @@ def test_units_hold_their_module_and_the_owners_of_each_parameter() -> None:
     root, unit = build_units(model, NamePolicy(["layers.1"]))
     assert root.module is model
     assert unit.module is model.layers[1]
-    assert spec_of([unit], "layers.1.first.bias").owners == ((model.layers[1].first, "bias"),)
-    assert spec_of([root], "scale").owners == ((model, "scale"),)
+    assert spec_of([unit], "layers.1.first.bias").registrations == (
+        (model.layers[1].first, "bias"),
+    )
+    assert spec_of([root], "scale").registrations == ((model, "scale"),)
 
 
 def test_frozen_scalar_and_empty_parameters_are_kept() -> None:
@@ -193,7 +195,7 @@ def test_a_weight_tied_between_the_root_and_a_unit_belongs_to_the_root() -> None
     units = build_units(model, NamePolicy(["layers.*", "head"]))
     assert contents(units)[""] == ["scale", "layers.0.second.weight"]
     assert "head" not in contents(units)
-    assert spec_of(units, "layers.0.second.weight").owners == (
+    assert spec_of(units, "layers.0.second.weight").registrations == (
         (model.layers[0].second, "weight"),
         (model.head, "weight"),
     )
@@ -205,7 +207,7 @@ def test_a_weight_tied_inside_one_unit_stays_there_with_both_owners() -> None:
     block.second.weight = block.first.weight
     units = build_units(model, NamePolicy(["layers.*"]))
     assert contents(units)["layers.1"] == ["layers.1.first.weight", "layers.1.first.bias"]
-    assert spec_of(units, "layers.1.first.weight").owners == (
+    assert spec_of(units, "layers.1.first.weight").registrations == (
         (block.first, "weight"),
         (block.second, "weight"),
     )
@@ -230,7 +232,7 @@ def test_a_parameter_under_two_names_of_one_module_has_both_as_owners() -> None:
     model = nn.Linear(2, 2)
     model.alias = model.weight
     (root,) = build_units(model, SingleUnitPolicy())
-    assert spec_of([root], "weight").owners == ((model, "weight"), (model, "alias"))
+    assert spec_of([root], "weight").registrations == ((model, "weight"), (model, "alias"))
 
 
 def test_a_tied_embedding_leaves_the_blocks_alone() -> None:
@@ -252,7 +254,7 @@ def test_a_tied_embedding_leaves_the_blocks_alone() -> None:
         ParameterSpec(
             fqn="embed.weight",
             parameter=model.embed.weight,
-            owners=((model.embed, "weight"), (model.head, "weight")),
+            registrations=((model.embed, "weight"), (model.head, "weight")),
         ),
     )
 
@@ -267,7 +269,9 @@ def test_a_module_registered_twice_is_one_unit_under_its_first_name() -> None:
         units = build_units(model, Chosen(name))
         assert [unit.name for unit in units] == ["", "layers.0"]
         assert len(units[1].parameters) == 3
-        assert spec_of(units, "layers.0.first.bias").owners == ((model.layers[0].first, "bias"),)
+        assert spec_of(units, "layers.0.first.bias").registrations == (
+            (model.layers[0].first, "bias"),
+        )
 
 
 def test_a_module_shared_by_two_units_belongs_to_the_unit_around_both() -> None:
@@ -276,7 +280,7 @@ def test_a_module_shared_by_two_units_belongs_to_the_unit_around_both() -> None:
     first.second = second.second = shared
     units = build_units(nn.Sequential(first, second), NamePolicy(["0", "1"]))
     assert contents(units)[""] == ["0.second.weight"]
-    assert spec_of(units, "0.second.weight").owners == ((shared, "weight"),)
+    assert spec_of(units, "0.second.weight").registrations == ((shared, "weight"),)
 
 
 def test_a_shared_module_that_is_a_unit_itself_keeps_its_parameters() -> None:

@@ -100,8 +100,8 @@ def is_cast_by_autocast(spec: ParameterSpec) -> bool:
         spec.dtype is torch.float32
         and not spec.is_wrapped  # autocast casts the tensor made of it
         and all(
-            type(owner) not in _WITHOUT_CAST and is_used_by_torch(owner, name)
-            for owner, name in spec.owners
+            type(module) not in _WITHOUT_CAST and is_used_by_torch(module, name)
+            for module, name in spec.registrations
         )
     )
 

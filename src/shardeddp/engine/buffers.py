@@ -26,9 +26,9 @@ class BufferSync:
         self.mesh = mesh
         """Current mesh; replaced when the run continues with another sharding strategy."""
         self._places = [
-            (owner, name)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
+            (each, name)
+            for each in module.modules()
+            for name, buffer in each._buffers.items()
             if isinstance(buffer, torch.Tensor)
         ]
 
@@ -38,9 +38,9 @@ class BufferSync:
         if self.mesh.data.size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for owner, name in self._places:
+        for module, name in self._places:
             # Scripted modules have no get().
-            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
+            buffer = module._buffers[name] if name in module._buffers else None  # noqa: SIM401
             if buffer is not None and _has_elements_of_its_own(buffer):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():

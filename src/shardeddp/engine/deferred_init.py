@@ -47,7 +47,7 @@ class Deferred:
     """Tensor of a model on the meta device, without values so far."""
 
     fqn: str
-    owner: nn.Module
+    module: nn.Module
     """First module that holds the tensor."""
 
     name: str
@@ -62,7 +62,7 @@ class Deferred:
     @property
     def current(self) -> torch.Tensor:
         """Current tensor; the sharded one for a parameter."""
-        return self.owner._parameters[self.name] if self.is_parameter else self.tensor  # type: ignore[return-value]
+        return self.module._parameters[self.name] if self.is_parameter else self.tensor  # type: ignore[return-value]
 
 
 class Materializer:
@@ -138,8 +138,8 @@ class Materializer:
         for item in sorted(own, key=lambda it: not it.is_shared):
             is_common = item.is_shared or item.view.storage in memory
             _allocate(item.tensor, item.view, memory if is_common else kept)
-            if isinstance(item.owner, torch.jit.ScriptModule):  # it has a tensor of its own
-                setattr(item.owner, item.name, item.tensor)
+            if isinstance(item.module, torch.jit.ScriptModule):  # it has a tensor of its own
+                setattr(item.module, item.name, item.tensor)
         filled: list[torch.Tensor] = []
         for tensor, view in _elsewhere(self._recording, self._deferred):
             is_own = view.storage in kept or view.storage in self._of_parameters
@@ -254,7 +254,7 @@ def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
     lost = [item for item in missing if item.view.storage not in found]
     if lost:
         names = ", ".join(sorted(item.fqn for item in lost))
-        classes = ", ".join(sorted({type(item.owner).__name__ for item in lost}))
+        classes = ", ".join(sorted({type(item.module).__name__ for item in lost}))
         raise ConfigurationError(
             f"Expected every parameter and buffer to get a value, found {len(lost)} on the meta "
             f"device that nothing initialises: {names}. Fill them in the constructors of "
@@ -390,7 +390,7 @@ def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
 
 
 def _parameter(spec: ParameterSpec, view: MetaView) -> Deferred:
-    owner, name = spec.owners[0]
+    module, name = spec.registrations[0]
     if spec.parameter.grad is not None:
         raise ConfigurationError(
             f"Expected parameters on the meta device to have no gradients, found one of "
@@ -398,7 +398,7 @@ def _parameter(spec: ParameterSpec, view: MetaView) -> Deferred:
             f"FLOPs. Build its module outside of the meta device; after counting, zero_grad()"
         )
     return Deferred(
-        fqn=spec.fqn, owner=owner, name=name, tensor=spec.parameter, view=view, is_parameter=True
+        fqn=spec.fqn, module=module, name=name, tensor=spec.parameter, view=view, is_parameter=True
     )
 
 
@@ -432,7 +432,7 @@ def _others(
             found.append(
                 Deferred(
                     fqn=fqn,
-                    owner=module,
+                    module=module,
                     name=name,
                     tensor=tensor,
                     view=view,

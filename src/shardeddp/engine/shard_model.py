@@ -107,8 +107,8 @@ def shard_model(
         lambda: [Unit(plan, mesh, sharding.reshard) for plan in plans],
         mesh.control,
     )
-    for owner, attribute, spec in views:
-        vars(owner)[attribute] = spec.parameter.detach()
+    for module, attribute, spec in views:
+        vars(module)[attribute] = spec.parameter.detach()
     if takeover is not None:
         takeover.fill(units)
     kept = materializer.fill(mesh)
@@ -281,6 +281,6 @@ def _describe(spec: ParameterSpec) -> str:
     shape = split.shape if split is not None and split.of_experts else spec.parameter.shape
     return (
         f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(shape)}, {trained}, "
-        f"registered {len(spec.owners)} times, gathered in {spec.param_dtype}, reduced in "
+        f"registered {len(spec.registrations)} times, gathered in {spec.param_dtype}, reduced in "
         f"{spec.reduce_dtype}"
     )

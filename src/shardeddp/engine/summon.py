@@ -27,7 +27,7 @@ class _Summoned:
     unit: Unit | None
     """Unit of the parameter; None in a copy of the model, which has no units."""
 
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
+    registrations: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
     whole: WholeParameter | None = None
     """Whole parameter; None on ranks that keep their shards."""
 
@@ -89,14 +89,14 @@ def _find(module: nn.Module) -> dict[int, _Summoned]:
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
     for unit in units_of_all():
-        for owner, sharded in unit.resting():
-            if module_behind(owner) in inside and isinstance(sharded, ShardTensor):
+        for registry, sharded in unit.resting():
+            if module_behind(registry) in inside and isinstance(sharded, ShardTensor):
                 found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=unit))
-    for owner in inside:
-        for name, parameter in owner._parameters.items():
+    for each in inside:
+        for name, parameter in each._parameters.items():
             if isinstance(parameter, ShardTensor):
                 entry = found.setdefault(id(parameter), _Summoned(sharded=parameter, unit=None))
-                entry.owners.append((registry_of(owner), name))
+                entry.registrations.append((registry_of(each), name))
     return found
 
 
@@ -144,9 +144,9 @@ def _register(summoned: list[_Summoned], whole: bool) -> None:
         if each.unit is not None:
             each.unit.register_sharded(each.sharded, now)
             continue
-        for owner, name in each.owners:
-            if owner._parameters.get(name) is before:
-                register(owner, name, now)
+        for module, name in each.registrations:
+            if module._parameters.get(name) is before:
+                register(module, name, now)
 
 
 @torch.no_grad()

@@ -87,9 +87,9 @@ class Takeover:
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             self._meta_placeholder(parameter, places.setdefault(key, meta))
         self._tell_scripted()
-        for owner, name, value in held:
+        for attributes, name, value in held:
             # A view of a parameter follows it, as in a module that was not sharded before.
-            owner[name] = value.detach() if isinstance(value, nn.Parameter) else value
+            attributes[name] = value.detach() if isinstance(value, nn.Parameter) else value
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -136,8 +136,8 @@ class Takeover:
 
     def _tell_scripted(self) -> None:
         """Register parameters of scripted modules anew: C++ holds their bodies, not the objects."""
-        for owner, name, parameter in self._scripted:
-            register(owner, name, parameter)
+        for module, name, parameter in self._scripted:
+            register(module, name, parameter)
 
     def _replace(self, parameter: torch.Tensor, body: torch.Tensor) -> None:
         # Hooks that route gradients of outside uses belong to the object, not to its body; they can
@@ -159,12 +159,12 @@ def _held_shards(root: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.T
     """
     by_name = {it.spec.fqn: it for it in root.parameters() if isinstance(it, ShardTensor)}
     for module in root.modules():
-        for owner in (vars(module), module._buffers):
-            for name, value in list(owner.items()):
+        for attributes in (vars(module), module._buffers):
+            for name, value in list(attributes.items()):
                 if not isinstance(value, ShardTensor) or isinstance(value, nn.Parameter):
                     continue
                 seen = by_name.get(value.spec.fqn)
                 if seen is not None and storage_of(value.raw_local) == storage_of(seen.raw_local):
-                    yield owner, name, seen
+                    yield attributes, name, seen
                 else:
-                    yield owner, name, value.full_tensor()
+                    yield attributes, name, value.full_tensor()

@@ -45,7 +45,7 @@ class UnitState(Enum):
 class _Registration:
     """Registration of a parameter of the unit in a module."""
 
-    owner: nn.Module
+    module: nn.Module
     attribute: str
     sharded: ShardTensor
     resting: torch.Tensor
@@ -122,7 +122,7 @@ class Unit:
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         self._by_layer: dict[int, list[_Registration]] = {}
         for registration in self._registrations:
-            register(registration.owner, registration.attribute, registration.sharded)
+            register(registration.module, registration.attribute, registration.sharded)
             if registration.layer is not None:
                 self._by_layer.setdefault(id(registration.layer), []).append(registration)
                 registration.layer_runs = False
@@ -136,17 +136,17 @@ class Unit:
         unsharded: nn.Parameter,
     ) -> None:
         """Add the registrations of a parameter in all of its modules."""
-        for owner, attribute in parameter.owners:
-            copies = copies_of(owner) if parameter.is_autocast_copy else None
+        for module, attribute in parameter.registrations:
+            copies = copies_of(module) if parameter.is_autocast_copy else None
             computes_with = unsharded if copies is None else None
             split = parameter.distribution
             layer = None
             if copies is None and split is not None and split.layer is not None:
-                is_shared = len(parameter.owners) > 1
-                layer = owner if is_shared and has_forward(owner) else split.layer
+                is_shared = len(parameter.registrations) > 1
+                layer = module if is_shared and has_forward(module) else split.layer
             self._registrations.append(
                 _Registration(
-                    owner,
+                    module,
                     attribute,
                     sharded,
                     sharded,
@@ -161,10 +161,10 @@ class Unit:
                 copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
                 if wrapper is not None:
                     self._wrapped_copies.append((copies, attribute, buffer, index))
-                if len(parameter.owners) > 1:
+                if len(parameter.registrations) > 1:
                     # Gradients of several modules' uses add up in the parameter's dtype.
                     accumulate_in(unsharded, parameter.dtype)
-                self._copies[id(owner)] = owner, copies
+                self._copies[id(module)] = module, copies
 
     @property
     def stale(self) -> bool:
@@ -228,28 +228,28 @@ class Unit:
         for registration in self._registrations:
             if registration.buffer is not None:
                 registration.unsharded = registration.buffer.wrapped[registration.index]
-            found = registration.owner._parameters.get(registration.attribute)
+            found = registration.module._parameters.get(registration.attribute)
             if found is None:
                 found = self._moved(registration)
             if registration.unsharded is None or found is registration.unsharded:
                 continue
             if found is registration.resting:
                 if registration.layer_runs:
-                    register(registration.owner, registration.attribute, registration.unsharded)
+                    register(registration.module, registration.attribute, registration.unsharded)
             elif found is None or _is_temporary(found, registration.resting):
                 self.registration_pending = True
             else:
                 raise ConfigurationError(
                     f"parameter {registration.sharded.spec.fqn} "
-                    f"({type(registration.owner).__name__}.{registration.attribute} of unit {self.label}) was "
+                    f"({type(registration.module).__name__}.{registration.attribute} of unit {self.label}) was "
                     f"replaced after sharding: expected the parameter that was there at setup. "
                     f"Change a parameter's values in place (copy_) instead of assigning a new "
                     f"nn.Parameter, or assign it before the Trainer sets the model up"
                 )
         for copies, attribute, buffer, index in self._wrapped_copies:
             copies.wrapped[attribute] = buffer.wrapped[index]
-        for owner, copies in self._copies.values():
-            copies.activate(owner)
+        for module, copies in self._copies.values():
+            copies.activate(module)
 
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
@@ -298,8 +298,8 @@ class Unit:
         for registration in self._registrations:
             if registration.buffer is not None:
                 registration.unsharded = registration.buffer.parameters[registration.index]
-        for owner, copies in self._copies.values():
-            copies.deactivate(owner)
+        for module, copies in self._copies.values():
+            copies.deactivate(module)
         for group in self.groups:
             group.release(before_backward)
 
@@ -317,11 +317,11 @@ class Unit:
             wanted, other = registration.resting, registration.unsharded
             if other is not None and self.state is UnitState.UNSHARDED and registration.layer_runs:
                 wanted, other = other, wanted
-            found = registration.owner._parameters.get(registration.attribute)
+            found = registration.module._parameters.get(registration.attribute)
             if found is None:
                 found = self._moved(registration)
             if other is not None and found is other:
-                register(registration.owner, registration.attribute, wanted)
+                register(registration.module, registration.attribute, wanted)
             elif found is not wanted:
                 self.registration_pending = True
 
@@ -353,20 +353,20 @@ class Unit:
         Pruning and parametrizations register a parameter elsewhere and compute with it from there.
         None: the parameter was removed, or is registered outside of the unit.
         """
-        places = {(id(each.owner), each.attribute) for each in self._registrations}
-        for owner in self.spec.module.modules():
-            for attribute, other in owner._parameters.items():
+        places = {(id(each.module), each.attribute) for each in self._registrations}
+        for module in self.spec.module.modules():
+            for attribute, other in module._parameters.items():
                 is_own = other is not None and (
                     other is registration.resting or other is registration.unsharded
                 )
-                if is_own and (id(owner), attribute) not in places:
-                    registration.owner, registration.attribute = owner, attribute
+                if is_own and (id(module), attribute) not in places:
+                    registration.module, registration.attribute = module, attribute
                     return other
         return None
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return modules with their tensors while the unit is sharded; an entry per parameter."""
-        return [(registration.owner, registration.resting) for registration in self._registrations]
+        return [(registration.module, registration.resting) for registration in self._registrations]
 
     def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded.
@@ -376,8 +376,8 @@ class Unit:
         for registration in self._registrations:
             if registration.sharded is sharded:
                 former, registration.resting = registration.resting, resting
-                if registration.owner._parameters.get(registration.attribute) is former:
-                    register(registration.owner, registration.attribute, resting)
+                if registration.module._parameters.get(registration.attribute) is former:
+                    register(registration.module, registration.attribute, resting)
         self._summoned = [
             registration.resting
             for registration in self._registrations
@@ -513,13 +513,13 @@ def _make_groups(plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> list[FlatGroup
     return groups
 
 
-def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
-    """Register a parameter as ``owner.attribute``."""
-    if type(owner).__setattr__ is _MODULE_SETATTR:
-        owner._parameters[attribute] = parameter  # type: ignore[assignment]
+def register(module: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
+    """Register a parameter as ``module.attribute``."""
+    if type(module).__setattr__ is _MODULE_SETATTR:
+        module._parameters[attribute] = parameter  # type: ignore[assignment]
     else:
         # Modules that keep lists of their own weights update them in __setattr__ (nn.LSTM).
-        setattr(owner, attribute, parameter)
+        setattr(module, attribute, parameter)
 
 
 _MODULE_SETATTR: Any = nn.Module.__setattr__

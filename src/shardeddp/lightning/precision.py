@@ -258,8 +258,8 @@ def _is_layers_own(spec: ParameterSpec) -> bool:
         and not split.is_dtensor
         and not split.of_experts  # the expert around the layer may use it, too
         and all(
-            not isinstance(owner, nn.MultiheadAttention) and is_used_by_torch(owner, name)
-            for owner, name in spec.owners
+            not isinstance(module, nn.MultiheadAttention) and is_used_by_torch(module, name)
+            for module, name in spec.registrations
         )
     )
 
@@ -269,10 +269,10 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autoc
     names: dict[int, list[str]] = {}
     cast: set[int] = set()
     for spec in specs:
-        for owner, name in spec.owners:
-            names.setdefault(id(owner), []).append(name)
+        for module, name in spec.registrations:
+            names.setdefault(id(module), []).append(name)
             if by_autocast and spec.compute_in is not None:
-                cast.add(id(owner))
+                cast.add(id(module))
     for module in reversed([*root.modules()]):  # inner ones first
         # MultiheadAttention reads the parameters of its child `out_proj` without calling it.
         inner = {"out_proj": module.out_proj} if isinstance(module, nn.MultiheadAttention) else {}
@@ -344,7 +344,7 @@ def _compute_dtype(
 ) -> torch.dtype | None:
     if dtypes.param_dtype is None:
         return dtypes.autocast if is_cast_by_autocast(spec) else None
-    keeps = [id(owner) in kept for owner, _ in spec.owners]
+    keeps = [id(module) in kept for module, _ in spec.registrations]
     if any(keeps) and not all(keeps):
         raise ConfigurationError(
             f"parameter {spec.fqn} is shared between a module whose class is in keep_fp32 and one "

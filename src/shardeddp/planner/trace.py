@@ -195,8 +195,8 @@ class _Recorder:
         self.inside.append(unit)
         made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
         self.inside.pop()
-        for owner, name in spec.owners:
-            owner._parameters[name] = made
+        for module, name in spec.registrations:
+            module._parameters[name] = made
 
     def targets(self) -> list[Work]:
         own = self.work[self.inside[-1]]
@@ -301,11 +301,11 @@ class _Recorder:
 
 def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
     """Return a unit's parameters as its modules compute with them, and their compute dtypes."""
-    found = [(spec, *spec.owners[0]) for spec in unit.parameters]
+    found = [(spec, *spec.registrations[0]) for spec in unit.parameters]
     return [
         (made, spec.param_dtype)
-        for spec, owner, name in found
-        if (made := owner._parameters[name]) is not None
+        for spec, module, name in found
+        if (made := module._parameters[name]) is not None
     ]
 
 
@@ -700,8 +700,8 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
     """Yield unit index, spec and parameter for parameters that modules use in a wrapped form."""
     for index, unit in enumerate(units):
         for spec in unit.parameters:
-            owner, name = spec.owners[0]
-            parameter = owner._parameters[name]
+            module, name = spec.registrations[0]
+            parameter = module._parameters[name]
             if spec.is_wrapped and parameter is not None:
                 yield index, spec, parameter
 

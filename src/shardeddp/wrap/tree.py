@@ -39,7 +39,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
 
 class ScriptedRegistry(nn.Module):
-    """Proxy of a scripted module, as an owner of registered parameters."""
+    """Proxy of a scripted module, with the registered parameters."""
 
     scripted: torch.jit.ScriptModule
 
@@ -48,9 +48,9 @@ class ScriptedRegistry(nn.Module):
         vars(self).update(_parameters=ScriptedParameters(module), scripted=module)
 
 
-def module_behind(owner: nn.Module) -> nn.Module:
-    """Return the module of the model that an owner of parameters is, or is a proxy of."""
-    return owner.scripted if isinstance(owner, ScriptedRegistry) else owner
+def module_behind(registry: nn.Module) -> nn.Module:
+    """Return the module of the model that a registry of parameters is, or is a proxy of."""
+    return registry.scripted if isinstance(registry, ScriptedRegistry) else registry
 
 
 def registry_of(module: nn.Module) -> nn.Module:
@@ -65,7 +65,7 @@ def registry_of(module: nn.Module) -> nn.Module:
 class ParameterSpec:
     """One parameter object with all of its registrations in the model.
 
-    A tied parameter has several owners and still one spec: it is sharded, gathered and reduced
+    A tied parameter has several registrations and still one spec: it is sharded, gathered and reduced
     once.
     """
 
@@ -75,7 +75,7 @@ class ParameterSpec:
     parameter: nn.Parameter
     """The object itself; its identity survives sharding."""
 
-    owners: tuple[tuple[nn.Module, str], ...]
+    registrations: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute name) under which the object is registered, in module order."""
 
     shares_memory_with: nn.Parameter | None = None
@@ -88,7 +88,7 @@ class ParameterSpec:
     """Dtype in which the parameter is gathered and used; None: its own."""
 
     is_autocast_copy: bool = False
-    """True if it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
+    """True if it is gathered for the forward of its modules alone; see ``autocast_copies.py``."""
 
     distribution: Distribution | None = None
     """Split of the parameter that this one is a part of; None: it is whole."""

@@ -65,7 +65,7 @@ def build_units(
     chains = _unit_chains(root, modules)
     parameters: dict[int, list[ParameterSpec]] = {key: [] for key in modules}
     for sharing in _by_memory(_specs_of(root)):
-        places = [module_behind(owner) for spec in sharing for owner, _ in spec.owners]
+        places = [module_behind(module) for spec in sharing for module, _ in spec.registrations]
         unit = _innermost_common([chain for place in places for chain in chains[id(place)]])
         first, *others = sharing
         if others and any(it.parameter in split for it in sharing):
@@ -105,13 +105,13 @@ def require_parameters(root: nn.Module) -> None:
 def _specs_of(root: nn.Module) -> list[ParameterSpec]:
     """Return every parameter object with all of its registrations, in module order."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    owners: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    registrations: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for name, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), (join(name, attribute), parameter))
-            owners[id(parameter)].append((registry_of(module), attribute))
+            registrations[id(parameter)].append((registry_of(module), attribute))
     return [
-        ParameterSpec(fqn=fqn, parameter=parameter, owners=tuple(owners[key]))
+        ParameterSpec(fqn=fqn, parameter=parameter, registrations=tuple(registrations[key]))
         for key, (fqn, parameter) in found.items()
     ]
 
