@@ -145,7 +145,7 @@ def snapshot_of(model: Model, rank: int) -> Snapshot:
     mesh: Any = SimpleNamespace(
         rank=rank,
         topology=Topology(world_size=model.ranks, shard_size=model.ranks),
-        owners=SimpleNamespace(rank=0),
+        slices=SimpleNamespace(rank=0),
         experts=None,
         device=torch.device("cpu"),
     )

@@ -66,9 +66,9 @@ def part_of(name: str, rank: int, mesh: Any) -> ShardTensor:
 
 def save(path: str, tied: bool = False) -> None:
     rank = dist.get_rank()
-    owners = SimpleNamespace(rank=0, ranks=(rank,), size=1)
+    slices = SimpleNamespace(rank=0, ranks=(rank,), size=1)
     mesh: Any = SimpleNamespace(
-        rank=rank, owners=owners, topology=Topology(world_size=2, shard_size=2), experts=None
+        rank=rank, slices=slices, topology=Topology(world_size=2, shard_size=2), experts=None
     )
     model = OrderedDict((name, part_of(name, rank, mesh)) for name in WHOLE)
     if tied:
@@ -139,8 +139,8 @@ def test_tools_know_boxes(saved: Path) -> None:
 
 
 def test_a_shard_of_a_box_is_cut_from_the_whole_and_knows_its_place() -> None:
-    owners = SimpleNamespace(rank=1, ranks=(1, 3), size=2)
-    mesh: Any = SimpleNamespace(rank=3, owners=owners)
+    slices = SimpleNamespace(rank=1, ranks=(1, 3), size=2)
+    mesh: Any = SimpleNamespace(rank=3, slices=slices)
     whole = WHOLE["columns"]
     own = cut_in_two((5, 7), 1)
     spec = ShardSpec(

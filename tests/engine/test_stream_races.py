@@ -211,8 +211,8 @@ MUTANTS = {
     ),
     "a parameter is used outside of its unit before it has arrived": Mutant(
         place="shardeddp.tensor.shard_tensor:gather",
-        line="spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()",
-        becomes="spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces))",
+        line="spec.mesh.gather_stream.issue(lambda: spec.mesh.slices.all_gather_uneven_(pieces)).wait()",
+        becomes="spec.mesh.gather_stream.issue(lambda: spec.mesh.slices.all_gather_uneven_(pieces))",
         scenario=Scenario(outside=True),
         told=["dist.all_gather([*pieces]", "on compute"],
     ),

@@ -66,7 +66,7 @@ def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, l
     if regather_size is not None:
         axes["regather"] = topology.subgroups(regather_size)
     if topology.split_replicas:
-        axes |= {"owners": topology.owner_groups(), "gather_slices": replicate}
+        axes |= {"slices": topology.slice_groups(), "gather_slices": replicate}
     shared = {"data": topology.data_groups(), "tensor": tensor}
     if topology.tensor_size > 1:
         shared["holders"] = topology.holder_groups()
@@ -76,7 +76,7 @@ def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, l
 
 def axes_of_experts(topology: Topology) -> dict[str, list[list[int]]]:
     """Return the axes of a mesh of experts; other axes come from the mesh that it is made of."""
-    others = {"data", "owners", "gather_slices"}
+    others = {"data", "slices", "gather_slices"}
     return {name: groups for name, groups in axes_of(topology).items() if name not in others}
 
 
@@ -178,8 +178,8 @@ class Mesh:
         """Reduce-scatters in the shard group."""
         self.replicate = make("replicate")
         """Reductions in the replicate group: the ranks that hold equal shards."""
-        self.owners = make("owners", self.gather)
-        """Collectives of the ranks that together own the model: parameters outside of units.
+        self.slices = make("slices", self.gather)
+        """Collectives of the ranks with the slices of a flat buffer: parameters outside of units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
@@ -198,7 +198,7 @@ class Mesh:
         """Bytes of activations and their gradients, sent between ranks that split layers."""
         self.activations = make("activations", traffic=self.activation_traffic)
         """Collectives of the ranks that split layers, for layers in ``tensor_parallel_plan``."""
-        self.holders = make("holders", self.owners if topology.tensor_size == 1 else self.world)
+        self.holders = make("holders", self.slices if topology.tensor_size == 1 else self.world)
         """Collectives of the ranks that together hold all boxes of all parameters."""
         everyone = [range(topology.world_size)]
         self.control = self._groups.host("control", everyone, timeout)
@@ -234,7 +234,7 @@ class Mesh:
         """Call fingerprints of all ranks, before collectives that users call."""
         self.compares = debug
         """Whether all collectives of users are compared, and not only those that could hang."""
-        self.fingerprints = self._fingerprints("owners", topology.holder_groups(), timeout)
+        self.fingerprints = self._fingerprints("holders", topology.holder_groups(), timeout)
         """Call fingerprints of the ranks that together hold all of the model."""
         self.data_fingerprints = (
             self.fingerprints
@@ -276,14 +276,14 @@ class Mesh:
         made._whole, made.topology = self, self.topology.over_experts(size)
         axes = axes_of_experts(made.topology)
         make = partial(self._collectives, axes, of=" of experts")
-        made.gather = made.regather = made.owners = make("gather")
+        made.gather = made.regather = made.slices = make("gather")
         made.reduce = make("reduce")
         made.replicate = make("replicate")
         made.tensor = make("tensor", self.world)
         made.activations = make("activations", traffic=self.activation_traffic)
         made.holders = make("holders", self.world)
         made.fingerprints = made._fingerprints(
-            "owners of experts", made.topology.holder_groups(), self._timeout
+            "holders of experts", made.topology.holder_groups(), self._timeout
         )
         _MESHES.add(made)
         return made
@@ -322,9 +322,9 @@ class Mesh:
         return self.topology.slice_rank(self.rank)
 
     @cached_property
-    def owner_slices(self) -> tuple[int, ...]:
-        """Slice index of every rank in ``owners``."""
-        return tuple(map(self.topology.slice_rank, self.owners.ranks))
+    def slice_ranks(self) -> tuple[int, ...]:
+        """Slice index of every rank in ``slices``."""
+        return tuple(map(self.topology.slice_rank, self.slices.ranks))
 
     def begun_by_others(self) -> BegunOperations:
         """Count the operations that torch has begun in groups outside of the mesh, by group."""
@@ -401,7 +401,7 @@ class Mesh:
             "world": cast(dist.ProcessGroup, dist.group.WORLD),
         }
         if self.fingerprints.group is not None:
-            hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
+            hosts[f"holders {self.slices.ranks}"] = self.fingerprints.group
 
         def progress() -> BegunOperations:
             return {STREAMS: {name: stream.issued for name, stream in streams.items()}} | {

@@ -30,7 +30,7 @@ class FlatGroup:
         planned: Plan of the flat buffers, and parameters; each becomes a ``ShardTensor`` in place.
         mesh: Process groups and streams of the gathers and reductions.
         reshard: Time of resharding; the gathered buffer keeps its memory if that is never.
-        memory_owner: Group that lends the memory of its only parameter to the only one of this
+        lender: Group that lends the memory of its only parameter to the only one of this
             group. Each has gradients and optimizer states of its own.
     """
 
@@ -39,7 +39,7 @@ class FlatGroup:
         planned: PlannedGroup,
         mesh: Mesh,
         reshard: Reshard,
-        memory_owner: FlatGroup | None = None,
+        lender: FlatGroup | None = None,
     ) -> None:
         if planned.topology != mesh.topology:
             raise ValueError(
@@ -47,23 +47,26 @@ class FlatGroup:
             )
         specs, plan, layout = planned.parameters, planned.plan, planned.plan.layout
         self.planned, self.plan, self.layout = planned, plan, layout
-        self._memory_owner = memory_owner
+        self._lender = lender
         self._borrowers: list[FlatGroup] = []
-        if memory_owner is not None:
-            memory_owner._borrowers.append(self)
+        if lender is not None:
+            lender._borrowers.append(self)
         self._mesh = mesh
         param_dtype = specs[0].param_dtype
         self._retain = plan.resident or reshard is Reshard.NEVER
 
-        self.main_shard = (
-            memory_owner.main_shard if memory_owner else _make_shard(plan, specs[0].dtype, mesh)
-        )
+        self.main_shard = lender.main_shard if lender else _make_shard(plan, specs[0].dtype, mesh)
         """1D, shard_numel; lives as long as the unit."""
         memory = self.main_shard if plan.resident else None
-        lender = None if memory_owner is None else memory_owner.buffer
         in_turn = reshard is Reshard.AFTER_FORWARD
         self.buffer = GatheredBuffer(
-            specs, layout, param_dtype, mesh.device, memory, lender, in_turn=in_turn
+            specs,
+            layout,
+            param_dtype,
+            mesh.device,
+            memory,
+            lender and lender.buffer,
+            in_turn=in_turn,
         )
         """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
@@ -94,13 +97,13 @@ class FlatGroup:
         self._kept_part: torch.Tensor | None = None
         self.local = (
             self._local_parameters()
-            if memory_owner is None
-            else [local.detach() for local in memory_owner.local]
+            if lender is None
+            else [local.detach() for local in lender.local]
         )
         """This rank's elements of each parameter; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
-        if memory_owner is not None:
-            [own], [other] = self.sharded, memory_owner.sharded
+        if lender is not None:
+            [own], [other] = self.sharded, lender.sharded
             own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
@@ -130,7 +133,7 @@ class FlatGroup:
     @property
     def gathers(self) -> bool:
         """Whether unsharding communicates, because the buffer does not hold the values already."""
-        return not (self.plan.resident or self._memory_owner or (self._retain and not self.stale))
+        return not (self.plan.resident or self._lender or (self._retain and not self.stale))
 
     @property
     def trainable(self) -> bool:
@@ -140,7 +143,7 @@ class FlatGroup:
 
     def held(self) -> HeldMemory:
         """Return the bytes now held on the device."""
-        owns = self._memory_owner is None
+        owns = self._lender is None
         gathered = self.buffer.flat if owns and not self.plan.resident else None
         parts = [
             it for it in (gathered, self._part, self._kept_part, self._arriving) if it is not None
@@ -207,24 +210,24 @@ class FlatGroup:
 
         Nothing happens if there is no such memory, or if the main shard has not changed.
         """
-        owner = self._memory_owner or self
-        is_used = owner.buffer.state is BufferState.BOUND or any(
+        lender = self._lender or self
+        is_used = lender.buffer.state is BufferState.BOUND or any(
             group.has_views for group in self._sharing()
         )
-        if not (is_used and owner.stale):
+        if not (is_used and lender.stale):
             return
-        if not owner.plan.resident:
+        if not lender.plan.resident:
             self._mesh.fingerprints.call(
                 f"a write to a parameter that its unit uses, or of which something holds a view, "
                 f"{self.layout.slots[0].fqn} or one beside it"
             )
-        is_released = owner.buffer.state is BufferState.RELEASED
-        owner.unshard().wait()
-        for group in owner._borrowers:
+        is_released = lender.buffer.state is BufferState.RELEASED
+        lender.unshard().wait()
+        for group in lender._borrowers:
             group._note_gather()
-        owner.finish_copies()
+        lender.finish_copies()
         if is_released:
-            owner.release(before_backward=owner._kept_part is not None)
+            lender.release(before_backward=lender._kept_part is not None)
 
     def _gather_shards(self) -> CollectiveHandle:
         # Allocation and copy run on the gather stream, after compute's last use of the buffer.
@@ -275,7 +278,7 @@ class FlatGroup:
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
         if not self.plan.resident:
-            if self._memory_owner is not None:
+            if self._lender is not None:
                 self.buffer.allocate()
             self.buffer.bind()
         self.buffer.wrap()
@@ -372,8 +375,8 @@ class FlatGroup:
 
     def _sharing(self) -> list[FlatGroup]:
         """Return the groups with this group's memory, itself included."""
-        owner = self._memory_owner or self
-        return [owner, *owner._borrowers]
+        lender = self._lender or self
+        return [lender, *lender._borrowers]
 
     def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Return a view of one parameter's elements in a gathered buffer; 1D."""
@@ -429,7 +432,7 @@ class FlatGroup:
         shard_spec = ShardSpec(
             fqn=spec.fqn,
             shape=parameter.shape if distribution is None else distribution.shape,
-            intervals=OwnedIntervals(self.layout, slot, self._mesh.owner_slices),
+            intervals=OwnedIntervals(self.layout, slot, self._mesh.slice_ranks),
             mesh=self._mesh,
             offloaded=local.device != self._mesh.device,
             boxes=() if distribution is None else distribution.boxes,

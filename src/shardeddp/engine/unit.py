@@ -502,13 +502,13 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
 
 def _make_groups(plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
-    owners: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
+    lenders: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
     for planned in plan.groups:
         first = planned.parameters[0]
         own = mesh.experts if first.is_of_experts else mesh
         assert own is not None
-        group = FlatGroup(planned, own, reshard, owners.get(first.memory))
-        owners.setdefault(first.memory, group)
+        group = FlatGroup(planned, own, reshard, lenders.get(first.memory))
+        lenders.setdefault(first.memory, group)
         groups.append(group)
     return groups
 

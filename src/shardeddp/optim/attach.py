@@ -175,7 +175,7 @@ def _step_of(optimizer: optim.Optimizer) -> SwappedStep | GlobalStep | None:
 
 
 def _warn_unknown(optimizer: optim.Optimizer, sharded: ShardTensor) -> None:
-    if sharded.spec.mesh.rank != 0 or sharded.spec.mesh.owners.size == 1:
+    if sharded.spec.mesh.rank != 0 or sharded.spec.mesh.slices.size == 1:
         return
     name = type(optimizer).__name__
     warnings.warn(

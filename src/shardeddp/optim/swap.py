@@ -152,7 +152,7 @@ class SwappedStep(ABC):
         self._release()
         stepped, self._stepped = self._stepped, []
         _keep_gradients(optimizer, stepped)
-        if stepped and stepped[0].spec.mesh.owners.size > 1:
+        if stepped and stepped[0].spec.mesh.slices.size > 1:
             stepped[0].spec.mesh.run.written.note_options(
                 type(optimizer).__name__, optimizer.param_groups
             )

@@ -74,7 +74,7 @@ class OwnerTransfer:
 
     sharded: ShardTensor
     owner: int
-    """Rank within ``mesh.owners``."""
+    """Rank within ``mesh.slices``."""
 
     whole: torch.Tensor | None
     """Tensor of the parameter's shape and dtype; at the owner only."""
@@ -84,12 +84,12 @@ class _AllToAll:
     """All-to-all between shards and owners, in bytes, so that dtypes can mix.
 
     Args:
-        tensors: Transfers, the same on every rank of ``mesh.owners``, in the same order.
+        tensors: Transfers, the same on every rank of ``mesh.slices``, in the same order.
         mesh: Mesh of the tensors.
     """
 
     def __init__(self, tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
-        self._group, self._stream = mesh.owners, mesh.gather_stream
+        self._group, self._stream = mesh.slices, mesh.gather_stream
         me, size = self._group.rank, self._group.size
         # By peer: this rank's parts of the peer's tensors, and the peer's parts of this rank's.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
@@ -162,7 +162,7 @@ class OwnedParameter:
 
     parameter: ShardTensor
     owner: int
-    """Rank within ``mesh.owners``."""
+    """Rank within ``mesh.slices``."""
 
     owner_has_all: bool
     """True if the owner's shard is the whole parameter, so that no transfer is needed."""
@@ -213,7 +213,7 @@ class WholeParameters:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._ownership = Ownership(mesh.owners.size)
+        self._ownership = Ownership(mesh.slices.size)
         self._known: dict[torch.Tensor, OwnedParameter] = {}
 
     def of(self, parameter: object) -> OwnedParameter | None:
@@ -232,7 +232,7 @@ class WholeParameters:
         spec, local = parameter.spec, parameter.to_local()
         owner_has_all = spec.intervals[owner].numel == spec.numel
         tensor = None
-        if owner == self._mesh.owners.rank:
+        if owner == self._mesh.slices.rank:
             tensor = (
                 local.detach().view(spec.shape)
                 if owner_has_all
@@ -447,7 +447,7 @@ class OwnedStates(OutsideStates):
         return None if state is None else state_structure(state, type(self._optimizer).__name__)
 
     def _from_owners(self, answers: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
-        for rank in self._mesh.owners.ranks:
+        for rank in self._mesh.slices.ranks:
             yield from json.loads(answers[rank])
 
     # -- Numbers of other ranks
@@ -457,7 +457,7 @@ class OwnedStates(OutsideStates):
 
         A collective, unless all ranks know them or there are none.
         """
-        if not self._have_numbers or self._numbers is not None or self._mesh.owners.size == 1:
+        if not self._have_numbers or self._numbers is not None or self._mesh.slices.size == 1:
             return
         self._mesh.data_fingerprints.call(
             f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,"
@@ -538,7 +538,7 @@ class OwnedStates(OutsideStates):
             shape=shape,
             intervals=tuple(
                 everything if rank == whole.owner else nothing
-                for rank in range(self._mesh.owners.size)
+                for rank in range(self._mesh.slices.size)
             ),
             mesh=self._mesh,
         )
@@ -548,8 +548,8 @@ def _whole_of(parameter: OwnedParameter, value: torch.Tensor) -> torch.Tensor | 
     """Return a state as its owner keeps it; None elsewhere if that needs no communication."""
     if not isinstance(value, ShardTensor):
         return value
-    owners = parameter.parameter.spec.mesh.owners
-    together = value.spec.mesh.owners.ranks == owners.ranks
+    slices = parameter.parameter.spec.mesh.slices
+    together = value.spec.mesh.slices.ranks == slices.ranks
     if together and value.spec.intervals[parameter.owner].numel == value.spec.numel:
         local = value.to_local()
         return local.view(value.shape) if local.numel() == value.spec.numel else None
@@ -610,12 +610,12 @@ class OwnedStep(SwappedStep):
         # One after the other: a tensor in transfer is in memory twice.
         _AllToAll(self._values(), self._mesh).gather_to_owners()
         _AllToAll(moved, self._mesh).gather_to_owners()
-        if self._mesh.owners.size > 1:
+        if self._mesh.slices.size > 1:
             self._begun = self._mesh.begun_by_others()
         return found
 
     def _post_step(self) -> None:
-        if self._mesh.owners.size > 1 and self._begun != self._mesh.begun_by_others():
+        if self._mesh.slices.size > 1 and self._begun != self._mesh.begun_by_others():
             kind = type(self._optimizer)
             raise ConfigurationError(
                 f"{kind.__module__}.{kind.__qualname__} communicates in its step, with the scope "

@@ -376,9 +376,9 @@ class FlatLayout:
 
 
 class OwnedIntervals(Sequence[Interval]):
-    """Intervals of a parameter for each of its owners, computed on access.
+    """Intervals of a parameter for each rank with a slice, computed on access.
 
-    Stored intervals of thousands of owners for thousands of parameters would take gigabytes.
+    Stored intervals of thousands of ranks for thousands of parameters would take gigabytes.
     Compares equal to any sequence of equal intervals.
     """
 

@@ -149,10 +149,10 @@ class Topology:
             return self.shard_rank(rank)
         return self.shard_rank(rank) * self.replicate_size + self.replicate_rank(rank)
 
-    def owner_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that together own all elements of a flat buffer.
+    def slice_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that together have all slices of a flat buffer.
 
-        >>> Topology(world_size=6, shard_size=2).owner_groups()
+        >>> Topology(world_size=6, shard_size=2).slice_groups()
         [[0, 1], [2, 3], [4, 5]]
         """
         return self.data_groups() if self.split_replicas else self.shard_groups()
@@ -168,18 +168,18 @@ class Topology:
     def holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold the whole model.
 
-        An owner group has the parameters of one tensor rank only; a holder group joins them:
+        A slice group has the parameters of one tensor rank only; a holder group joins them:
 
         >>> split = Topology(world_size=8, shard_size=2, tensor_size=2)
-        >>> split.owner_groups()
+        >>> split.slice_groups()
         [[0, 2], [4, 6], [1, 3], [5, 7]]
         >>> split.holder_groups()
         [[0, 1, 2, 3], [4, 5, 6, 7]]
         """
-        owners = self.owner_groups()
-        count = len(owners) // self.tensor_size
+        slices = self.slice_groups()
+        count = len(slices) // self.tensor_size
         return [
-            sorted(rank for ranks in owners[first::count] for rank in ranks)
+            sorted(rank for ranks in slices[first::count] for rank in ranks)
             for first in range(count)
         ]
 

@@ -67,7 +67,7 @@ def _run(func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         for each in written(func, args, kwargs)
         if (parameter := parameter_in(each)) is not None
     ]
-    targets = [(each, spec) for each, spec in gathered if spec.mesh.owners.size > 1]
+    targets = [(each, spec) for each, spec in gathered if spec.mesh.slices.size > 1]
     if not targets:
         return run(*args, **kwargs)
     _refuse_receive(func, [spec for _, spec in targets])
@@ -106,7 +106,7 @@ def refuse_unmet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             f"Gather into tensors of your own, or use all_gather; it is unchanged"
         )
     if name == "scatter_":
-        sources = [spec for spec in _specs(args[1]) if spec.mesh.owners.size > 1]
+        sources = [spec for spec in _specs(args[1]) if spec.mesh.slices.size > 1]
         if sources:
             raise NotImplementedError(
                 f"{func} would read {sources[0].fqn} on one rank alone, and it is sharded: its "

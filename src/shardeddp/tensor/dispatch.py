@@ -155,7 +155,7 @@ def _unscale(
 
 
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
-    """Reduce this rank's partial results with those of the other owners; bitwise equal on all."""
+    """Reduce this rank's partial results with those of the other ranks; bitwise equal on all."""
     partial = partial.to(spec.mesh.device)
     group, stream = spec.mesh.holders, spec.mesh.reduce_stream
     if kind == "sum":

@@ -2,7 +2,7 @@
 
 A parameter that ranks split becomes a local tensor before the model is sharded, so that a flat
 buffer holds only this rank's part. Outside of its unit it is a ``ShardTensor`` of the whole shape
-with owners that share some boxes. Inside, its module computes with the local tensor itself, or with
+with ranks that share some boxes. Inside, its module computes with the local tensor itself, or with
 a wrapper made from it whenever it is bound to memory: a DTensor, where ``parallelize_module`` has
 made the parameter one.
 """

@@ -105,10 +105,10 @@ class ShardSpec:
     fqn: str
     shape: torch.Size
     intervals: Sequence[Interval]
-    """Interval of each owner in the flattened parameter, in ``mesh.owners`` order; they cover it.
+    """Interval of each rank of ``mesh.slices`` in the flattened parameter; they cover it.
 
     Of a parameter that is cut into boxes, they are intervals of the concatenated elements of the
-    boxes that the owners share.
+    boxes that the ranks of ``mesh.slices`` share.
     """
 
     mesh: Mesh
@@ -116,7 +116,7 @@ class ShardSpec:
     """True if the shard lives in host memory while compute is on a device."""
 
     boxes: tuple[tuple[Box, ...], ...] = ()
-    """Boxes that each group of owners shares of a parameter that is cut; empty: it is not cut."""
+    """Boxes that each slice group shares of a parameter that is cut; empty: it is not cut."""
 
     tensor_rank: int = 0
     """Index of this rank's group in ``boxes``."""
@@ -127,11 +127,11 @@ class ShardSpec:
     @cached_property
     def interval(self) -> Interval:
         """Interval that this rank owns."""
-        return self.intervals[self.mesh.owners.rank]
+        return self.intervals[self.mesh.slices.rank]
 
     @property
     def shared(self) -> tuple[Box, ...]:
-        """Boxes that the owners of this rank's group share, in the order of their elements."""
+        """Boxes that this rank's slice group shares, in the order of their elements."""
         return self.boxes[self.tensor_rank] if self.boxes else (whole_of(self.shape),)
 
     @cached_property
@@ -154,13 +154,13 @@ class ShardSpec:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a plain, full tensor that the owners share; 1D if it is cut."""
+        """Return the elements of a plain, full tensor that the group shares; 1D if it is cut."""
         return flatten_boxes(tensor, self.shared) if self.boxes else tensor
 
     @property
     def num_parts(self) -> int:
         """Number of ranks that together hold all elements once."""
-        return self.mesh.owners.size * max(1, len(self.boxes))
+        return self.mesh.slices.size * max(1, len(self.boxes))
 
     @cached_property
     def counts(self) -> bool:
@@ -181,7 +181,7 @@ class ShardSpec:
             self.shape == other.shape
             and (self.boxes, self.tensor_rank) == (other.boxes, other.tensor_rank)
             and self.intervals == other.intervals
-            and self.mesh.owners.ranks == other.mesh.owners.ranks
+            and self.mesh.slices.ranks == other.mesh.slices.ranks
         )
 
     def device_of(self, local: torch.Tensor) -> torch.device:
@@ -218,7 +218,7 @@ class _UnitGradients(Protocol):
 
 
 class _KeepsWrites(Protocol):
-    """Owner of the memory of unsharded parameters, which are views of it: `FlatGroup`."""
+    """Holder of the memory of unsharded parameters, which are views of it: `FlatGroup`."""
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
@@ -315,7 +315,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
         Args:
             local: 1D tensor with this rank's elements.
-            spec: Spec of the parameter, with the intervals of all owners.
+            spec: Spec of the parameter, with the intervals of all slices.
             requires_grad: True if autograd records operations on it.
         """
 
@@ -724,7 +724,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @property
     def home(self) -> _KeepsWrites | None:
-        """Owner of the flat buffer that holds this parameter's shard; None without a buffer."""
+        """Group of the flat buffer that holds this parameter's shard; None without a buffer."""
         return None if self._writes is None else self._writes()
 
     @property
@@ -840,7 +840,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         Each keeps a shard of the written values; see :class:`WriteDigest`.
         """
         mesh = self._spec.mesh
-        if mesh.owners.size > 1 and self.is_of_a_unit:
+        if mesh.slices.size > 1 and self.is_of_a_unit:
             mesh.run.written.note(self._spec.fqn, operation, values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -972,11 +972,11 @@ def keep_writes(parameters: Iterable[Any]) -> None:
 
 
 def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
-    """Gather the full tensor, plain; a collective of its owners.
+    """Gather the full tensor, plain; a collective of ``mesh.slices``.
 
     Args:
         sharded: Tensor to gather.
-        operation: Reason, for the message if not all owners come.
+        operation: Reason, for the message if not all ranks come.
     """
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
@@ -985,8 +985,8 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
         shape = [sum(box.numel for box in spec.shared)] if spec.boxes else spec.shape
         full = torch.empty(shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
-        pieces[spec.mesh.owners.rank].copy_(local)
-        spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+        pieces[spec.mesh.slices.rank].copy_(local)
+        spec.mesh.gather_stream.issue(lambda: spec.mesh.slices.all_gather_uneven_(pieces)).wait()
         return _from_boxes(full, spec) if spec.boxes else full
 
 
