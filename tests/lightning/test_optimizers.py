@@ -169,7 +169,7 @@ def _singles(parameters: Any, parts: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_runs_of_neighbours_go_on_over_checkpoints_fits_and_resumes(
+def test_segments_of_neighbours_go_on_over_checkpoints_fits_and_resumes(
     world: Worlds, tmp_path: Path
 ) -> None:
     both = [

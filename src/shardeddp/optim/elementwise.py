@@ -14,8 +14,9 @@ from torch import optim
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardeddp.engine.storage import empty_on_host
-from shardeddp.optim.runs import (
-    Run,
+from shardeddp.optim.scope import SCALAR_STATES, scope_of
+from shardeddp.optim.segments import (
+    Segment,
     Slices,
     chains,
     gradient_of,
@@ -24,7 +25,6 @@ from shardeddp.optim.runs import (
     signature,
     split,
 )
-from shardeddp.optim.scope import SCALAR_STATES, scope_of
 from shardeddp.optim.swap import Gradients, OutsideStates, State, SwappedStep
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, is_same_memory, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
@@ -39,14 +39,14 @@ class DeviceShards:
         """Return the device of a local parameter, on which it is stepped and has its states."""
         return shard.device
 
-    def tensor_for(self, run: Run) -> torch.Tensor:
-        """Return the tensor stepped on for a run: its shard."""
-        return run.shard
+    def tensor_for(self, segment: Segment) -> torch.Tensor:
+        """Return the tensor stepped on for a segment: its shard."""
+        return segment.shard
 
-    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Set the gradients of these runs' tensors."""
-        for run, gradient in runs:
-            run.tensor.grad = gradient
+    def follow(self, segments: Sequence[tuple[Segment, torch.Tensor]]) -> None:
+        """Set the gradients of these segments' tensors."""
+        for segment, gradient in segments:
+            segment.tensor.grad = gradient
 
     def begin_step(self) -> None:
         """Do nothing: a step works on the shards."""
@@ -64,7 +64,9 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[Run, torch.Tensor]] = []  # with their gradients on the device
+        self._segments: list[
+            tuple[Segment, torch.Tensor]
+        ] = []  # with their gradients on the device
         # Versions of local parameters at the last update of each copy.
         self._versions: dict[torch.Tensor, list[int]] = {}
 
@@ -72,60 +74,62 @@ class HostCopies:
         """Return the host, on which a local parameter is stepped and has its states."""
         return torch.device("cpu")
 
-    def tensor_for(self, run: Run) -> torch.Tensor:
-        """Return the tensor stepped on for a run; the same until the run changes."""
-        if run.tensor is run.shard:
-            return empty_on_host(run.shard, run.shard.device)
-        return run.tensor
+    def tensor_for(self, segment: Segment) -> torch.Tensor:
+        """Return the tensor stepped on for a segment; the same until the segment changes."""
+        if segment.tensor is segment.shard:
+            return empty_on_host(segment.shard, segment.shard.device)
+        return segment.tensor
 
-    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
-        """Allocate gradients for the tensors of these runs, and of no others."""
-        self._runs = list(runs)
-        copies = {run.tensor for run, _ in runs}
+    def follow(self, segments: Sequence[tuple[Segment, torch.Tensor]]) -> None:
+        """Allocate gradients for the tensors of these segments, and of no others."""
+        self._segments = list(segments)
+        copies = {segment.tensor for segment, _ in segments}
         self._versions = {
             copy: versions for copy, versions in self._versions.items() if copy in copies
         }
-        for run, gradient in runs:
-            if run.tensor.grad is None:
-                run.tensor.grad = empty_on_host(gradient, gradient.device)
+        for segment, gradient in segments:
+            if segment.tensor.grad is None:
+                segment.tensor.grad = empty_on_host(gradient, gradient.device)
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """Copy the values and gradients of a step to the host."""
-        for run, gradient in self._runs:
-            copy = run.tensor
+        for segment, gradient in self._segments:
+            copy = segment.tensor
             if copy.grad is not None:
                 copy.grad.copy_(gradient, non_blocking=True)
-            versions = _versions(run)
+            versions = _versions(segment)
             if self._versions.get(copy) != versions:  # changed by something else than a step
-                copy.copy_(run.shard, non_blocking=True)
+                copy.copy_(segment.shard, non_blocking=True)
                 self._versions[copy] = versions
-        for device in {run.shard.device for run, _ in self._runs if run.shard.is_cuda}:
+        for device in {
+            segment.shard.device for segment, _ in self._segments if segment.shard.is_cuda
+        }:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def end_step(self) -> None:
         """Copy the new values to the shards."""
-        for run, _ in self._runs:
-            run.shard.copy_(run.tensor, non_blocking=True)
+        for segment, _ in self._segments:
+            segment.shard.copy_(segment.tensor, non_blocking=True)
             # `parameters_changed` counts one more version.
-            self._versions[run.tensor] = [version + 1 for version in _versions(run)]
+            self._versions[segment.tensor] = [version + 1 for version in _versions(segment)]
 
 
 StepMemory = DeviceShards | HostCopies
 """Memory in which an optimizer steps."""
 
 
-def _versions(run: Run) -> list[int]:
-    return [shard._version for shard in run.shards]
+def _versions(segment: Segment) -> list[int]:
+    return [shard._version for shard in segment.shards]
 
 
 # -- LocalStep: an element-wise optimizer on this rank's elements
 #
 # Its update of an element depends on that element alone, so all ranks' steps together are the step
 # on the parameters. It steps on the *local parameter* of a sharded one, a 1D view of the main
-# shard, or on a *run* of neighbours (`runs.py`), there or in a copy in host memory. A step on a
-# thousand small tensors costs as much as its calls, and a run is one call.
+# shard, or on a *segment* of neighbours (`segments.py`), there or in a copy in host memory. A step
+# on a thousand small tensors costs as much as its calls, and a segment is one call.
 
 _MOST_PATIENCE = 256
 
@@ -134,7 +138,7 @@ _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 
 class LocalStep(SwappedStep):
-    """Lets an element-wise optimizer step on local parameters and runs of them.
+    """Lets an element-wise optimizer step on local parameters and segments of them.
 
     Args:
         optimizer: Element-wise optimizer over (some) sharded parameters.
@@ -152,7 +156,7 @@ class LocalStep(SwappedStep):
         self._tensors: list[list[torch.Tensor]] = []  # tensors of the step, by group
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
         self._joins = True  # whether neighbours were joined in the last arrangement
-        self._patience = 1  # steps between two attempts to join runs that were left apart
+        self._patience = 1  # steps between two attempts to join segments that were left apart
         self._waited = 0  # steps since the last attempt
         # Steps of torch's own are known: a state is a tensor with one element per element, or one
         # number per parameter. Others may keep anything, and skip tensors without requires_grad.
@@ -192,7 +196,7 @@ class LocalStep(SwappedStep):
 
     # -- Tensors of a step
     #
-    # In the steady state every parameter, gradient and run is the same object as in the step
+    # In the steady state every parameter, gradient and segment is the same object as in the step
     # before, and following a thousand parameters costs a few thousand comparisons.
 
     def _made_from(
@@ -217,8 +221,8 @@ class LocalStep(SwappedStep):
     def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
         """Return whether to arrange the tensors again; sets whether neighbours are joined then.
 
-        A run whose states are read as soon as it has been joined (by a callback that logs states in
-        every step) waits for twice as many steps each time, as does a refused join.
+        A segment whose states are read as soon as it has been joined (by a callback that logs
+        states in every step) waits for twice as many steps each time, as does a refused join.
         """
         self._waited += 1
         if not (len(seen) == len(self._seen) and all(map(_same_objects, seen, self._seen))):
@@ -232,7 +236,7 @@ class LocalStep(SwappedStep):
         return self._joins
 
     def _arrange(self, groups: list[list[torch.Tensor]], parts: list[Gradients]) -> None:
-        """Find the runs for the step, and give them their gradients."""
+        """Find the segments for the step, and give them their gradients."""
         parts = [
             [_localized(*pair) for pair in zip(*each, strict=True)]
             for each in zip(groups, parts, strict=True)
@@ -257,19 +261,21 @@ class LocalStep(SwappedStep):
             if self._states.refused:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._tensors, self._marked = [], []
-        stepped: list[tuple[Run, torch.Tensor]] = []
+        stepped: list[tuple[Segment, torch.Tensor]] = []
         for parameters, known, each in zip(groups, parts, found, strict=True):
             tensors: list[torch.Tensor] = []
-            for members in (run for it in each for run in self._states.runs(parameters, it)):
+            for members in (
+                segment for it in each for segment in self._states.segments(parameters, it)
+            ):
                 parameter, gradients = parameters[members[0]], [known[it] for it in members]
                 if not isinstance(parameter, ShardTensor):
                     tensors.append(parameter)
                     continue
-                run = self._states.run_of(parameter)
-                tensors.append(run.tensor)
-                self._marked += [] if self._is_known else [(run.tensor, parameter)]
+                segment = self._states.segment_of(parameter)
+                tensors.append(segment.tensor)
+                self._marked += [] if self._is_known else [(segment.tensor, parameter)]
                 if (gradient := gradient_of(gradients)) is not None:
-                    stepped.append((run, gradient))
+                    stepped.append((segment, gradient))
             self._tensors.append(tensors)
         self._memory.follow(stepped)
 
@@ -309,9 +315,9 @@ def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
 
 
 class LocalStates(OutsideStates):
-    """States of an optimizer by sharded parameter, held by run.
+    """States of an optimizer by sharded parameter, held by segment.
 
-    Access to the state of a parameter finds one of its own: its run is divided into parameters
+    Access to the state of a parameter finds one of its own: its segment is divided into parameters
     then, and joined again before the next step, unless the state differs from the neighbours' by
     then, or is still held.
     """
@@ -320,10 +326,10 @@ class LocalStates(OutsideStates):
         super().__init__(optimizer)
         self._slices = slices
         self._memory = memory
-        self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
+        self._segments: dict[torch.Tensor, Segment] = {}  # by local parameter
         self._of_aliases = WeakTensorKeyDictionary()  # their local parameters
         self.changed = False
-        """True if runs have been divided since they were arranged."""
+        """True if segments have been divided since they were arranged."""
 
         self.refused = False
         """True if neighbours were left apart in the last arrangement because of their states."""
@@ -357,7 +363,7 @@ class LocalStates(OutsideStates):
             return parameter in self.inside
         parameter = outside_of(parameter)
         if isinstance(parameter, ShardTensor):
-            return self.run_of(parameter).tensor in self.inside
+            return self.segment_of(parameter).tensor in self.inside
         return parameter in self.inside
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -365,14 +371,14 @@ class LocalStates(OutsideStates):
         states = ((parameter, dict(state)) for parameter, state in self.items())
         return defaultdict, (dict,), None, None, states
 
-    # -- Runs
+    # -- Segments
 
-    def run_of(self, parameter: ShardTensor) -> Run:
-        """Return the run that a parameter is in now."""
+    def segment_of(self, parameter: ShardTensor) -> Segment:
+        """Return the segment that a parameter is in now."""
         shard = self._local(parameter)
-        if shard not in self._runs:
-            self._runs[shard] = Run([shard])
-        return self._runs[shard]
+        if shard not in self._segments:
+            self._segments[shard] = Segment([shard])
+        return self._segments[shard]
 
     def _local(self, parameter: ShardTensor) -> torch.Tensor:
         """Return the local parameter; of an alias, one of its own, as it has a state of its own.
@@ -386,18 +392,18 @@ class LocalStates(OutsideStates):
             own = self._of_aliases[parameter] = found.detach()
         return own
 
-    def runs(self, parameters: Sequence[torch.Tensor], chain: Sequence[int]) -> list[list[int]]:
-        """Divide a chain of parameters into those of one run each."""
+    def segments(self, parameters: Sequence[torch.Tensor], chain: Sequence[int]) -> list[list[int]]:
+        """Divide a chain of parameters into those of one segment each."""
         if len(chain) == 1:
             return [list(chain)]
-        runs = [self.run_of(parameters[index]) for index in chain]  # type: ignore[arg-type]
-        grouped = groupby(zip(runs, chain, strict=True), key=lambda pair: id(pair[0]))
+        segments = [self.segment_of(parameters[index]) for index in chain]  # type: ignore[arg-type]
+        grouped = groupby(zip(segments, chain, strict=True), key=lambda pair: id(pair[0]))
         return [[index for _, index in group] for _, group in grouped]
 
     def arrange(
         self, groups: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Divide runs that are in no chain, and join neighbours in chains with equal signatures."""
+        """Divide segments that are in no chain; join neighbours in chains with equal signatures."""
         self.refused = False
         together = [
             [it for index in indices if isinstance(it := parameters[index], ShardTensor)]
@@ -405,58 +411,60 @@ class LocalStates(OutsideStates):
             for indices in each
         ]
         numbers = {self._local(it): number for number, each in enumerate(together) for it in each}
-        for run in set(self._runs.values()):
-            run.tensor.grad = None
-            pairs = pairwise(map(numbers.get, run.shards))
-            self._divide(run, [place for place, (a, b) in enumerate(pairs, 1) if a != b])
+        for segment in set(self._segments.values()):
+            segment.tensor.grad = None
+            pairs = pairwise(map(numbers.get, segment.shards))
+            self._divide(segment, [place for place, (a, b) in enumerate(pairs, 1) if a != b])
         for each in together:
-            if len(runs := list(dict.fromkeys(map(self.run_of, each)))) > 1:
-                self._join(runs)
-        for run in {self.run_of(it) for each in together for it in each}:
-            self._give(run, self._memory.tensor_for(run))
+            if len(segments := list(dict.fromkeys(map(self.segment_of, each)))) > 1:
+                self._join(segments)
+        for segment in {self.segment_of(it) for each in together for it in each}:
+            self._give(segment, self._memory.tensor_for(segment))
         self.changed = False
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a parameter, which is stepped on by itself from here on."""
         if not isinstance(parameter, ShardTensor):
             return parameter
-        run = self.run_of(parameter)
-        self._divide(run, range(1, len(run.shards)))
-        return self.run_of(parameter).tensor
+        segment = self.segment_of(parameter)
+        self._divide(segment, range(1, len(segment.shards)))
+        return self.segment_of(parameter).tensor
 
-    def _divide(self, run: Run, cuts: Sequence[int]) -> None:
+    def _divide(self, segment: Segment, cuts: Sequence[int]) -> None:
         if not cuts:
             return
         self.changed = True
-        for part, state in split(run, self.inside.pop(run.tensor, None), cuts, self._slices):
+        for part, state in split(
+            segment, self.inside.pop(segment.tensor, None), cuts, self._slices
+        ):
             self._add(part, state)
 
-    def _join(self, runs: Sequence[Run]) -> None:
+    def _join(self, segments: Sequence[Segment]) -> None:
         signatures: list[Any] = []
-        for run in runs:
-            known = run.tensor in self.inside
-            held = references(self.inside, run.tensor) if known else []
-            state = self.inside.get(run.tensor)
-            signatures.append(signature(run, state, held, self._slices))
+        for segment in segments:
+            known = segment.tensor in self.inside
+            held = references(self.inside, segment.tensor) if known else []
+            state = self.inside.get(segment.tensor)
+            signatures.append(signature(segment, state, held, self._slices))
         self.refused |= None in signatures
-        for common, pairs in groupby(zip(signatures, runs, strict=True), key=itemgetter(0)):
-            parts = [(run, self.inside.get(run.tensor)) for _, run in pairs]
+        for common, pairs in groupby(zip(signatures, segments, strict=True), key=itemgetter(0)):
+            parts = [(segment, self.inside.get(segment.tensor)) for _, segment in pairs]
             if common is not None and len(parts) > 1:
                 joined = join(parts, self._slices)
-                for run, _ in parts:
-                    self.inside.pop(run.tensor, None)
+                for segment, _ in parts:
+                    self.inside.pop(segment.tensor, None)
                 self._add(*joined)
 
-    def _add(self, run: Run, state: State | None) -> None:
-        self._runs.update(dict.fromkeys(run.shards, run))
+    def _add(self, segment: Segment, state: State | None) -> None:
+        self._segments.update(dict.fromkeys(segment.shards, segment))
         if state is not None:
-            self.inside[run.tensor] = state
+            self.inside[segment.tensor] = state
 
-    def _give(self, run: Run, tensor: torch.Tensor) -> None:
-        if tensor is not run.tensor:
-            state = self.inside.pop(run.tensor, None)
-            run.tensor = tensor
-            self._add(run, state)
+    def _give(self, segment: Segment, tensor: torch.Tensor) -> None:
+        if tensor is not segment.tensor:
+            state = self.inside.pop(segment.tensor, None)
+            segment.tensor = tensor
+            self._add(segment, state)
 
 
 class _StateView(dict[str, Any]):

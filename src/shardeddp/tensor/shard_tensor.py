@@ -70,8 +70,8 @@ from shardeddp.torch_private import (
 
 T = TypeVar("T")
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a function or an operation of torch with arguments and keyword arguments."""
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function or an operation of torch with arguments and keyword arguments."""
 
 
 class Handlers:
@@ -80,9 +80,9 @@ class Handlers:
     ``autograd.py`` and ``dispatch.py`` set them when they are imported.
     """
 
-    function: Run
+    function: Call
     """Runs functions of torch's Python API, such as ``torch.autograd.grad``, above autograd."""
-    operation: Run
+    operation: Call
     """Runs ATen operations, below autograd."""
 
 

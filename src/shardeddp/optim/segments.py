@@ -1,4 +1,4 @@
-"""Runs: neighbours in a main shard that an element-wise optimizer steps on as one 1D tensor."""
+"""Segments: neighbours in a main shard that an element-wise optimizer steps on as one 1D tensor."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shardeddp.torch_private import storage_of, storage_use_count
 WINDOW = 1 << 18
 """Elements of a window of a main shard: parameters that begin in one window are stepped together.
 
-A step's temporary tensors are as long as its runs, and stay in a core's cache if those are short:
-AdamW with `foreach=False` on a CPU steps 4 Mi elements in 8 ms in runs of this length, and in 19 ms
-in one run.
+A step's temporary tensors are as long as its segments, and stay in a core's cache if those are
+short: AdamW with `foreach=False` on a CPU steps 4 Mi elements in 8 ms in segments of this length,
+and in 19 ms in one segment.
 """
 
 
-class Run:
+class Segment:
     """Neighbouring local parameters, and the 1D tensor that is stepped on instead of them.
 
     Three parameters of 6, 5 and 4 elements, each on a multiple of 4::
 
         main shard   . . a a a a a a - - b b b b b - - - c c c c . .
-        run              a a a a a a - - b b b b b - - - c c c c        starts = [0, 8, 16]
+        segment          a a a a a a - - b b b b b - - - c c c c        starts = [0, 8, 16]
 
     Padding between them is stepped on as well: its gradient is zero, and it is never read.
 
@@ -46,7 +46,7 @@ class Run:
         """1D view of the main shard with its own ``.grad``: optimizers may share parameters."""
 
         self.tensor = self.shard
-        """Tensor stepped on, 1D: the run itself, or a copy in host memory."""
+        """Tensor stepped on, 1D: the segment itself, or a copy in host memory."""
 
     @property
     def numel(self) -> int:
@@ -54,7 +54,7 @@ class Run:
         return self.shard.numel()
 
     def stop(self, index: int) -> int:
-        """Return the offset in the run at which a parameter ends."""
+        """Return the offset in the segment at which a parameter ends."""
         return self.starts[index] + self.shards[index].numel()
 
 
@@ -66,12 +66,12 @@ def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def gradient_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return a run's gradient, 1D, from its local gradients, of which all or none are given."""
+    """Return a segment's gradient, 1D, from its local gradients, of which all or none are given."""
     known = [part for part in parts if part is not None]
     return _span(known) if len(known) > 1 else next(iter(known), None)
 
 
-# -- Chains: neighbours that may form a run
+# -- Chains: neighbours that may form a segment
 
 
 def chains(
@@ -154,39 +154,39 @@ def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype is other.dtype and storage_of(one) == storage_of(other)
 
 
-# -- Splitting and joining of runs
+# -- Splitting and joining of segments
 
 Slices = WeakTensorKeyDictionary
-"""Maps the state of a part of a run to the tensor that it is a slice of, and its offset there.
+"""Maps the state of a part of a segment to the tensor that it is a slice of, and its offset there.
 
 They lie there as the parameters do in their main shard, so neighbours are joined without a copy.
 """
 
 
 def split(
-    run: Run, state: State | None, cuts: Iterable[int], slices: Slices
-) -> list[tuple[Run, State | None]]:
-    """Divide a run before some of its parameters.
+    segment: Segment, state: State | None, cuts: Iterable[int], slices: Slices
+) -> list[tuple[Segment, State | None]]:
+    """Divide a segment before some of its parameters.
 
     Args:
-        run: Run of several parameters.
-        state: State of the run, which the first part takes over; None: it has none.
+        segment: Segment of several parameters.
+        state: State of the segment, which the first part takes over; None: it has none.
         cuts: Indices of the first parameter of each part but the first.
         slices: Slices of this optimizer's states; new ones are added.
 
     Returns:
         Parts with their states: slices of element-wise tensors, copies of other tensors.
     """
-    parts: list[tuple[Run, State | None]] = []
-    for first, stop in pairwise([0, *cuts, len(run.shards)]):
-        part = Run(run.shards[first:stop])
+    parts: list[tuple[Segment, State | None]] = []
+    for first, stop in pairwise([0, *cuts, len(segment.shards)]):
+        part = Segment(segment.shards[first:stop])
         if state is None:
             parts.append((part, None))
             continue
-        start, end = run.starts[first], run.stop(stop - 1)
+        start, end = segment.starts[first], segment.stop(stop - 1)
         taken: State = {}
         for name, value in state.items():
-            if not _is_by_element(name, value, run):
+            if not _is_by_element(name, value, segment):
                 copies = first > 0 and isinstance(value, torch.Tensor)
                 taken[name] = value.clone() if copies else value
                 continue
@@ -214,7 +214,7 @@ _ALONE = references(_PROBE, 0)
 """Reference counts of a state, and of a value, held by the optimizer alone."""
 
 
-def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices) -> Any:
+def signature(segment: Segment, state: State | None, held: Sequence[int], slices: Slices) -> Any:
     """Return the common part of the states of neighbours that can be joined; None: they cannot.
 
     A number per parameter, as a tensor or not, has to be equal in all of them. A value with other
@@ -222,8 +222,8 @@ def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices
     counting for its own parameter, and writes to it reach that one.
 
     Args:
-        run: Run of one or several parameters.
-        state: State of the run; None: it has none.
+        segment: Segment of one or several parameters.
+        state: State of the segment; None: it has none.
         held: Counts from :func:`references` for that state.
         slices: Slices of this optimizer's states.
     """
@@ -233,65 +233,67 @@ def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices
         return None
     found: list[Any] = []
     for (name, value), count in zip(state.items(), held[1:], strict=True):
-        own = _signature_of_value(run, name, value, count > _ALONE[1], slices)
+        own = _signature_of_value(segment, name, value, count > _ALONE[1], slices)
         if own is None:
             return None
         found.append((name, own))
     return tuple(found)
 
 
-def _signature_of_value(run: Run, name: str, value: Any, held: bool, slices: Slices) -> Any:
+def _signature_of_value(segment: Segment, name: str, value: Any, held: bool, slices: Slices) -> Any:
     if value is None or isinstance(value, (int, float, complex)):
         return type(value), value
     if type(value) is not torch.Tensor or value.requires_grad or not value.is_contiguous():
         return None
     kind = (value.dtype, value.device)
-    if _is_by_element(name, value, run):
+    if _is_by_element(name, value, segment):
         if value in slices:
             whole, start = slices[value]
-            return *kind, id(whole), start - int(run.shard.storage_offset())
+            return *kind, id(whole), start - int(segment.shard.storage_offset())
         # To be moved to a longer tensor: nothing else may refer to the memory that it leaves.
         return None if held or _is_shared(value) else (*kind, "apart")
     return None if value.dim() or held or _is_shared(value) else (*kind, value.item())
 
 
-def join(pairs: Sequence[tuple[Run, State | None]], slices: Slices) -> tuple[Run, State | None]:
-    """Join neighbours with states of the same signature to one run.
+def join(
+    pairs: Sequence[tuple[Segment, State | None]], slices: Slices
+) -> tuple[Segment, State | None]:
+    """Join neighbours with states of the same signature to one segment.
 
     Args:
         pairs: Neighbours in the order of memory, with their states.
         slices: Slices of this optimizer's states; new ones are added.
     """
-    run = Run([shard for part, _ in pairs for shard in part.shards])
-    origin = int(run.shard.storage_offset())
+    segment = Segment([shard for part, _ in pairs for shard in part.shards])
+    origin = int(segment.shard.storage_offset())
     first, state = pairs[0]
     if state is None:
-        return run, None
+        return segment, None
     joined: State = {}
     for name, value in state.items():
         if _is_by_element(name, value, first):
             if value not in slices:
-                whole = value.new_zeros(run.numel)
+                whole = value.new_zeros(segment.numel)
                 for part, own in pairs:
                     start = int(part.shard.storage_offset()) - origin
                     if own is not None:  # it moves to the new memory, and frees its own
                         own[name] = whole[start : start + part.numel].copy_(own[name])
                         slices[own[name]] = whole, start
             whole, start = slices[state[name]]
-            joined[name] = whole[start : start + run.numel]
+            joined[name] = whole[start : start + segment.numel]
             slices[joined[name]] = whole, start
         else:
             joined[name] = value
-    return run, joined
+    return segment, joined
 
 
-def _is_by_element(name: str, value: Any, run: Run) -> bool:
-    """Return whether a state has one element per element of the run, not one per parameter."""
+def _is_by_element(name: str, value: Any, segment: Segment) -> bool:
+    """Return whether a state has one element per element of the segment, not one per parameter."""
     return (
         isinstance(value, torch.Tensor)
         and name not in SCALAR_STATES
         and value.dim() == 1
-        and value.numel() == run.numel
+        and value.numel() == segment.numel
     )
 
 

@@ -1,4 +1,4 @@
-"""Steps on runs of neighbours: to the bit those on single parameters, whatever happens between the steps."""
+"""Steps on segments of neighbours: to the bit those on single parameters, whatever happens between the steps."""
 
 import collections
 import copy
@@ -158,7 +158,7 @@ def compare(
     quiet: int = 0,
     **how: Any,
 ) -> int:
-    """Train with runs and without; how many parameters were joined in the last step.
+    """Train with segments and without; how many parameters were joined in the last step.
 
     With ``looks``, states are looked at after every third step, else only after the last. The
     program does nothing in the last ``quiet`` ones: neighbours that it parted are not joined at
@@ -259,7 +259,7 @@ def does_a_bit_of_everything(training: Training, step: int) -> None:
 @pytest.mark.parametrize("foreach_first", [True, pytest.param(False, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 @on_ranks(2)
-def test_every_optimizer_steps_on_runs_as_on_single_parameters(
+def test_every_optimizer_steps_on_segments_as_on_single_parameters(
     name: str, foreach_first: bool
 ) -> None:
     """Its options in turn with ``foreach`` and without; the long harness has them the other way round."""
@@ -484,7 +484,9 @@ PARTING = {writes_to_states_it_has_held, shares_states, exchanges_states}
     "index", range(len(PROGRAMS)), ids=[program.__name__ for program, *_ in PROGRAMS]
 )
 @on_ranks(2)
-def test_whatever_user_code_does_between_steps_runs_step_as_single_parameters(index: int) -> None:
+def test_whatever_user_code_does_between_steps_segments_step_as_single_parameters(
+    index: int,
+) -> None:
     sharding, (program, make, joined) = on_one_mesh(), PROGRAMS[index]
     for looks in (False, True):
         case = f"{program.__name__} with {make.__name__}"
@@ -519,7 +521,7 @@ def test_steps_on_the_host_are_those_on_single_parameters() -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_scaler_skips_the_step_on_runs_that_it_skips_on_single_parameters() -> None:
+def test_a_scaler_skips_the_step_on_segments_that_it_skips_on_single_parameters() -> None:
     sharding = on_one_mesh()
 
     def overflows(training: Training, step: int) -> None:
@@ -570,7 +572,7 @@ def test_a_copy_and_a_pickle_of_an_optimizer_have_its_states() -> None:
 
 
 @on_ranks(2)
-def test_runs_come_back_after_their_states_were_looked_at_and_loaded() -> None:
+def test_segments_come_back_after_their_states_were_looked_at_and_loaded() -> None:
     training = Training(Sharding(units=("units.*",)), adamw, joins=True)
     joined: list[int] = []
     for step in range(4):
@@ -581,12 +583,12 @@ def test_runs_come_back_after_their_states_were_looked_at_and_loaded() -> None:
             assert len(training.optimizer.state_dict()["state"]) == len(training.parameters)
         if step == 2:
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    # All but the first one, and one run per unit.
+    # All but the first one, and one segment per unit.
     assert joined == [len(training.parameters) - 3] * 4, joined
 
 
 @on_ranks(2)
-def test_runs_are_joined_while_another_thread_is_in_compiled_code() -> None:
+def test_segments_are_joined_while_another_thread_is_in_compiled_code() -> None:
     """Python calls functions in another way then, and counts one more reference to what they are given."""
     training = Training(Sharding(units=("units.*",)), adamw, joins=True)
     began, over = threading.Event(), threading.Event()
@@ -605,7 +607,7 @@ def test_runs_are_joined_while_another_thread_is_in_compiled_code() -> None:
             training.backward(step)
             training.step()
             joined.append(training.joined)
-            len(training.optimizer.state[training.parameters[5]])  # divides its run
+            len(training.optimizer.state[training.parameters[5]])  # divides its segment
             training.optimizer.load_state_dict(training.optimizer.state_dict())
     finally:
         over.set()
@@ -614,7 +616,7 @@ def test_runs_are_joined_while_another_thread_is_in_compiled_code() -> None:
 
 
 @on_ranks(2)
-def test_runs_that_a_change_of_groups_divides_are_not_parted_for_long() -> None:
+def test_segments_that_a_change_of_groups_divides_are_not_parted_for_long() -> None:
     training = Training(Sharding(units=("units.*",)), adamw, joins=True)
     joined: list[int] = []
     for step in range(10):
@@ -628,7 +630,7 @@ def test_runs_that_a_change_of_groups_divides_are_not_parted_for_long() -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_runs_that_are_looked_at_in_every_step_are_joined_ever_less_often() -> None:
+def test_segments_that_are_looked_at_in_every_step_are_joined_ever_less_often() -> None:
     both = [Training(Sharding(units=("units.*",)), adamw, joins) for joins in (True, False)]
     joined: list[bool] = []
     for step in range(22):
@@ -669,7 +671,7 @@ def test_states_and_parameters_are_in_memory_once() -> None:
 
 
 @on_ranks(2)
-def test_neither_unknown_optimizers_nor_half_precision_on_a_cpu_are_stepped_on_runs() -> None:
+def test_neither_unknown_optimizers_nor_half_precision_on_a_cpu_are_stepped_on_segments() -> None:
     training = Training(Sharding(units=("units.*",)), Lion, joins=True, stated={"Lion": "element"})
     training.backward(0)
     training.step()
