@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardeddp.comm.rendezvous import (
     INTERFACE_VARIABLES,
-    Placement,
+    RankOrder,
     leave_loopback,
     meet,
     nvlink_domain,
@@ -72,7 +72,7 @@ def all_meet(
 
 def test_every_rank_learns_where_all_are_and_they_share_a_store() -> None:
     met = all_meet(free_port(), [info(rank) for rank in range(4)])
-    assert [placement.order for _, placement in met] == [None] * 4
+    assert [found.order for _, found in met] == [None] * 4
     met[2][0].set("key", "value")
     assert [store.get("key") for store, _ in met] == [b"value"] * 4
 
@@ -82,8 +82,8 @@ def test_every_rank_learns_which_nodes_are_near_each_other() -> None:
         RankInfo(**{**vars(info(rank, 4, 1)), "switches": "ab"[rank in (1, 2)], "domain": "u"})
         for rank in range(4)
     ]
-    met = [placement for _, placement in all_meet(free_port(), infos)]
-    assert met == [Placement(order=(0, 3, 1, 2), reach=4)] * 4
+    met = [found for _, found in all_meet(free_port(), infos)]
+    assert met == [RankOrder(order=(0, 3, 1, 2), reach=4)] * 4
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_nvml_says_which_gpus_nvlink_connects_across_nodes(
 
 def test_ranks_that_are_dealt_out_to_nodes_like_cards_learn_their_order() -> None:
     infos = [RankInfo(**{**vars(info(rank)), "node": rank % 2}) for rank in range(4)]
-    assert [placement.order for _, placement in all_meet(free_port(), infos)] == [(0, 2, 1, 3)] * 4
+    assert [found.order for _, found in all_meet(free_port(), infos)] == [(0, 2, 1, 3)] * 4
 
 
 def test_what_a_rank_reads_of_the_others_does_not_grow_with_their_number() -> None:

@@ -43,7 +43,7 @@ _LATE_S = 2.0
 """Time for which rank 0 waits for more ranks to list, once it knows of a mismatch among them."""
 
 
-class Placement(NamedTuple):
+class RankOrder(NamedTuple):
     """Order of a run's ranks, and their reach without the network."""
 
     order: tuple[int, ...] | None
@@ -54,7 +54,7 @@ class Placement(NamedTuple):
 
 def meet(
     address: str, port: int, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, Placement]:
+) -> tuple[dist.Store, RankOrder]:
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
@@ -64,7 +64,7 @@ def meet(
         timeout: Maximum wait for the other ranks.
 
     Returns:
-        Store under a prefix of this attempt, and the placement of the ranks.
+        Store under a prefix of this attempt, and the order of the ranks.
 
     Raises:
         ConfigurationError: The ranks do not fit together, or are about to run something else than
@@ -80,7 +80,7 @@ def meet(
     store = dist.PrefixStore("shardeddp/rendezvous", store)
     store.set_timeout(timeout)
     try:
-        return _agree_on_placement(store, info, timeout)
+        return _agree_on_order(store, info, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
             f"rank {info.rank} has found the store at {address}:{port} but not rank 0 within "
@@ -245,10 +245,10 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _agree_on_placement(
+def _agree_on_order(
     store: dist.Store, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, Placement]:
-    """Return a store under a prefix of this attempt, and the placement of the ranks.
+) -> tuple[dist.Store, RankOrder]:
+    """Return a store under a prefix of this attempt, and the order of the ranks.
 
     Rank 0 alone reads the infos of all ranks; the others read its verdict.
     """
@@ -269,8 +269,8 @@ def _agree_on_placement(
             else ConfigurationError(verdict["wrong"])
         )
     order = verdict["order"]
-    placement = Placement(None if order is None else tuple(order), verdict["reach"])
-    return dist.PrefixStore("group", names), placement
+    found = RankOrder(None if order is None else tuple(order), verdict["reach"])
+    return dist.PrefixStore("group", names), found
 
 
 def _ask_for_name(store: dist.Store) -> str:

@@ -206,16 +206,16 @@ class RunGroup:
                 ``timeout``. Rank 0 raises its own error.
         """
         rank, within_s = torch.distributed.get_rank(), self.options.timeout.total_seconds()
-        notes = StoreClient(topic, rank, patient=True)
+        client = StoreClient(topic, rank, patient=True)
         if rank == 0:
             try:
                 made = make()
             except Exception as error:
-                notes.write("answer", json.dumps(f"{type(error).__name__}: {error}"))
+                client.write("answer", json.dumps(f"{type(error).__name__}: {error}"))
                 raise
-            notes.write("answer", json.dumps(made))
+            client.write("answer", json.dumps(made))
             return made
-        answer = notes.wait_for(["answer"], within_s).get("answer")
+        answer = client.wait_for(["answer"], within_s).get("answer")
         found: dict[str, Any] | str = (
             f"nothing within {within_s:.0f} s" if answer is None else json.loads(answer)
         )
@@ -358,10 +358,8 @@ class RunGroup:
             switches=switches_of(os.environ),
             domain=nvlink_domain(device),
         )
-        store, placement = meet(
-            environment.main_address, environment.main_port, info, options.timeout
-        )
-        self._order, self.reach = placement.order, placement.reach
+        store, found = meet(environment.main_address, environment.main_port, info, options.timeout)
+        self._order, self.reach = found.order, found.reach
         with torch_compares() if options.debug else nullcontext():
             init_dist_connection(
                 environment,
