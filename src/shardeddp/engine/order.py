@@ -498,7 +498,7 @@ class OrderAgreement:
             announced[positions] = 1
             announced[positions[-1]] += self._needs(self._progresses[unit])
         ahead = {unit: len(positions) for unit, positions in awaited.items()}
-        reduced = self._reducer.progress(wanted, ahead)
+        reduced = self._reducer.reduction_states(wanted, ahead)
         rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8, device="cpu")
         message = torch.cat([rows.view(-1), announced])
         left_out = f" after {self._left_out} that were left out" if self._left_out else ""

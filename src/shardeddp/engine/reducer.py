@@ -129,7 +129,7 @@ class Reducer:
     def reduce_finished(self, entering: UnitProgress) -> None:
         """Reduce finished units when the backward reaches a use of another one, before its gather.
 
-        Not called if ranks agree on reductions, by :meth:`progress` and :meth:`issue`.
+        Not called if ranks agree on reductions, by :meth:`reduction_states` and :meth:`issue`.
         """
         waiting = self._waiting()
         over = [other for other in waiting if other.is_over_at(entering)]
@@ -145,7 +145,9 @@ class Reducer:
             progress.enter()
             self._reached.append(progress)
 
-    def progress(self, entering: UnitProgress | None, ahead: Mapping[int, int]) -> list[Reduced]:
+    def reduction_states(
+        self, entering: UnitProgress | None, ahead: Mapping[int, int]
+    ) -> list[Reduced]:
         """Return the state of each unit's gradients on this rank.
 
         Args:
@@ -157,7 +159,7 @@ class Reducer:
         if not (self._gathers and self._sync and self.leaves_gradients):
             return [Reduced.NOTHING] * len(self._progresses)
         return [
-            self._progress(progress, entering, ahead.get(progress.index, 0))
+            self._reduction_state(progress, entering, ahead.get(progress.index, 0))
             for progress in self._progresses
         ]
 
@@ -166,7 +168,7 @@ class Reducer:
         for index in reversed(indices):
             self._queue.issue(self._progresses[index], self._across_replicas)
 
-    def _progress(
+    def _reduction_state(
         self, progress: UnitProgress, entering: UnitProgress | None, ahead: int
     ) -> Reduced:
         if not progress.awaiting_reduction:
