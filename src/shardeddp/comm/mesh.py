@@ -244,7 +244,7 @@ class Mesh:
         """Call fingerprints of the ranks of ``data``."""
         self.is_inherited = False
         """Whether this process was forked from the rank, and so cannot communicate."""
-        self._whole: Mesh | None = None
+        self._dense: Mesh | None = None
         self.experts: Mesh | None = None
         """Mesh of the same ranks for parameters of experts; None: every rank has all experts.
 
@@ -273,7 +273,7 @@ class Mesh:
     def _over_experts(self, size: int) -> Mesh:
         """Make the mesh of experts: other axes, the same streams, counts and run state."""
         made = copy.copy(self)
-        made._whole, made.topology = self, self.topology.over_experts(size)
+        made._dense, made.topology = self, self.topology.over_experts(size)
         axes = axes_of_experts(made.topology)
         make = partial(self._collectives, axes, of=" of experts")
         made.gather = made.regather = made.slices = make("gather")
@@ -304,12 +304,12 @@ class Mesh:
 
         Gradients of experts follow the model's, even if no other rank has the same experts.
         """
-        return self.whole.replicate.size > 1
+        return self.dense.replicate.size > 1
 
     @property
-    def whole(self) -> Mesh:
-        """Mesh of the model without experts: this mesh, or the one that it was made of."""
-        return self._whole or self
+    def dense(self) -> Mesh:
+        """Mesh of the parameters outside of experts: this mesh, or the one that it was made of."""
+        return self._dense or self
 
     @property
     def shard_rank(self) -> int:

@@ -209,7 +209,7 @@ class GroupGradients:
         Raises:
             RuntimeError: The parameter belongs to experts: each rank would count only its batch.
         """
-        if self._mesh is not self._mesh.whole:
+        if self._mesh is not self._mesh.dense:
             raise RuntimeError(
                 f"{self._layout.slots[index].fqn} belongs to experts that other ranks do not have, "
                 f"and was used outside of its unit while gradients are recorded: its gradient would "

@@ -73,7 +73,7 @@ class FlatGroup:
         :meth:`unshard` says when it has memory; that of a single rank keeps it.
         """
         self.unsharded = self.buffer.parameters
-        if mesh is not mesh.whole:
+        if mesh is not mesh.dense:
             # An expert's gradient sums the tokens of all expert ranks. Divided here, it has the
             # scale of other parameters' gradients, that of one rank, wherever it is read.
             for unsharded in self.unsharded:

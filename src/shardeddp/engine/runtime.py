@@ -794,7 +794,7 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
         stepped: Sharded parameters that had a gradient; the same on all ranks.
     """
     increment_versions(stepped)  # fused optimizers do not
-    meshes = {mesh.whole for mesh in meshes_of_units(stepped)}
+    meshes = {mesh.dense for mesh in meshes_of_units(stepped)}
     for runtime in all_runtimes():
         if runtime.mesh in meshes:
             runtime.refresh()

@@ -624,7 +624,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         Raises:
             RuntimeError: A recomputation reads experts, of which its forward has read a part.
         """
-        if self._spec.mesh is not self._spec.mesh.whole and is_in_backward():
+        if self._spec.mesh is not self._spec.mesh.dense and is_in_backward():
             raise RuntimeError(
                 f"{self._spec.fqn} belongs to experts that ranks divide, and a recomputation reads it "
                 f"that begins inside of their forward: call the whole module inside of checkpoint(), "
