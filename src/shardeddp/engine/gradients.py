@@ -293,7 +293,7 @@ class GroupGradients:
             accumulate_in(self._unsharded[index], gradient.dtype)
             store_gradient(self._unsharded[index], gradient)
         if gradient is not None and gradient.dtype is not self._main_dtype:
-            # Gradients of autocast copies have autocast's dtype; users expect the parameter's.
+            # Gradients of copies for autocast have autocast's dtype; users expect the parameter's.
             accumulate_in(self._unsharded[index], self._main_dtype)
             gradient = stored_gradient(self._unsharded[index])
         if gradient is None and self._memory.partial is not None and index in self._partly_used:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardeddp.comm import Mesh, StreamHandle, during
-from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
+from shardeddp.engine.forward_copies import ForwardCopies, copies_of
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
@@ -54,7 +54,7 @@ class _Registration:
     unsharded: torch.Tensor | None
     """Tensor registered while the unit is unsharded.
 
-    None: ``resting``, because the module's forward computes with autocast copies.
+    None: ``resting``, because the module's forward computes with forward copies.
     """
 
     buffer: GatheredBuffer | None = None
@@ -111,9 +111,9 @@ class Unit:
 
         self.groups = _make_groups(plan, mesh, reshard)
         self._registrations: list[_Registration] = []
-        self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
+        self._copies: dict[int, tuple[nn.Module, ForwardCopies]] = {}
         # Those of a module's copies that it computes with in another form, and their index.
-        self._wrapped_copies: list[tuple[AutocastCopies, str, GatheredBuffer, int]] = []
+        self._wrapped_copies: list[tuple[ForwardCopies, str, GatheredBuffer, int]] = []
         for group in self.groups:
             for index, (parameter, sharded, unsharded) in enumerate(
                 zip(group.planned.parameters, group.sharded, group.unsharded, strict=True)
@@ -137,7 +137,7 @@ class Unit:
     ) -> None:
         """Add the registrations of a parameter in all of its modules."""
         for module, attribute in parameter.registrations:
-            copies = copies_of(module) if parameter.is_autocast_copy else None
+            copies = copies_of(module) if parameter.is_forward_copy else None
             computes_with = unsharded if copies is None else None
             split = parameter.distribution
             layer = None
@@ -443,7 +443,7 @@ class Unit:
         return [each for group in self.groups for each in group.sharded]
 
     def begin_backward(self) -> None:
-        """Reset the counts of used parameters and autocast copies for a backward."""
+        """Reset the counts of used parameters and forward copies for a backward."""
         for _, copies in self._copies.values():
             copies.uses = 0
         for group in self.groups:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from shardeddp.config import MixedPrecision as MixedPrecisionOptions
 from shardeddp.config import resolve_dtype
-from shardeddp.engine.autocast_copies import (
+from shardeddp.engine.forward_copies import (
     compute_with_copies,
     compute_with_parameters,
     is_cast_by_autocast,
@@ -234,14 +234,14 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         return replace(
             spec,
             compute_in=compute_in,
-            is_autocast_copy=by_autocast or _is_layers_own(spec),
+            is_forward_copy=by_autocast or _is_layers_own(spec),
             reduce_in=dtypes.reduce_dtype,
         )
 
     units = [
         replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units
     ]
-    copied = [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy]
+    copied = [spec for unit in units for spec in unit.parameters if spec.is_forward_copy]
     _prepare_copies(root, copied, by_autocast=dtypes.param_dtype is None)
     return units
 
@@ -292,7 +292,7 @@ def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
     return tuple(
         spec
         if len(dtypes[spec.memory]) == 1
-        else replace(spec, compute_in=None, is_autocast_copy=False)
+        else replace(spec, compute_in=None, is_forward_copy=False)
         for spec in specs
     )
 

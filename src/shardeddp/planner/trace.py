@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from shardeddp.engine.autocast_copies import is_cast_by_autocast
+from shardeddp.engine.forward_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (

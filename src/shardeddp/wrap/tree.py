@@ -87,8 +87,11 @@ class ParameterSpec:
     compute_in: torch.dtype | None = None
     """Dtype in which the parameter is gathered and used; None: its own."""
 
-    is_autocast_copy: bool = False
-    """True if it is gathered for the forward of its modules alone; see ``autocast_copies.py``."""
+    is_forward_copy: bool = False
+    """True if only forwards of its modules compute with it: in autocast's dtype, or a rank's part.
+
+    See ``forward_copies.py``.
+    """
 
     distribution: Distribution | None = None
     """Split of the parameter that this one is a part of; None: it is whole."""

@@ -1,4 +1,4 @@
-"""Autocast copies: parameters gathered in autocast's dtype, for the forward of their module alone.
+"""Forward copies: gathered parameters that the forward of their own module alone computes with.
 
 Under autocast a ``Linear`` casts its weight before the product, so the cast can precede the gather,
 at half the bytes and with the same result. All other readers of the weight (a penalty, a cosine
@@ -7,11 +7,12 @@ as in an unsharded run. So the module keeps its sharded parameters, and its forw
 of the module that holds the gathered ones. The shadow is made for each call from the current
 attributes of the module, as hooks and steps may set any of them.
 
-The same holds, in their own dtype, for parameters that tensor-parallel or expert-parallel ranks
+The same holds, without autocast and in their own dtype, for parameters that tensor-parallel ranks
 split: only the forward of their layer can compute with a part, or with its wrapper.
 
 Only torch's own code may see the shadow. With other code (a subclass, a patched forward or
-function, a torch function mode), the forward runs on the module.
+function, a torch function mode), the forward runs on the module; layers that ranks split and that
+run other code are split layers (``split_layers.py``).
 
 The forward is a bound method, which a deep copy of the module binds to the copy, and it has no side
 effects on the module's parameters: ``torch.compile`` traces it without a break, and into one graph
@@ -41,7 +42,7 @@ from shardeddp.torch_private import (
 )
 from shardeddp.wrap.tree import ParameterSpec
 
-_COPIES = "_shardeddp_autocast_copies"  # attribute of a module
+_COPIES = "_shardeddp_forward_copies"  # attribute of a module
 _SETTING = (bool, int, float, str, tuple, list)
 
 
@@ -139,7 +140,7 @@ def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
     )
 
 
-class AutocastCopies:
+class ForwardCopies:
     """Gathered parameters that the forward of one module computes with.
 
     Args:
@@ -153,7 +154,7 @@ class AutocastCopies:
         self,
         module: nn.Module,
         names: tuple[str, ...],
-        inner: Mapping[str, AutocastCopies],
+        inner: Mapping[str, ForwardCopies],
         by_autocast: bool,
     ) -> None:
         self._by_autocast = by_autocast
@@ -333,7 +334,7 @@ def compute_with_copies(
     children = {
         name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None
     }
-    vars(module)[_COPIES] = AutocastCopies(module, names, children, by_autocast)
+    vars(module)[_COPIES] = ForwardCopies(module, names, children, by_autocast)
     vars(module)["forward"] = MethodType(forward, module)
 
 
@@ -346,7 +347,7 @@ def compute_with_parameters(module: nn.Module) -> None:
     state.pop(_COPIES, None)
 
 
-def copies_of(module: nn.Module) -> AutocastCopies | None:
+def copies_of(module: nn.Module) -> ForwardCopies | None:
     """Return the gathered parameters that a module's forward computes with; None if it has none."""
     return vars(module).get(_COPIES)
 
@@ -366,7 +367,7 @@ def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Mo
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a module with copies; pickle finds its class's forward by this name."""
-    copies: AutocastCopies = self.__dict__[_COPIES]
+    copies: ForwardCopies = self.__dict__[_COPIES]
     if not copies.are_current(self) or _is_watched(args, kwargs):
         return type(self).forward(copies.without(self), *args, **kwargs)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
