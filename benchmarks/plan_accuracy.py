@@ -25,7 +25,7 @@ from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_of_work
-from shardeddp.planner.search import MEMORY_INTERVAL, Memory, at_loss, combined, memory_of
+from shardeddp.planner.search import MEMORY_INTERVAL, Memory, combined, in_forward, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
@@ -195,7 +195,7 @@ def memory_at_peak(
         found,
         recompute,
         plan_memory(units, sharding, prefetch=1, **options),
-        at_loss(units, sharding, accumulates=bool(options["accumulates"])),
+        in_forward(units, sharding, prefetch=(1, 1), accumulates=bool(options["accumulates"])),
         backward_moments(units, sharding, prefetch=1, **options),
     )
 

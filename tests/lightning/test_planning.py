@@ -23,9 +23,10 @@ from shardeddp.lightning.planning import (
     planned_precision,
     resized,
 )
-from shardeddp.plan.hardware import GPUS
+from shardeddp.plan.hardware import GPUS, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import candidates, choose_sharding
 from shardeddp.planner.axes import ModelAxes
+from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -39,6 +40,7 @@ pytestmark = [
 PLANNED: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 6, "micro_batches": (2,)}
 
 
+CLUSTER = Cluster(gpu=find_gpu("A100-80"), count=8, per_node=4)
 SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -225,6 +227,22 @@ def test_a_run_is_planned_as_it_is_set(
     )
 
 
+def test_units_that_are_gathered_ahead_take_memory_and_hide_gathers() -> None:
+    batch = torch.zeros(4, 6, dtype=torch.long)
+    sharding = choose_sharding("full_shard")
+
+    def planned(ahead: int, back: int) -> Planned:
+        asked = replace(setting(), forward_prefetch=ahead, backward_prefetch=back)
+        return plan_as_set(TinyGpt(), batch, [("full_shard", sharding)], asked, "A100-80").best
+
+    none, one, two = (planned(1, depth) for depth in (0, 1, 2))
+    assert none.memory.peak < one.memory.peak < two.memory.peak
+    assert none.step.gathers > one.step.gathers == two.step.gathers
+    assert planned(0, 0).step.gathers > none.step.gathers
+    assert "prefetch" not in one.choice.yaml(CLUSTER)
+    assert "      backward_prefetch: 2\n" in two.choice.yaml(CLUSTER)
+
+
 # -- dry run
 
 
@@ -248,7 +266,7 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     capsys: pytest.CaptureFixture[str], data: str, name: str
 ) -> None:
     module = TinyGpt()
-    strategy = ShardedDP(name, plan_only="A100-80")
+    strategy = ShardedDP(name, plan_only="A100-80", forward_prefetch=2, backward_prefetch=0)
     trainer = dry_trainer(strategy, accumulate_grad_batches=2)
     if data == "example":
         module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
@@ -266,7 +284,10 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     assert trainer.state.finished
     assert trainer.global_step == 0
     assert strategy.planned is not None
-    assert {it.choice.micro_batch for it in strategy.planned.plans} == {1, 2, 4}
+    choices = [it.choice for it in strategy.planned.plans]
+    assert {it.micro_batch for it in choices} == {1, 2, 4}
+    assert {(it.forward_prefetch, it.backward_prefetch) for it in choices} == {(2, 0)}
+    assert "forward_prefetch: 2\n      backward_prefetch: 0\n" in text
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
@@ -291,7 +312,8 @@ def setting(device: str = "cuda") -> RunSetting:
         precision="32-true",
         recompute="none",
         offload="none",
-        prefetch=1,
+        forward_prefetch=1,
+        backward_prefetch=1,
         device=torch.device(device),
         num_nodes=2,
         ranks_per_node=4,

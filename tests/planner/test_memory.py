@@ -13,7 +13,8 @@ from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import backward_moments, plan_memory
-from shardeddp.planner.search import at_loss, memory_of
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.search import in_forward, memory_of
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import build_units, resolve_policy
@@ -89,6 +90,43 @@ def added_at_worst(model: Decoder, runtime: Runtime, micro_batches: int) -> int:
 def test_the_planned_peak_is_what_the_engine_allocates(
     strategy: str, recompute: str, micro_batches: int, name: str
 ) -> None:
+    added, moving, error = peaks(strategy, recompute, micro_batches, name)
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("gated", "full"), ("eager", "none"), ("wide", "none")],
+    ids=["backward", "loss", "root"],
+)
+def test_each_unit_that_is_gathered_ahead_is_in_the_planned_peak(name: str, recompute: str) -> None:
+    grown: list[int] = []
+    for prefetch in (0, 2):
+        added, moving, error = peaks("full_shard", recompute, 1, name, prefetch)
+        assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+        grown.append(moving)
+    assert grown[1] > grown[0]
+
+
+def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
+    model = Decoder(MODELS["gated"], LENGTH)
+    units = build_units(model, resolve_policy("auto"))
+    topology = SHARDING_STRATEGIES["full_shard"].topology(1, RANKS)
+    costs = [costs_of(unit, topology) for unit in units]
+    root, block = (sum(it.full_nbytes for it in costs[place]) for place in (0, 1))
+    for strategy, expected in (
+        ("full_shard", [3, 3, 3, 3, 2, 1, 4]),
+        ("shard_grad_op", [3, 4, 5, 6, 6, 6, 6]),
+    ):
+        sharding = SHARDING_STRATEGIES[strategy]
+        found = in_forward(costs, sharding, prefetch=(2, 4), accumulates=False)
+        assert found == [root + number * block for number in expected]
+
+
+def peaks(
+    strategy: str, recompute: str, micro_batches: int, name: str, prefetch: int = 1
+) -> tuple[int, int, float]:
+    """The most that a step adds, and as planned; relative error of the whole plan."""
     policy, dimensions = resolve_policy("auto"), MODELS[name]
     traced = profile(
         Decoder(dimensions, LENGTH),
@@ -100,7 +138,10 @@ def test_the_planned_peak_is_what_the_engine_allocates(
     )
     names = tuple(unit.name for unit in build_units(Decoder(dimensions, LENGTH), policy)[1:])
     sharding = Sharding(
-        strategy=strategy, units=names, shard_size=2 if strategy == "hybrid_shard" else None
+        strategy=strategy,
+        units=names,
+        shard_size=2 if strategy == "hybrid_shard" else None,
+        prefetch=prefetch,
     )
     model = Decoder(dimensions, LENGTH)
     recomputed = resolve_activation_checkpointing(RECOMPUTES[recompute])  # type: ignore[arg-type]
@@ -115,14 +156,19 @@ def test_the_planned_peak_is_what_the_engine_allocates(
         dist.destroy_process_group()
     units = [costs_of(unit, topology) for unit in traced.units]
     options = {"staged": True, "accumulates": micro_batches > 1}
-    resting = plan_memory(units, sharding.sharding, prefetch=1, **options)
+    resting = plan_memory(units, sharding.sharding, prefetch=prefetch, **options)
     planned = memory_of(
         traced,
         recompute,
         resting,
-        at_loss(units, sharding.sharding, accumulates=micro_batches > 1),
-        backward_moments(units, sharding.sharding, prefetch=1, **options),
+        in_forward(
+            units,
+            sharding.sharding,
+            prefetch=(prefetch, prefetch),
+            accumulates=micro_batches > 1,
+        ),
+        backward_moments(units, sharding.sharding, prefetch=prefetch, **options),
     )
     moving = planned.in_flight + planned.activations + planned.logits
     error = (resting.resting_nbytes + moving) / (resting.resting_nbytes + added) - 1
-    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+    return added, moving, error

@@ -57,7 +57,8 @@ class RunSetting:
     """Name in ``shardeddp.planner.trace.PRECISIONS``."""
     recompute: str
     offload: str
-    prefetch: int
+    forward_prefetch: int
+    backward_prefetch: int
     device: torch.device
     num_nodes: int
     ranks_per_node: int
@@ -96,7 +97,8 @@ class RunSetting:
             precision=planned_precision(precision, options.mixed_precision),
             recompute="selective" if selective else "none" if recomputes is None else "full",
             offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
-            prefetch=options.backward_prefetch,
+            forward_prefetch=options.forward_prefetch,
+            backward_prefetch=options.backward_prefetch,
             device=ranks.device,
             num_nodes=ranks.num_nodes,
             ranks_per_node=ranks.per_node,
@@ -185,6 +187,8 @@ def _plan_with(
             experts=axes.experts,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.policy,
+            forward_prefetch=setting.forward_prefetch,
+            backward_prefetch=setting.backward_prefetch,
             **options,
         )
 
@@ -546,7 +550,7 @@ def by_states(
         peaks[name] = plan_memory(
             [costs_of(unit, topology, on_host=sharding.offload_params) for unit in units],
             sharding,
-            prefetch=setting.prefetch,
+            prefetch=setting.backward_prefetch,
             staged=False,
             accumulates=setting.accumulates > 1,
             offload_optimizer=setting.offload == "optimizer",

@@ -28,7 +28,7 @@ from shardeddp.planner.cost import (
 )
 from shardeddp.planner.trace import Work
 
-VERSION = 3
+VERSION = 4
 """Version of the file format; files of other versions are refused."""
 TIME_INTERVAL = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""

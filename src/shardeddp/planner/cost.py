@@ -120,6 +120,10 @@ class StepSetting:
     """Bandwidth in GB/s of an optimizer step on the host; None: the step runs on the device."""
     overlaps: bool = True
     """True if reductions overlap the backward; False if they follow it."""
+    forward_prefetch: int = 1
+    """Number of units gathered ahead in forward; 0: compute waits for each gather."""
+    backward_prefetch: int = 1
+    """Number of units gathered ahead in backward; 0: compute waits for each gather."""
 
 
 def time_of_work(
@@ -178,6 +182,14 @@ def time_of_work(
     if not setting.overlaps:
         reductions = times["backward"][1][0] + times["step"][1][0]
         times["backward"][1] = times["step"][1] = _NONE
+    for phase, prefetch in (
+        ("forward", setting.forward_prefetch),
+        ("step", setting.forward_prefetch),
+        ("backward", setting.backward_prefetch),
+    ):
+        if not prefetch:
+            gathers += times[phase][0][0]
+            times[phase][0] = _NONE
     # Collectives once per step overlap as well: all-gathers the first forward, reductions the last
     # backward.
     for phase, once in (

@@ -112,6 +112,8 @@ def make_plan(
     tensor_parallel_plan: TensorPlan | None = None,
     expert_parallel_sizes: Sequence[int] = (1,),
     experts: PolicyLike = None,
+    forward_prefetch: int = 1,
+    backward_prefetch: int = 1,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -153,6 +155,8 @@ def make_plan(
         expert_parallel_sizes: Numbers of ranks that divide the experts, to compare. In each plan,
             this or the tensor-parallel size is 1.
         experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
+        forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
+        backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -200,6 +204,8 @@ def make_plan(
         offloads=offloads,
         micro_batches=micro_batches,
         axes=axes,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
     )
     plans = planner.plans()
     return Plan(

@@ -46,8 +46,6 @@ SLACK = 0.08
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
-PREFETCH = 1
-"""Number of units to prefetch."""
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
@@ -77,6 +75,8 @@ class Choice:
     precision: str
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
 
     def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
         """Return the configuration of the Trainer with these settings.
@@ -115,6 +115,9 @@ class Choice:
             lines += ["      activation_checkpointing:"]
             lines.append("        class_path: shardeddp.ActivationCheckpointing")
             lines.append("        init_args: {save_ops: [matmul, attention]}")
+        for option in ("forward_prefetch", "backward_prefetch"):
+            if vars(self)[option] != 1:
+                lines.append(f"      {option}: {vars(self)[option]}")
         if self.offload != "none":
             lines += ["      cpu_offload:", "        class_path: shardeddp.CPUOffload"]
             lines.append(f"        init_args: {{{self.offload}: true}}")
@@ -217,6 +220,8 @@ class Planner:
     offloads: Sequence[str]
     micro_batches: Sequence[int]
     axes: Sequence[ModelAxes] = (WHOLE,)
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -335,16 +340,22 @@ class Planner:
                         precision=precision,
                         tensor_parallel_size=axes.tensor_size,
                         expert_parallel_size=axes.expert_size,
+                        forward_prefetch=self.forward_prefetch,
+                        backward_prefetch=self.backward_prefetch,
                     )
                     units, key = costs[offload == "params"], (offload, count > 1)
                     if key not in resting:
                         moments[key] = backward_moments(
-                            units, sharding, prefetch=PREFETCH, staged=False, accumulates=count > 1
+                            units,
+                            sharding,
+                            prefetch=self.backward_prefetch,
+                            staged=False,
+                            accumulates=count > 1,
                         )
                         resting[key] = plan_memory(
                             units,
                             sharding,
-                            prefetch=PREFETCH,
+                            prefetch=self.backward_prefetch,
                             states_per_element=OPTIMIZER_STATES,
                             staged=False,
                             accumulates=count > 1,
@@ -354,7 +365,12 @@ class Planner:
                         work,
                         recompute,
                         resting[key],
-                        at_loss(units, sharding, accumulates=count > 1),
+                        in_forward(
+                            units,
+                            sharding,
+                            prefetch=(self.forward_prefetch, self.backward_prefetch),
+                            accumulates=count > 1,
+                        ),
                         moments[key],
                     )
                     yield self._timed(choice, memory, work, issued, trained)
@@ -380,6 +396,8 @@ class Planner:
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
+                forward_prefetch=choice.forward_prefetch,
+                backward_prefetch=choice.backward_prefetch,
             ),
         )
         step = task.time(self.cluster, self.calibration.constants)
@@ -401,30 +419,57 @@ class Planner:
         )
 
 
-def at_loss(
-    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
-) -> int:
-    """Return bytes of unsharded parameters and waiting gradients between forward and backward."""
-    full = [sum(group.full_nbytes for group in unit) for unit in units]
+def in_forward(
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    *,
+    prefetch: tuple[int, int],
+    accumulates: bool,
+) -> list[int]:
+    """Return bytes of unsharded parameters and waiting gradients in forwards and at the loss.
+
+    One figure for the forward of each inner unit; the last is for the backward of the loss, when
+    the last unit is still unsharded and those before it are prefetched.
+
+    Args:
+        units: Flat buffers of every unit, the root unit first.
+        sharding: Strategy: times of resharding and reduction.
+        prefetch: Depths of the forward and of the backward prefetch, in units.
+        accumulates: True if a step has several micro-batches.
+    """
+    root, *inner = [sum(group.full_nbytes for group in unit) for unit in units]
+    ahead, back = prefetch
+    ends = range(1 + ahead, len(inner) + 1 + ahead)
     unsharded = {
-        Reshard.NEVER: 0,
-        Reshard.AFTER_BACKWARD: sum(full),
-        Reshard.AFTER_FORWARD: sum(full[:1]) + sum(full[1:][-1:]),
+        Reshard.NEVER: [0] * len(units),
+        Reshard.AFTER_BACKWARD: [root + sum(inner[:end]) for end in (*ends, None)],
+        Reshard.AFTER_FORWARD: [
+            *(root + sum(inner[end - 1 - ahead : end]) for end in ends),
+            root + sum(inner[-max(1, back) :]),
+        ],
     }[sharding.reshard]
-    return unsharded + waiting_gradients(units, sharding, accumulates=accumulates)
+    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
+    return [waiting + nbytes for nbytes in unsharded]
 
 
 def memory_of(
     work: ModelProfile,
     recompute: str,
     resting: MemoryPlan,
-    unsharded_nbytes: int,
+    unsharded: Sequence[int],
     moments: Sequence[BackwardMemory],
 ) -> Memory:
     """Predict the bytes of a rank at the peak of a step.
 
     Candidates are the backward of the loss, when all saved activations exist, and the recomputation
     and backward of each unit.
+
+    Args:
+        work: Work of a micro-batch.
+        recompute: Name in ``RECOMPUTES``.
+        resting: Memory between steps.
+        unsharded: Result of :func:`in_forward`.
+        moments: Result of :func:`backward_moments`.
     """
     kept, again = kept_by_unit(work, recompute)
     head, of_loss = work.head, work.memory[0].backward
@@ -432,10 +477,10 @@ def memory_of(
     # Bytes saved by the units up to each one, which are not freed yet in its backward.
     below = [*accumulate([kept[0] - head.saved_nbytes, *kept[1:]])]
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
-    candidates = [(unsharded_nbytes, below[-1], head.saved_nbytes + loss)]
+    candidates = [(unsharded[-1], below[-1], head.saved_nbytes + loss)]
     candidates += [
-        (unsharded_nbytes, saved + its.forward_nbytes, 0)
-        for saved, its in zip(below, work.memory[1:], strict=False)
+        (nbytes, saved + its.forward_nbytes, 0)
+        for nbytes, saved, its in zip(unsharded, below, work.memory[1:], strict=False)
     ]
     for moment in moments:
         unit, its = moment.unit, work.memory[moment.unit]
