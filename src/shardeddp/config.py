@@ -153,11 +153,7 @@ class ActivationCheckpointing:
                 f"ActivationCheckpointing.every: expected 1 (every module) or a larger whole number, "
                 f"found {self.every!r}."
             )
-        if type(self.cpu_offload) is not bool:
-            raise ConfigurationError(
-                f"ActivationCheckpointing.cpu_offload: expected true or false, found "
-                f"{self.cpu_offload!r}."
-            )
+        check_fields(self, prefix="ActivationCheckpointing.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,12 +245,15 @@ def check_choice(option: str, value: T, choices: Sequence[object], advice: str =
     return value
 
 
-def check_fields(options: Any, advice: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_fields(
+    options: Any, advice: Mapping[str, str] = MappingProxyType({}), prefix: str = ""
+) -> None:
     """Check the fields of a dataclass that are declared as a bool or as a Literal.
 
     Args:
         options: Instance of the dataclass.
         advice: Ends of messages, by field.
+        prefix: Text before names of fields, for those that are names of options too.
 
     Raises:
         ConfigurationError: A flag is neither True nor False, or a value is none of its choices.
@@ -262,9 +261,9 @@ def check_fields(options: Any, advice: Mapping[str, str] = MappingProxyType({}))
     for name, choices in _choices_of(type(options)).items():
         value = getattr(options, name)
         if choices:
-            check_choice(name, value, choices, advice.get(name, ""))
+            check_choice(f"{prefix}{name}", value, choices, advice.get(name, ""))
         elif not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r}: expected True or False")
+            raise ConfigurationError(f"{prefix}{name}={value!r}: expected True or False")
 
 
 @cache
@@ -573,8 +572,8 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_backend(self.process_group_backend)
-        _check_size("tensor_parallel_size", self.tensor_parallel_size)
-        _check_size("expert_parallel_size", self.expert_parallel_size)
+        check_size("tensor_parallel_size", self.tensor_parallel_size)
+        check_size("expert_parallel_size", self.expert_parallel_size)
         # Translate names and values of other libraries first.
         known = sharding_of(self.sharding_strategy) or {}
         strategy = known.get("sharding_strategy", self.sharding_strategy)
@@ -616,9 +615,9 @@ class Options:
             "sharding": sharding,
             "candidates": shardings,
             "auto_wrap_policy": resolve_policy(self.auto_wrap_policy),
-            "experts": resolve_experts(self.experts),
-            "forward_prefetch": _resolve_prefetch("forward_prefetch", self.forward_prefetch),
-            "backward_prefetch": _resolve_prefetch("backward_prefetch", self.backward_prefetch),
+            "experts": resolve_experts(self.experts, self.expert_parallel_size),
+            "forward_prefetch": resolve_prefetch("forward_prefetch", self.forward_prefetch),
+            "backward_prefetch": resolve_prefetch("backward_prefetch", self.backward_prefetch),
             "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
         }
         for option, value in resolved.items():
@@ -643,10 +642,6 @@ class Options:
         unnamed = {} if by_name else planned
         _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
         _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
-        if self.experts is not None and self.expert_parallel_size == 1:
-            raise ConfigurationError(
-                "experts needs expert_parallel_size=2 or more: one rank has all of them"
-            )
 
     @property
     def order_of_gathers(self) -> list[str]:
@@ -712,7 +707,7 @@ def _resolve_plan_only(value: object) -> bool | str:
     return value
 
 
-def _resolve_prefetch(option: str, value: Any) -> int:
+def resolve_prefetch(option: str, value: Any) -> int:
     """Resolve a number of units to gather ahead; torch's ``BackwardPrefetch`` is accepted."""
     depth = prefetch_of(value) if option == "backward_prefetch" else None
     depth = value if depth is None else depth
@@ -723,7 +718,8 @@ def _resolve_prefetch(option: str, value: Any) -> int:
     return depth
 
 
-def _check_size(option: str, size: object) -> None:
+def check_size(option: str, size: object) -> None:
+    """Refuse a number of ranks that is no whole number of at least 1."""
     if type(size) is not int or size < 1:
         raise ConfigurationError(
             f"expected {option} to be a whole number of at least 1, found {size!r}"

@@ -28,7 +28,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.checkpointing import Checkpoints, streams
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.precision import ShardedPrecision
+from shardeddp.lightning.precision import AUTOCAST, ShardedPrecision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
@@ -38,8 +38,6 @@ from shardeddp.optim.late_parameters import average_late_gradients
 from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import never_traced, runs_eagerly
-
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedForward(nn.Module):
@@ -112,7 +110,9 @@ class ShardedDP(DDPStrategy):
         own = parse_options(
             {
                 "sharding_strategy": sharding_strategy,
-                "state_dict_type": "sharded",
+                "state_dict_type": check_choice(
+                    "state_dict_type", state_dict_type, ("sharded", "full")
+                ),
                 "start_method": start_method,
                 **options,
             },
@@ -137,7 +137,6 @@ class ShardedDP(DDPStrategy):
             if given:
                 raise ConfigurationError(f"{option} goes with the Trainer: {why}. Leave it out")
         super().__init__(**lightning, start_method=start_method)
-        self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         self._group = RunGroup(own)
         self._checkpoints = Checkpoints(self._group)
         self._restore = Restore(self._group)
@@ -199,7 +198,7 @@ class ShardedDP(DDPStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         precision = ShardedPrecision()  # Fabric's own converts modules and wraps forwards
         precision.precision = cast(Any, self.precision.precision)
-        precision.autocast = _AUTOCAST.get(str(self.precision.precision))
+        precision.autocast = AUTOCAST.get(str(self.precision.precision))
         runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)
         return ShardedForward(module, runtime, self._sharding.fill_rest)
 
@@ -236,7 +235,7 @@ class ShardedDP(DDPStrategy):
         self, path: str | Path, state: Any, storage_options: Any = None, filter: Any = None
     ) -> None:
         loop = LoopState({key: _bare(it) for key, it in state.items()})
-        if self._kind == "full":
+        if self._group.options.state_dict_type == "full":
             target = self.broadcast(os.fspath(path))
             write = partial(self._write_file, target, storage_options)
             save_full(loop.plain(filter), target, write, self._group.current)

@@ -239,7 +239,10 @@ def test_a_value_may_be_modules_or_options() -> None:
         ("atuo", 'did you mean "auto"'),
         ({"evry": 2}, "did you mean 'every'"),
         ({"every": 0}, "every: expected 1"),
-        ({"cpu_offload": "yes"}, "cpu_offload: expected true or false"),
+        (
+            {"cpu_offload": "yes"},
+            "ActivationCheckpointing.cpu_offload='yes': expected True or False",
+        ),
         ({"modules": None}, "found None"),
         ({"modules": {"class_path": "torch.nn.Linear"}}, "class_path of a policy"),
         ({"save_ops": ["aten.mn"]}, "did you mean"),

@@ -129,3 +129,5 @@ def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused() -> None:
         Topology(world_size=4, shard_size=1, tensor_size=3)
     with pytest.raises(ValueError, match="does not divide the 2 ranks"):
         Topology(world_size=4, shard_size=4, tensor_size=2)
+    with pytest.raises(ValueError, match="expert_parallel_size=3 does not divide the 4 ranks"):
+        Topology(world_size=4, shard_size=4).over_experts(3)

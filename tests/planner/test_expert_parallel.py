@@ -361,7 +361,11 @@ class CallsAll(Model):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (Model, {"expert_parallel_sizes": (3,)}, "numbers that divide the 8 ranks, found 3"),
+        (
+            Model,
+            {"expert_parallel_sizes": (3,)},
+            "expert_parallel_size=3 does not divide the 8 ranks",
+        ),
         (
             Model,
             {"expert_parallel_sizes": (8,)},

@@ -196,8 +196,8 @@ def test_a_plan_of_names_is_written_out_to_copy() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "said"),
     [
-        ((3,), {}, "numbers that divide the 8 ranks of a node, found 3"),
-        ((16,), {"gpus": 16}, "are on one node"),
+        ((3,), {}, "tensor_parallel_size=3 does not divide the 8 ranks of a node"),
+        ((16,), {"gpus": 16}, "have to be on one node"),
         ((4,), {}, "num_key_value_heads', which is 2, by tensor_parallel_size=4"),
         (
             (2,),

@@ -78,13 +78,11 @@ class RunSetting:
         Raises:
             ConfigurationError: A size does not divide the number of ranks.
         """
-        count, experts = self.num_nodes * self.ranks_per_node, self.axes.expert_size
-        if count % experts:
-            raise ConfigurationError(
-                f"expert_parallel_size={experts} does not divide the {count} ranks of this run"
-            )
         return sharding.topology(
-            self.num_nodes, self.ranks_per_node, tensor_size=self.axes.tensor_size
+            self.num_nodes,
+            self.ranks_per_node,
+            tensor_size=self.axes.tensor_size,
+            expert_size=self.axes.expert_size,
         )
 
     @classmethod

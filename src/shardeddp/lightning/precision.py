@@ -41,6 +41,9 @@ from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_child
 
 # -- Plugins: stock precisions with global gradient clipping
 
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""Dtype of the autocast by the Trainer's precision."""
+
 
 class ShardedPrecision(Precision):
     """Wrapper of a stock precision plugin that clips sharded gradients by their global norm.
@@ -104,7 +107,7 @@ class ShardedMixedPrecision(ShardedPrecision):
     def __init__(self, stock: MixedPrecision) -> None:
         super().__init__(stock)
         self._mixed = stock
-        self.autocast = torch.bfloat16 if stock.precision == "bf16-mixed" else torch.float16
+        self.autocast = AUTOCAST[stock.precision]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

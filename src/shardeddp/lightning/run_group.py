@@ -327,14 +327,10 @@ class RunGroup:
         backend = torch.distributed.get_backend() if made else self.options.process_group_backend
         if backend == "fake":  # it makes no connections
             return ""
-        sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
-        topology = sharding.topology(ranks.num_nodes, ranks.per_node, None, tensor_size)
-        experts = self.options.expert_parallel_size
-        if topology.world_size % experts:
-            return (
-                f"has expert_parallel_size={experts}, which does not divide the "
-                f"{topology.world_size} ranks of this run"
-            )
+        sharding, experts = self.options.sharding, self.options.expert_parallel_size
+        topology = sharding.topology(
+            ranks.num_nodes, ranks.per_node, None, self.options.tensor_parallel_size, experts
+        )
         rank, regather = ranks.environment.global_rank(), sharding.regather_size
         return reserve_open_files(
             count_connections(topology, rank, ranks.device, regather, experts)

@@ -467,10 +467,13 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # Raises for a shard_size that does not fit before any process is started.
         options = self.options
+        # Raises for sizes that do not fit before any process is started.
         options.sharding.topology(
-            self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
+            self.num_nodes,
+            self.num_processes,
+            tensor_size=options.tensor_parallel_size,
+            expert_size=options.expert_parallel_size,
         )
         if options.plan_only:
             launcher: Any = PlanLauncher(self, options, self.setting)

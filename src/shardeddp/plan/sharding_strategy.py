@@ -91,6 +91,7 @@ class ShardingStrategy:
         ranks_per_node: int,
         order: tuple[int, ...] | None = None,
         tensor_size: int = 1,
+        expert_size: int = 1,
     ) -> Topology:
         """Return the mesh of ranks for this strategy.
 
@@ -99,11 +100,12 @@ class ShardingStrategy:
             ranks_per_node: Number of ranks on each node.
             order: Ranks ordered node by node; None: 0, 1, 2, ...
             tensor_size: Size of the tensor-parallel group.
+            expert_size: Size of the expert-parallel group, for a check alone.
 
         Raises:
             ConfigurationError: The tensor size does not divide the ranks of a node; or the shard
-                size does not divide the number of ranks, or makes some groups cross nodes without
-                need.
+                size or the expert size does not divide the number of ranks, or the shard size
+                makes some groups cross nodes without need.
         """
         if ranks_per_node % tensor_size:
             raise ConfigurationError(
@@ -131,6 +133,8 @@ class ShardingStrategy:
             )
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)
+            if expert_size > 1:
+                topology.over_experts(expert_size)
             return topology
         except ValueError as error:
             raise ConfigurationError(
@@ -265,10 +269,6 @@ def choose_sharding(
         changes["reduce_every_backward"] = reduce_every_backward
     if reshard_after_forward is not None:
         changes |= _resharding(sharding_strategy, sharding, reshard_after_forward)
-    if optimizer_shard not in ("group", "world"):
-        raise ConfigurationError(
-            f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'"
-        )
     if optimizer_shard == "world" and sharding.shard_size is not ShardSize.NODE:
         raise ConfigurationError(
             f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found "

@@ -83,7 +83,15 @@ class Topology:
         >>> of_experts = Topology(world_size=8, shard_size=8).over_experts(2)
         >>> of_experts.tensor_groups(), of_experts.shard_groups()
         ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
+
+        Raises:
+            ValueError: The size does not divide the number of ranks.
         """
+        if size < 1 or self.world_size % size:
+            raise ValueError(
+                f"expert_parallel_size={size} does not divide the {self.world_size} ranks of this "
+                f"run"
+            )
         same = self.world_size // size
         return replace(self, tensor_size=size, shard_size=gcd(self.shard_size, same))
 

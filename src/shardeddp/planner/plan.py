@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from shardeddp.config import check_size, resolve_prefetch
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -176,12 +177,12 @@ def make_plan(
         network_gbits=calibration.network_gbits,
     )
     source = _source(model, arguments or {}, inputs, batch, length)
-    _check_sizes(tensor_parallel_sizes, expert_parallel_sizes, cluster)
-    if experts is not None and max(expert_parallel_sizes, default=1) == 1:
-        raise UsageError("experts needs expert_parallel_size=2 or more: one rank has all of them")
     try:
+        _check_sizes(tensor_parallel_sizes, expert_parallel_sizes, cluster)
         asked = check_plan(tensor_parallel_plan, max(tensor_parallel_sizes, default=1))
-        chosen = resolve_experts(experts)
+        chosen = resolve_experts(experts, max(expert_parallel_sizes, default=1))
+        ahead = resolve_prefetch("forward_prefetch", forward_prefetch)
+        back = resolve_prefetch("backward_prefetch", backward_prefetch)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
@@ -204,8 +205,8 @@ def make_plan(
         offloads=offloads,
         micro_batches=micro_batches,
         axes=axes,
-        forward_prefetch=forward_prefetch,
-        backward_prefetch=backward_prefetch,
+        forward_prefetch=ahead,
+        backward_prefetch=back,
     )
     plans = planner.plans()
     return Plan(
@@ -223,19 +224,13 @@ def _check_sizes(
     tensor_sizes: Sequence[int], expert_sizes: Sequence[int], cluster: Cluster
 ) -> None:
     """Refuse sizes that do not divide the ranks, or that have no combination to plan."""
+    nodes, per_node = cluster.num_nodes, cluster.ranks_per_node
     for size in tensor_sizes:
-        if type(size) is not int or size < 1 or cluster.ranks_per_node % size:
-            raise UsageError(
-                f"tensor_parallel_sizes: expected numbers that divide the {cluster.ranks_per_node} "
-                f"ranks of a node, found {size!r}: ranks that split layers talk in every layer, and "
-                f"are on one node"
-            )
+        check_size("tensor_parallel_sizes", size)
+        SHARDING_STRATEGIES["no_shard"].topology(nodes, per_node, tensor_size=size)
     for size in expert_sizes:
-        if type(size) is not int or size < 1 or cluster.count % size:
-            raise UsageError(
-                f"expert_parallel_sizes: expected numbers that divide the {cluster.count} ranks, found "
-                f"{size!r}"
-            )
+        check_size("expert_parallel_sizes", size)
+        SHARDING_STRATEGIES["no_shard"].topology(nodes, per_node, expert_size=size)
     if not any(split == 1 or of == 1 for split in tensor_sizes for of in expert_sizes):
         raise UsageError(
             "tensor_parallel_size and expert_parallel_size above 1 do not work together yet: add 1 to "

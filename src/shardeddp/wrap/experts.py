@@ -66,8 +66,20 @@ class ChosenUnits(Policy):
         return self.names
 
 
-def resolve_experts(value: PolicyLike) -> Policy | None:
-    """Return the policy for ``experts``; None: ``auto``. Strings with a star are name patterns."""
+def resolve_experts(value: PolicyLike, size: int) -> Policy | None:
+    """Return the policy for ``experts``; None: ``auto``. Strings with a star are name patterns.
+
+    Args:
+        value: Value as the user has given it.
+        size: Number of ranks that divide the experts.
+
+    Raises:
+        ConfigurationError: The value chooses no modules, or one rank has all experts.
+    """
+    if value is not None and size == 1:
+        raise ConfigurationError(
+            "experts needs expert_parallel_size=2 or more: one rank has all of them"
+        )
     if value is None or (isinstance(value, str) and value.lower() == "auto"):
         return None
     given = [value] if isinstance(value, str) else value
