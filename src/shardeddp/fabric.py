@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -175,15 +175,10 @@ class ShardedDP(DDPStrategy):
 
     # -- modules and optimizers
 
-    @contextmanager
-    def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
         """Surround a micro-batch without gradient communication (accumulation)."""
         runtime: Runtime = module.runtime
-        runtime.sync_gradients = not enabled
-        try:
-            yield
-        finally:
-            runtime.sync_gradients = True
+        return runtime.without_sync() if enabled else nullcontext()
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:

@@ -434,3 +434,21 @@ def test_a_model_may_be_called_by_itself_after_a_backward_that_failed(strategy: 
     assert [each.active for each in runtime.progresses] == [0] * len(runtime.progresses)
     trial.train(square, steps=2)
     trial.check_parameters()
+
+
+@every_strategy
+@on_ranks(2)
+def test_micro_batches_without_a_reduction_are_nested(strategy: str) -> None:
+    trial = chain(strategy)
+    runtime = trial.runtime
+    with runtime.without_sync():
+        with pytest.raises(ValueError, match="inside"), runtime.without_sync():
+            raise ValueError("inside")
+        assert not runtime.sync_gradients
+        trial.backward(square)
+        assert not runtime.sync_gradients
+    assert runtime.sync_gradients
+    trial.backward(square, 1)
+    trial.check_gradients()
+    trial.step()
+    trial.check_parameters()

@@ -371,6 +371,15 @@ class Runtime:
         self._step_name = "forward"
         self._reshard_unused()
 
+    @contextmanager
+    def without_sync(self) -> Generator[None]:
+        """Surround micro-batches whose gradients a later one completes; may be nested."""
+        former, self.sync_gradients = self.sync_gradients, False
+        try:
+            yield
+        finally:
+            self.sync_gradients = former
+
     # -- Forward
 
     def enter(self, progress: UnitProgress) -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.durable import is_remote, local_path, location
 from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.full_write import gather_full
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -25,8 +26,11 @@ from shardeddp.lightning.api import (
     cluster_environment_of,
     handed_down,
 )
+from shardeddp.lightning.model_sharding import ModelSharding
+from shardeddp.lightning.planning import PlanLauncher
 from shardeddp.lightning.preemption import FILE_NAME
 from shardeddp.lightning.private import SubprocessScriptLauncher
+from shardeddp.lightning.run_group import RunGroup
 
 # -- ``ckpt_path="last"``: the checkpoint of the highest step
 #
@@ -133,6 +137,32 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
     if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return set()
     return {path for path in [private.requeue_checkpoint(trainer)] if path is not None}
+
+
+# -- Choice of a launcher
+
+
+def make_launcher(
+    strategy: Any, environment: ClusterEnvironment, group: RunGroup, sharding: ModelSharding
+) -> Any:
+    """Make the launcher of ``plan_only`` or of a start method.
+
+    Args:
+        strategy: Strategy of the ranks.
+        environment: Cluster environment.
+        group: Run group of the strategy.
+        sharding: Sharding of its module.
+    """
+    options = group.options
+    if options.plan_only:
+        return PlanLauncher(strategy, options, strategy.setting)
+    if options.start_method == "popen":
+        return ShardedScriptLauncher(
+            environment, strategy.num_processes, strategy.num_nodes, sharding.end_hooks
+        )
+    return ShardedMultiProcessingLauncher(
+        strategy, options.start_method, gather_full, sharding.materialize, group.explain_and_leave
+    )
 
 
 # -- Launcher of spawned and forked ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,8 +42,9 @@ from shardeddp.lightning.tensor_parallel import (
     tensor_axis,
 )
 from shardeddp.optim.attach import suspend
+from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import AUTO, Reshard, ShardingStrategy
-from shardeddp.report import describe_units
+from shardeddp.report import describe_units, print_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -233,18 +235,59 @@ class ModelSharding:
         if options.expert_parallel_size > 1:
             refuse_trainer(trainer)
 
-    def check_reshard(self, options: Options, ranks: Ranks, runtime: Runtime) -> None:
-        """Check that a model can be sharded by other options between two steps; a collective.
+    def memory_plan(self, runtime: Runtime, *, accumulates: bool) -> MemoryPlan:
+        """Plan the memory of this rank for a sharded model, without activations.
 
         Args:
-            options: Options of the new strategy.
+            runtime: Runtime of the model.
+            accumulates: True if a step has several micro-batches.
+        """
+        return plan_memory(
+            [progress.unit.costs() for progress in runtime.progresses],
+            self._group.options.sharding,
+            prefetch=self._group.options.backward_prefetch,
+            staged=self._group.device.type == "cpu",
+            accumulates=accumulates,
+            offload_optimizer=self._group.offloads_optimizer,
+        )
+
+    def print_units(self, module: nn.Module | None) -> None:
+        """Print the table of a module's units on rank 0.
+
+        Raises:
+            RuntimeError: The module is not sharded yet, or there is none.
+        """
+        runtime = None if module is None else runtime_of(module)
+        if runtime is None:
+            raise RuntimeError(
+                "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
+            )
+        if self._group.is_rank_zero:
+            print_units(self._group.options.sharding_strategy, runtime)
+
+    def check_reshard(
+        self, trainer: Trainer, name: str, shard_size: int | None, ranks: Ranks, runtime: Runtime
+    ) -> Options:
+        """Check that a model can be sharded by another strategy between two steps; a collective.
+
+        Args:
+            trainer: Trainer of the run.
+            name: Name of the new strategy.
+            shard_size: Its shard size; None: the default.
             ranks: Ranks of the run.
             runtime: Runtime of the model, which has been sharded by the present options.
 
+        Returns:
+            Options with the new strategy; equal to the present ones if nothing changes.
+
         Raises:
             ConfigurationError: An option does not allow it, or ranks pass different strategies.
-            RuntimeError: The runtime of a rank is in a step or has incomplete gradients.
+            RuntimeError: The run is no training, or the runtime of a rank is in a step or has
+                incomplete gradients.
         """
+        if not trainer.training:
+            raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
+        options = replace(self._group.options, sharding_strategy=name, shard_size=shard_size)
         split, name = options.tensor_parallel_size, options.sharding_strategy
         experts = options.expert_parallel_size
         if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
@@ -259,6 +302,7 @@ class ModelSharding:
             self._group.run_on_all_ranks("resharding", lambda: runtime.check_rest("reshard()"))
         except RankError as error:
             raise error.__cause__ or error from None
+        return options
 
     def reshard(
         self,

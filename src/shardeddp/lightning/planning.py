@@ -393,16 +393,16 @@ def choose_shard_size(
 
 
 def choose_on_rank_zero(
-    group: RunGroup, module: LightningModule | None, options: Options, setting: RunSetting
-) -> tuple[Chosen, Options]:
-    """Replace ``auto`` in the options by the choice of rank 0, and log it; a collective.
+    group: RunGroup, module: LightningModule | None, setting: RunSetting
+) -> Chosen:
+    """Replace ``auto`` in the group's options by the choice of rank 0, and log it; a collective.
 
     Args:
         group: Process group of the run, connected.
         module: Module to train; None: unknown.
-        options: Options of the strategy, with ``auto``.
         setting: Settings of the run.
     """
+    options = group.options
     reach = group.reach or setting.ranks_per_node
     found = group.on_rank_zero(
         "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
@@ -412,7 +412,8 @@ def choose_on_rank_zero(
     rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
     size = chosen.shard_size or options.shard_size
     name = chosen.sharding_strategy
-    return chosen, replace(options, sharding_strategy=name, shard_size=size)
+    group.options = replace(options, sharding_strategy=name, shard_size=size)
+    return chosen
 
 
 def choose(

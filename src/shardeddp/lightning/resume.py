@@ -25,6 +25,7 @@ from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import LightningModule, Trainer, TrainerFn, has_iterable_dataset
+from shardeddp.lightning.planning import Chosen
 from shardeddp.lightning.private import FitLoop, PrefetchDataFetcher, ProcessedTracker
 from shardeddp.lightning.run_group import RunGroup
 
@@ -117,6 +118,7 @@ class Resume:
         checkpoint: dict[str, Any],
         module: LightningModule | None,
         names: Callable[[], ParameterNames],
+        chosen: Chosen | None,
     ) -> dict[str, Any]:
         """Return a copy of a checkpoint with our own state; user hooks keep the original.
 
@@ -135,6 +137,8 @@ class Resume:
             own[KEPT] = places
         if checkpoint.get("optimizer_states"):
             own[NAMES] = names()
+        if chosen is not None:
+            own["chosen"] = dict(vars(chosen))
         return {**checkpoint, KEY: own}
 
     def take(self, checkpoint: dict[str, Any], fitting: bool) -> None:

@@ -49,7 +49,11 @@ from shardeddp.lightning.api import (
     rank_zero_warn,
 )
 from shardeddp.lightning.expert_parallel import EXPERT_PARALLEL, make_expert_mesh
-from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
+from shardeddp.lightning.private import (
+    all_gather_ddp_if_available,
+    give_device_mesh,
+    init_dist_connection,
+)
 from shardeddp.lightning.tensor_parallel import make_device_mesh
 from shardeddp.plan.rank_info import RankInfo
 
@@ -136,6 +140,8 @@ class RunGroup:
         """Number of ranks that reach each other without the network (a node); None: unknown."""
         self.current: Mesh | None = None
         """Communicators of this rank; None before set-up, and in the parent of spawned ranks."""
+        self.alone: ClusterEnvironment | None = None
+        """Environment of a run of one rank whose own one knows no ranks; None: the own one."""
         self._broken = False  # True after an incomplete collective: groups cannot be used again
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,6 +180,11 @@ class RunGroup:
         return self.current is None or self.current.rank == 0
 
     # -- Set-up
+
+    def set_ranks(self, environment: ClusterEnvironment, is_distributed: bool) -> None:
+        """Find out whether the environment of a run knows ranks; else the run is ``alone``."""
+        if self.alone is None and not is_distributed:
+            self.alone = environment_without_ranks(environment)
 
     def connect(self, ranks: Ranks) -> None:
         """Initialize torch's default process group, if needed; a collective of all ranks.
@@ -269,6 +280,8 @@ class RunGroup:
             self.device_mesh = make_device_mesh(self.current)
         if expert_size > 1 and self.device_mesh is None:
             self.device_mesh = make_expert_mesh(self.current)
+        if self.device_mesh is not None and module is not None:
+            give_device_mesh(module, self.device_mesh)
         self.current.begin_run()
         self._broken = False
         if ranks.environment.world_size() == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.full_write import gather_full
 from shardeddp.checkpoint.load_states import parameter_names
-from shardeddp.checkpoint.schema import KEY
 from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
@@ -54,12 +51,11 @@ from shardeddp.lightning.callbacks import CallbackAdapters
 from shardeddp.lightning.checkpointing import Checkpoints
 from shardeddp.lightning.expert_parallel import ExpertRankChecks
 from shardeddp.lightning.guards import Guards
-from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
+from shardeddp.lightning.launchers import make_launcher
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.out_of_memory import MemoryGuard, explain_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
-    PlanLauncher,
     RunSetting,
     choose_on_rank_zero,
 )
@@ -67,7 +63,7 @@ from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.resume import Resume
-from shardeddp.lightning.run_group import Ranks, RunGroup, environment_without_ranks, set_rank
+from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
 from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
@@ -76,7 +72,7 @@ from shardeddp.lightning.tensor_parallel import (
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import refuse_beside_axes
-from shardeddp.plan.memory import MemoryPlan, plan_memory
+from shardeddp.plan.memory import MemoryPlan
 from shardeddp.plan.sharding_strategy import (
     AUTO,
     OptimizerShard,
@@ -84,7 +80,6 @@ from shardeddp.plan.sharding_strategy import (
     ShardSizeOption,
 )
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.report import print_units
 from shardeddp.wrap import PolicyLike, require_parameters
 from shardeddp.wrap.tensor_plan import TensorPlan
 
@@ -228,10 +223,10 @@ class ShardedDP(ParallelStrategy):
         self.chosen: Chosen | None = None
         """Choice of ``auto`` with its reason; set in ``setup_environment``."""
         self._tensor_ranks = TensorRankChecks()
+        self._expert_ranks = ExpertRankChecks()
         self.planned: Plan | None = None
         """Plan made under ``plan_only``."""
         self.num_nodes = 1  # set by the Trainer
-        self._alone: ClusterEnvironment | None = None  # for one rank, if the cluster's knows none
         self._group = RunGroup(options)
         self._checkpoints = Checkpoints(self._group)
         self._restore = Restore(self._group)
@@ -240,7 +235,6 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
-        self._expert_ranks = ExpertRankChecks()
 
     plan = staticmethod(make_plan)
     """Plan a model without a training run: see :func:`shardeddp.planner.plan.make_plan`."""
@@ -305,22 +299,22 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        return super().global_rank if self._alone is None else 0
+        return super().global_rank if self._group.alone is None else 0
 
     @property
     @override
     def local_rank(self) -> int:
-        return super().local_rank if self._alone is None else 0
+        return super().local_rank if self._group.alone is None else 0
 
     @property
     @override
     def node_rank(self) -> int:
-        return super().node_rank if self._alone is None else 0
+        return super().node_rank if self._group.alone is None else 0
 
     @property
     @override
     def world_size(self) -> int:
-        return super().world_size if self._alone is None else 1
+        return super().world_size if self._group.alone is None else 1
 
     @property
     def num_processes(self) -> int:
@@ -380,7 +374,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP has no cluster environment: the Trainer finds one when it is made"
             )
-        return self._alone or self.cluster_environment
+        return self._group.alone or self.cluster_environment
 
     @property
     def runtime(self) -> Runtime:
@@ -394,14 +388,8 @@ class ShardedDP(ParallelStrategy):
     @property
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank without activations, at two optimizer states per element."""
-        return plan_memory(
-            [progress.unit.costs() for progress in self.runtime.progresses],
-            self.options.sharding,
-            prefetch=self.options.backward_prefetch,
-            staged=self.root_device.type == "cpu",
-            accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
-            offload_optimizer=self._group.offloads_optimizer,
-        )
+        accumulates = self.trainer is not None and self.trainer.accumulate_grad_batches > 1
+        return self._model_sharding.memory_plan(self.runtime, accumulates=accumulates)
 
     def _describe_memory(self, error: BaseException) -> list[str]:
         return memory_lines(error, self.runtime, self.memory_plan, self.optimizers, self.options)
@@ -411,13 +399,7 @@ class ShardedDP(ParallelStrategy):
 
         Available from ``on_fit_start`` on. Other ranks may call it, but need not.
         """
-        runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
-        if runtime is None:
-            raise RuntimeError(
-                "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
-            )
-        if self.is_global_zero:
-            print_units(self.options.sharding_strategy, runtime)
+        self._model_sharding.print_units(self.lightning_module)
 
     @contextmanager
     def summon_full_params(
@@ -475,27 +457,11 @@ class ShardedDP(ParallelStrategy):
             tensor_size=options.tensor_parallel_size,
             expert_size=options.expert_parallel_size,
         )
-        if options.plan_only:
-            launcher: Any = PlanLauncher(self, options, self.setting)
-            self._launcher = launcher
-        elif options.start_method == "popen":
-            self._launcher = ShardedScriptLauncher(
-                self._environment,
-                self.num_processes,
-                self.num_nodes,
-                self._model_sharding.end_hooks,
-            )
-        else:
-            leave = self._group.explain_and_leave
-            materialize = self._model_sharding.materialize
-            self._launcher = ShardedMultiProcessingLauncher(
-                self, options.start_method, gather_full, materialize, leave
-            )
+        self._launcher = make_launcher(self, self._environment, self._group, self._model_sharding)
 
     def set_world_ranks(self) -> None:
         """Set the rank in the cluster environment and in ``rank_zero_only``."""
-        if self._alone is None and not self.is_distributed:
-            self._alone = environment_without_ranks(self._environment)
+        self._group.set_ranks(self._environment, self.is_distributed)
         rank = self.node_rank * self.num_processes + self.local_rank
         set_rank(self._environment, rank, self.num_nodes * self.num_processes)
 
@@ -506,12 +472,10 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         self._group.connect(self._ranks)
         if AUTO in (self.options.sharding_strategy, self.options.shard_size):
-            self.chosen, self._group.options = choose_on_rank_zero(
-                self._group, self.lightning_module, self.options, self.setting(self.trainer)
+            self.chosen = choose_on_rank_zero(
+                self._group, self.lightning_module, self.setting(self.trainer)
             )
         self._group.begin_run(self._ranks, self.lightning_module)
-        if self._group.device_mesh is not None and self.lightning_module is not None:
-            private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             if self._fitting:
                 self._checkpoints.check_stores(self.trainer)
@@ -617,10 +581,9 @@ class ShardedDP(ParallelStrategy):
                 or gradients of micro-batches are incomplete; on all ranks if true on one.
         """
         trainer, runtime = self._trainer_at_work(), self.runtime
-        if not trainer.training:
-            raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
-        options = replace(self.options, sharding_strategy=sharding_strategy, shard_size=shard_size)
-        self._model_sharding.check_reshard(options, self._ranks, runtime)
+        options = self._model_sharding.check_reshard(
+            trainer, sharding_strategy, shard_size, self._ranks, runtime
+        )
         if options == self.options:
             return
         self.wait_for_checkpoint()
@@ -645,8 +608,8 @@ class ShardedDP(ParallelStrategy):
         self._guards.begin_training(trainer, self.node_rank, self.local_rank)
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
-        self._expert_ranks.begin_run(self.runtime.root_module)
         self._tensor_ranks.begin_run(self.mesh)
+        self._expert_ranks.begin_run(self.runtime.root_module)
 
     # -- Steps
 
@@ -695,9 +658,8 @@ class ShardedDP(ParallelStrategy):
     ) -> Any:
         with self._during("compute"), precision, self.runtime.step(name) as outputs:
             try:
-                if self.options.tensor_parallel_size > 1:
-                    module = self.runtime.root_module
-                    self._tensor_ranks.begin_step(name, (args, kwargs), module, self.mesh)
+                module = self.runtime.root_module
+                self._tensor_ranks.begin_step(name, (args, kwargs), module, self.mesh)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
                 self._expert_ranks.end_step(self.runtime)
             except Exception as error:
@@ -722,8 +684,7 @@ class ShardedDP(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
         self._callbacks.zero_repeated_loss(closure_loss)
-        if self.options.tensor_parallel_size > 1:
-            self._tensor_ranks.begin_backward(closure_loss, self.mesh)
+        self._tensor_ranks.begin_backward(closure_loss, self.mesh)
         self._expert_ranks.begin_backward(self.runtime)
 
     @override
@@ -731,19 +692,15 @@ class ShardedDP(ParallelStrategy):
         """Average gradients of late parameters; check split layers, calls and token dispatch."""
         if self.runtime.sync_gradients:
             average_late_gradients(self.optimizers)
-        if self.options.tensor_parallel_size > 1 and self.runtime.sync_gradients:
-            self._tensor_ranks.end_backward(self.runtime.root_module.parameters(), self.mesh)
+        self._tensor_ranks.end_backward(self.runtime)
         self._expert_ranks.end_backward()
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
         """Surround a micro-batch without gradient communication (accumulation)."""
-        self.runtime.sync_gradients = False
-        try:
+        with self.runtime.without_sync():
             yield
-        finally:
-            self.runtime.sync_gradients = True
 
     @override
     def on_validation_start(self) -> None:
@@ -802,9 +759,7 @@ class ShardedDP(ParallelStrategy):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._during("checkpoint"), self._group.explaining():
-            extended = self._resume.extended(checkpoint, self.lightning_module, names)
-            if self.chosen is not None and KEY in extended:
-                extended[KEY]["chosen"] = dict(vars(self.chosen))
+            extended = self._resume.extended(checkpoint, self.lightning_module, names, self.chosen)
             self._checkpoints.save(
                 extended, filepath, storage_options, self.checkpoint_io, names, self.trainer
             )

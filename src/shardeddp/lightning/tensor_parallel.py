@@ -21,6 +21,7 @@ from shardeddp.comm.activations import name_group
 from shardeddp.comm.consistency import checksum
 from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
+from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.lightning.api import (
     StochasticWeightAveraging,
@@ -168,6 +169,8 @@ class TensorRankChecks:
             module: LightningModule of the run.
             mesh: Mesh of the run.
         """
+        if mesh.topology.tensor_size == 1:
+            return
         if mesh.run.observed is None:
             mesh.run.cut.clear()
         self._counts[name] += 1
@@ -190,19 +193,22 @@ class TensorRankChecks:
 
     def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
         """Compare the losses of a backward, and have its gradients observed."""
-        if self._is_due("backward", 1):
+        if mesh.topology.tensor_size > 1 and self._is_due("backward", 1):
             _compare_losses(loss, mesh)
             if mesh.run.observed is None:
                 mesh.run.observed = {}
 
-    def end_backward(self, parameters: Iterable[torch.Tensor], mesh: Mesh) -> None:
-        """Compare the gradients of a backward that has reduced them."""
+    def end_backward(self, runtime: Runtime) -> None:
+        """Compare the gradients of a backward if it has reduced them."""
+        mesh = runtime.mesh
+        if mesh.topology.tensor_size == 1 or not runtime.sync_gradients:
+            return
         self._counts["backward"] += 1
         observed = mesh.run.observed or {}
         whole = {name: it for name, it in observed.items() if name not in mesh.run.cut}
         mesh.run.observed = None
         if self._is_due("backward"):
-            _compare_gradients(parameters, whole, mesh)
+            _compare_gradients(runtime.root_module.parameters(), whole, mesh)
             _compare_outputs(self._end_observation(), observed, mesh)
 
     def _is_due(self, kind: str, ahead: int = 0) -> bool:
