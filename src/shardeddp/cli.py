@@ -17,19 +17,18 @@ import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
-from shardeddp.checkpoint.durable import Location, exists, is_directory, location
 from shardeddp.checkpoint.export import Selection, open_contents, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import (
-    carries_manifest,
     checkpoints_in,
     read_manifest,
     what_lies_beside,
 )
 from shardeddp.checkpoint.full_read import carries_index
+from shardeddp.checkpoint.import_foreign import FOREIGN
 from shardeddp.checkpoint.interop import write_metadata
+from shardeddp.checkpoint.location import Location, location
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.read import LazyTensor, Progress
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import KEY, OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.checkpoint.verify import (
@@ -93,8 +92,8 @@ def verify(options: argparse.Namespace) -> int:
     """Verify every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
     for given in map(location, options.directories):
-        one = not is_directory(given) or any(
-            exists(given / name) for name in (MANIFEST, DCP_METADATA)
+        one = not given.is_directory() or any(
+            (given / name).is_taken() for name in (MANIFEST, DCP_METADATA)
         )
         paths = [given] if one else checkpoints_in(given)
         if not paths:
@@ -220,9 +219,8 @@ def consolidate(options: argparse.Namespace) -> int:
 
 def metadata(options: argparse.Namespace) -> int:
     """Write the index of torch.distributed.checkpoint into a checkpoint saved without one."""
-    path = _require_checkpoint(location(options.directory), foreign=False)
-    if isinstance(path, RemotePath):
-        raise CheckpointError(f"{path}: the index is written into a directory of a file system")
+    found = _require_checkpoint(location(options.directory), foreign=False)
+    path = found.local_only("the index is written into a directory of a file system")
     if path.is_file():
         raise CheckpointError(f"{path} is one plain file, expected a directory")
     count = write_metadata(path, options.force)
@@ -448,15 +446,15 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
 
 def _require_checkpoint(path: Location, foreign: bool) -> Location:
     """Return the path if it may be a checkpoint of the wanted kind; its reader checks the rest."""
-    if isinstance(path, RemotePath):
-        return _require_remote(path, foreign)
-    if path.is_file() and not foreign:
+    if foreign:
+        path.local_only(FOREIGN)
+    elif path.is_file():
         return path
-    if not os.path.lexists(path):
+    own, theirs = (path / MANIFEST).is_taken(), path.holds(DCP_METADATA)
+    if not own and not path.is_taken():
         raise CheckpointError(f"{path} does not exist{what_lies_beside(path)}")
-    if not path.is_dir():
+    if not own and not path.is_directory():
         raise CheckpointError(f"{path} is no directory: expected that of a sharded checkpoint")
-    own, theirs = (os.path.lexists(path / name) for name in (MANIFEST, DCP_METADATA))
     if not own and not theirs:
         inside = checkpoints_in(path)
         hint = f"; {inside[0]} is one" if inside else ""
@@ -468,19 +466,6 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
             f"{path} is not a checkpoint of shardeddp: there is no {MANIFEST} in it. Another tool "
             f"wrote it, or its manifest was lost: `shardeddp verify` checks it, `shardeddp "
             f"consolidate --foreign` reads it"
-        )
-    return path
-
-
-def _require_remote(path: RemotePath, foreign: bool) -> RemotePath:
-    if foreign:
-        raise CheckpointError(f"{path}: checkpoints of other tools are read from file systems")
-    if not (carries_manifest(path) or path.is_file()):
-        inside = checkpoints_in(path)
-        hint = f"; {inside[0]} is one" if inside else ""
-        raise CheckpointError(
-            f"{path} is no checkpoint: there is neither a {MANIFEST} in it, nor an object of this "
-            f"name{hint}"
         )
     return path
 

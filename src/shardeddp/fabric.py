@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.durable import location
-from shardeddp.checkpoint.full_write import new_checkpoint_file, save_full
+from shardeddp.checkpoint.clean import directory_at
+from shardeddp.checkpoint.full_write import save_full
 from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
@@ -245,7 +245,7 @@ class ShardedDP(DDPStrategy):
             self.checkpoint_io.save_checkpoint(full, target, storage_options)
             return
         options = self._group.options.checkpoint_options
-        with new_checkpoint_file(location(target), nbytes_of(full), options) as opened:
+        with directory_at(target).new_file(nbytes_of(full), options) as opened:
             torch.save(full, opened)
 
     @override

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from shardeddp.checkpoint.durable import Location
+from shardeddp.checkpoint.location import Location
 from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime

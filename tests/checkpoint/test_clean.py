@@ -305,7 +305,7 @@ def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(ro
         assert len(working_entries(root)) == 2
     assert sweep(root) == ()
     assert working_entries(root) == [own.path.name]
-    directory.discard(own)
+    own.discard()
 
 
 def of_another_host(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:

@@ -11,11 +11,11 @@ import pytest
 
 from shardeddp.checkpoint import directory, durable
 from shardeddp.checkpoint.clean import sweep
-from shardeddp.checkpoint.manifest import MANIFEST, manifest_to_bytes
+from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.errors import CheckpointError
 from support.small_checkpoints import (
+    DATA,
     content,
-    fill,
     manifest_of,
     put,
     save,
@@ -33,9 +33,10 @@ def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return request.param == "swap"
 
 
-def staged(target: Path, step: int) -> directory.Staging:
+def staged(target: Path, step: int) -> directory.LocalStaging:
     staging = directory.stage(target)
-    fill(staging.path, step)
+    for name in DATA:
+        staging.put(name, content(name, step))
     return staging
 
 
@@ -160,8 +161,8 @@ def test_what_is_no_checkpoint_is_refused_when_it_comes_during_the_save(tmp_path
     with pytest.raises(
         CheckpointError, match=r"results is an ordinary file that is no checkpoint of this package"
     ):
-        directory.commit(staging)
-    directory.discard(staging)
+        staging.commit(manifest_of(1))
+    staging.discard()
     assert os.listdir(tmp_path) == ["results"]
     assert target.read_text() == "mine"
 
@@ -180,7 +181,7 @@ def test_a_relative_target_keeps_its_place_when_the_process_moves(
     monkeypatch.chdir(tmp_path)
     staging = staged(Path("x.ckpt"), step=1)
     monkeypatch.chdir("/")
-    directory.commit(staging)
+    staging.commit(manifest_of(1))
     assert step_of(tmp_path / "x.ckpt") == 1
 
 
@@ -304,9 +305,9 @@ def test_a_commit_that_cannot_be_flushed_is_undone(
 
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(CheckpointError, match=r"committing .*last.ckpt failed: Input/output error"):
-        directory.commit(staging)
+        staging.commit(manifest_of(2))
     assert step_of(staging.path) == 2
-    directory.discard(staging)
+    staging.discard()
     assert [(path.name, path.lstat().st_ino) for path in sorted(tmp_path.iterdir())] == before
 
 
@@ -328,8 +329,8 @@ def test_a_sweep_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
 
     monkeypatch.setattr(os, "fsync", sweep_and_fail)
     with pytest.raises(CheckpointError, match="committing"):
-        directory.commit(staging)
-    directory.discard(staging)
+        staging.commit(manifest_of(2))
+    staging.discard()
     # What is replaced is locked against sweeps and comes back; a link cannot be, so the new one stays.
     if kind == "a plain file":
         assert target.is_file()
@@ -352,7 +353,7 @@ def test_what_a_sweep_has_deleted_first_needs_no_deletion_after_the_commit(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", sweep_and_rename)
-    assert len(directory.commit(staging)) == (not swaps)
+    assert len(staging.commit(manifest_of(2))) == (not swaps)
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -367,7 +368,7 @@ def test_what_cannot_be_deleted_after_the_commit_is_told_and_swept_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(directory, "delete_parts", fail)
-        notes = directory.commit(staging)
+        notes = staging.commit(manifest_of(2))
     assert "could not be deleted (Permission denied)" in notes[-1]
     assert step_of(tmp_path / "x.ckpt") == 2
     assert len(os.listdir(tmp_path)) == 2
@@ -375,23 +376,19 @@ def test_what_cannot_be_deleted_after_the_commit_is_told_and_swept_later(
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_a_staging_without_a_manifest_is_not_committed(tmp_path: Path) -> None:
+def test_a_staging_is_committed_once(tmp_path: Path) -> None:
     staging = directory.stage(tmp_path / "x.ckpt")
-    directory.write_file(staging.path, "meta.pt", content("meta.pt", 1))
-    with pytest.raises(RuntimeError, match=r"has no manifest.json; write it"):
-        directory.commit(staging)
-    directory.write_file(
-        staging.path, MANIFEST, manifest_to_bytes(manifest_of(1, names=("meta.pt",)))
-    )
-    directory.commit(staging)
+    staging.put("meta.pt", content("meta.pt", 1))
+    staging.commit(manifest_of(1, names=("meta.pt",)))
     with pytest.raises(RuntimeError, match="committed or discarded before"):
-        _ = staging.descriptor
+        staging.commit(manifest_of(1, names=("meta.pt",)))
+    assert step_of(tmp_path / "x.ckpt") == 1
 
 
 def test_a_discarded_staging_leaves_nothing_and_no_open_file(tmp_path: Path) -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     staging = staged(tmp_path / "x.ckpt", step=1)
-    directory.discard(staging)
-    directory.discard(staging)
+    staging.discard()
+    staging.discard()
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == open_before

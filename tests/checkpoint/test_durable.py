@@ -209,53 +209,6 @@ def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
     assert durable.delete_parts(tree, [], parts.__contains__) == ()
 
 
-def test_too_little_space_is_refused_with_the_path_and_both_numbers(tmp_path: Path) -> None:
-    durable.preflight(tmp_path / "not" / "yet", 1)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"{tmp_path}: 1,000,000,000,000,000,000 bytes are needed, [\d,]+ are free",
-    ):
-        durable.preflight(tmp_path, 10**18)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_that_does_not_tell_its_space_is_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Silent:
-        f_blocks = f_bavail = f_frsize = 0
-
-    monkeypatch.setattr(os, "statvfs", lambda path: Silent)
-    durable.preflight(tmp_path, 10**18)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (
-            errno.ENOSPC,
-            r"No space left on device; 1,234 bytes were needed, [\d,]+ are free. Make room there",
-        ),
-        (errno.EDQUOT, r"1,234 bytes were needed, [\d,]+ are free"),
-        (errno.EACCES, r"Permission denied. The directory must be writable"),
-        (errno.EIO, r"failed: Input/output error\.$"),
-        (errno.EEXIST, r"Only one writer may make a file"),
-        (errno.ENAMETOOLONG, r"Take a shorter name"),
-    ],
-)
-def test_an_error_of_the_system_names_the_path_and_what_to_do(
-    tmp_path: Path, number: int, text: str
-) -> None:
-    path = tmp_path / "missing" / "file"
-    with (
-        pytest.raises(CheckpointError, match=text) as caught,
-        durable.disk_errors("writing", path, 1234),
-    ):
-        raise OSError(number, os.strerror(number))
-    assert str(caught.value).startswith(f"writing {path} failed: ")
-    assert isinstance(caught.value.__cause__, OSError)
-
-
 def test_a_path_is_resolved_up_to_its_name(tmp_path: Path) -> None:
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.checkpoint import clean, remote, remote_directory
-from shardeddp.checkpoint.durable import location
 from shardeddp.checkpoint.find import (
     checkpoints_in,
     find_checkpoints,
     last_checkpoints,
     read_manifest,
 )
+from shardeddp.checkpoint.location import location
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.remote import RemotePath

@@ -55,13 +55,10 @@ def save(
     staging = directory.stage(target, permissions, durability)
     try:
         for name in DATA:
-            directory.write_file(staging.path, name, content(name, step), permissions, durability)
-        directory.write_file(
-            staging.path, MANIFEST, manifest_to_bytes(manifest_of(step)), permissions, durability
-        )
-        return directory.commit(staging)
+            staging.put(name, content(name, step))
+        return staging.commit(manifest_of(step))
     except Exception:
-        directory.discard(staging)
+        staging.discard()
         raise
 
 

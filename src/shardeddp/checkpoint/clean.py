@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from shardeddp.checkpoint import remote_directory
-from shardeddp.checkpoint.directory import STAGED, delete, delete_atomically, left_text
+from shardeddp.checkpoint.directory import (
+    STAGED,
+    LocalStaging,
+    delete,
+    delete_atomically,
+    left_text,
+    new_files,
+    require_replaceable_file,
+    stage,
+)
 from shardeddp.checkpoint.durable import (
-    StrPath,
-    disk_errors,
     exists,
     held,
-    is_remote,
     kernel,
     kind_of,
-    location,
     lock,
+    make_directories,
     opened_directory,
     resolve,
     sync_directory,
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.full_read import carries_index
+from shardeddp.checkpoint.location import (
+    AnyPath,
+    LocalPath,
+    Location,
+    disk_errors,
+    location,
+    preflight,
+)
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.checkpoint.remote import RemotePath
+from shardeddp.checkpoint.remote_directory import RemoteDirectory
+from shardeddp.checkpoint.staging import CheckpointDirectory, why_outside
+from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 
 SILENT_S = 900.0
 """Time in seconds without a write after which an entry of another host is taken for abandoned."""
 
 
-def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = False) -> None:
+def remove(target: AnyPath, roots: Sequence[AnyPath] = (), *, written: bool = False) -> None:
     """Delete a checkpoint: a directory with our manifest, a plain file, or a link (not its target).
 
     Anything else is kept, with a warning that gives the reason: the path may come from a file of
@@ -48,7 +67,7 @@ def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = Fa
         written: True if this run has written it: any location and any plain file are then allowed.
     """
     try:
-        kept = _remove(target, roots, written)
+        kept = directory_at(target).remove([*map(location, roots)], written)
     except FileNotFoundError:
         return
     except (OSError, ValueError, CheckpointError) as error:  # a name that no file system takes, too
@@ -57,26 +76,7 @@ def remove(target: StrPath, roots: Sequence[StrPath] = (), *, written: bool = Fa
         warnings.warn(f"The checkpoint {str(target)!r} was not deleted: {kept}", stacklevel=2)
 
 
-def _remove(target: StrPath, roots: Sequence[StrPath], written: bool) -> str | None:
-    """Delete a checkpoint; return the reason if it is kept."""
-    place = location(target)
-    if isinstance(place, RemotePath):
-        stores = [store for root in roots if isinstance(store := location(root), RemotePath)]
-        return remote_directory.remove(place, stores, written)
-    parent, name = resolve(target)
-    path = parent / name
-    mode = os.lstat(path).st_mode
-    kept = _why_kept(path, name, mode, None if written else roots)
-    if kept is not None:
-        return kept
-    if stat.S_ISDIR(mode):
-        with opened_directory(parent) as descriptor:
-            return next(iter(delete_atomically(path, descriptor, "disk", name)), None)
-    os.unlink(path)
-    return None
-
-
-def sweep(directory: StrPath | RemotePath) -> tuple[str, ...]:
+def sweep(directory: AnyPath) -> tuple[str, ...]:
     """Remove leftovers of killed processes from a directory; files of living ones stay.
 
     In a store, only leftovers of a day ago and earlier. One process sweeps a directory at a time,
@@ -85,14 +85,57 @@ def sweep(directory: StrPath | RemotePath) -> tuple[str, ...]:
     Returns:
         Sentences on failures; files that other processes are writing are not mentioned.
     """
-    place = location(directory)
+    return directory_at(directory).sweep()
+
+
+def directory_at(path: AnyPath) -> CheckpointDirectory:
+    """Return the operations that save and delete checkpoints at a location."""
+    place = location(path)
     if isinstance(place, RemotePath):
-        try:
-            return remote_directory.sweep(place)
-        except CheckpointError as error:  # reported like an entry that could not be deleted
-            return (str(error),)
-    with disk_errors("cleaning up", place):
-        return _sweep(place) if exists(place) else ()
+        return RemoteDirectory(place)
+    return LocalDirectory(place.local_only("checkpoints are saved in a file system or a store"))
+
+
+@dataclass(frozen=True)
+class LocalDirectory:
+    """Checkpoint, or directory of some, in a file system."""
+
+    path: Path
+
+    def stage(self, nbytes: int, options: CheckpointOptions) -> LocalStaging:
+        """Make the staging directory of a checkpoint, if there is room for it."""
+        preflight(self.path.parent, nbytes)
+        return stage(self.path, options.permissions or "private", options.durability)
+
+    @contextlib.contextmanager
+    def new_file(self, nbytes: int, options: CheckpointOptions) -> Generator[BinaryIO]:
+        """Open a file in the same directory, which is renamed when the block ends."""
+        permissions, durability = options.permissions or "umask", options.durability
+        with disk_errors("making the directory of", self.path):
+            make_directories(self.path.parent, permissions, durability)
+        preflight(self.path.parent, nbytes)
+        require_replaceable_file(self.path)
+        with new_files([self.path], True, permissions, durability) as (opened,):
+            yield opened
+
+    def remove(self, roots: Sequence[Location], written: bool) -> str | None:
+        """Delete a directory with our manifest, a plain file, or a link."""
+        parent, name = resolve(self.path)
+        path = LocalPath(parent, name)
+        mode = os.lstat(path).st_mode
+        kept = _why_kept(path, name, mode, None if written else roots)
+        if kept is not None:
+            return kept
+        if stat.S_ISDIR(mode):
+            with opened_directory(parent) as descriptor:
+                return next(iter(delete_atomically(path, descriptor, "disk", name)), None)
+        os.unlink(path)
+        return None
+
+    def sweep(self) -> tuple[str, ...]:
+        """Delete what killed processes have left in this directory, or give it its name back."""
+        with disk_errors("cleaning up", self.path):
+            return _sweep(self.path) if exists(self.path) else ()
 
 
 def _sweep(directory: Path) -> tuple[str, ...]:
@@ -167,14 +210,14 @@ class _Sweeper:
             self.left.append(left_text(path, error))
 
 
-def _why_kept(path: Path, name: str, mode: int, roots: Sequence[StrPath] | None) -> str | None:
+def _why_kept(
+    path: LocalPath, name: str, mode: int, roots: Sequence[Location] | None
+) -> str | None:
     """Return the reason to keep an entry; None if it may be deleted."""
     if not name:
         return "the path does not end in a name."
-    if roots is not None and not any(
-        path.parent.is_relative_to(os.path.realpath(root)) for root in roots if not is_remote(root)
-    ):
-        return f"it lies outside of {' and '.join(str(Path(root)) for root in roots) or 'all directories'}."
+    if roots is not None and (outside := why_outside(path, roots)):
+        return outside
     if stat.S_ISDIR(mode) and not carries_manifest(path):
         return f"it is a directory without a {MANIFEST} of this package."
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISLNK(mode)):

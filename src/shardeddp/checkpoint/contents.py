@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-import os
 import pickle
 import re
-import tempfile
 import warnings
 import zipfile
 from argparse import Namespace
@@ -20,13 +19,12 @@ from typing import Any, cast
 
 import torch
 
-from shardeddp.checkpoint.durable import Location, disk_errors, preflight
 from shardeddp.checkpoint.full_read import require_data, require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KeptShards
+from shardeddp.checkpoint.location import AnyPath, disk_errors, location, preflight
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import (
     HYPER_PARAMETERS,
     KEY,
@@ -75,7 +73,7 @@ class Contents:
 
 
 def read_contents(
-    path: Location,
+    path: AnyPath,
     keys: Collection[str] | None = None,
     *,
     trust_pickle: bool = False,
@@ -297,7 +295,7 @@ def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(
-    path: Location,
+    path: AnyPath,
     weights_only: bool | None,
     codecs: Sequence[Codec] = (),
     part: tuple[int, int] = (0, 1),
@@ -335,14 +333,27 @@ def open_checkpoint(
     return {**read, KEY: {**read[KEY], STATES: own[STATES]}}
 
 
-def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
+def open_file(path: AnyPath, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
     """Read a plain checkpoint, mapped: a rank reads only the elements of its shards.
+
+    One of a store is read from a local copy, which is gone when the process ends.
 
     Args:
         path: A file of this package, of Lightning or of torch.
         weights_only: Argument for ``torch.load``.
         part: Share of the file that is compared with its checksums here, ``(rank, ranks)``.
     """
+    place = location(path)
+    with contextlib.ExitStack() as copies:
+        with disk_errors("copying", place):
+            file = copies.enter_context(place.local_copy(preflight))
+        try:
+            return _load_file(file, weights_only, part)  # mapped data outlives a deleted copy
+        except CheckpointError as error:
+            raise type(error)(str(error).replace(file, str(place))) from error
+
+
+def _load_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
     require_intact(path, part)
     if weights_only is not False:
         require_data(path)
@@ -367,21 +378,6 @@ def refusal_of(path: str, error: Exception) -> CheckpointError:
 
 _UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(\S.*?)(?:\.? Please|\.? *$)", re.MULTILINE)
 """Matches the sentence on the object itself in torch's error, without the advice around it."""
-
-
-def open_remote_file(
-    path: RemotePath, weights_only: bool | None, part: tuple[int, int]
-) -> dict[str, Any]:
-    """Read a plain checkpoint of a store from a local copy, which is gone when the process ends."""
-    with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
-        copy = os.path.join(folder, path.name)
-        with disk_errors("copying", path):
-            preflight(folder, path.nbytes())
-            path.get_file(copy)
-        try:
-            return open_file(copy, weights_only, part)  # mapped data stays readable after deletion
-        except CheckpointError as error:
-            raise type(error)(str(error).replace(copy, str(path))) from error
 
 
 def _read_small(

@@ -20,13 +20,11 @@ from typing import BinaryIO
 from shardeddp.checkpoint.durable import (
     OPEN_DIRECTORY,
     Durability,
-    Location,
     Permissions,
     StrPath,
     close_directory,
     create_exclusively,
     delete_parts,
-    disk_errors,
     exists,
     held,
     kernel,
@@ -43,15 +41,18 @@ from shardeddp.checkpoint.durable import (
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_manifest
 from shardeddp.checkpoint.full_read import PLAIN_SUFFIX, is_archive_of_torch
+from shardeddp.checkpoint.location import AnyPath, LocalPath, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     MANIFEST,
     PLACEMENT,
     STATE,
+    Manifest,
     is_part,
+    manifest_to_bytes,
 )
-from shardeddp.checkpoint.remote import RemotePath, Upload
+from shardeddp.checkpoint.remote import Upload
 from shardeddp.errors import CheckpointError, first_three
 
 # -- Commit of a checkpoint directory
@@ -81,20 +82,71 @@ _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 
 
 @dataclass
-class Staging:
-    """Checkpoint being written; :func:`commit` or :func:`discard` ends it."""
+class LocalStaging:
+    """Checkpoint being written to a file system."""
 
     target: Path
     """Path after the commit; absolute, with the links of its parent resolved."""
 
-    path: Path
-    """Path of the staging directory."""
-
+    path: LocalPath
+    permissions: Permissions
     durability: Durability
-    """Failures that a commit survives."""
 
     _descriptor: int | None
     """Descriptor of ``path``; its lock proves that the writer is alive. None: it was ended."""
+
+    def put(self, name: str, content: bytes | memoryview) -> None:
+        """Make a file of the checkpoint with this content."""
+        write_file(self.path, name, content, self.permissions, self.durability)
+
+    def commit(self, manifest: Manifest) -> tuple[str, ...]:
+        """Give the checkpoint the name of its target in one step, then delete the replaced one.
+
+        Success closes the staging. After a failure the target is as before, unless the file system
+        refuses that as well, and the staging is still to be discarded.
+
+        Returns:
+            Harmless limitations of the file system that were met, as sentences to be logged once.
+        """
+        target, path, descriptor = self.target, self.path, self.descriptor
+        self.put(MANIFEST, manifest_to_bytes(manifest))
+        notes: list[str] = []
+        with (
+            disk_errors("committing", target),
+            opened_directory(target.parent) as parent,
+            held(target),
+        ):
+            require_replaceable(target)
+            can_sync = sync_directory(descriptor, self.durability)
+            replaced = put_in_place(path, target)
+            try:
+                can_sync = sync_directory(parent, self.durability) and can_sync
+            except OSError:
+                with contextlib.suppress(OSError):
+                    _put_back(path, target, replaced)
+                raise
+            self.close()
+            if not can_sync:
+                notes.append(
+                    "This file system cannot flush directories: a loss of power may undo the newest "
+                    "saves."
+                )
+            if replaced is not None:
+                if replaced != path:
+                    notes.append(
+                        "This file system cannot swap two names: replacing a checkpoint takes two "
+                        "renames."
+                    )
+                notes += delete_atomically(replaced, parent, self.durability, target.name)
+        return tuple(notes)
+
+    def discard(self) -> None:
+        """Delete the directory, if it was not committed. The next sweep tries again."""
+        try:
+            with contextlib.suppress(OSError):
+                delete(self.path)
+        finally:
+            self.close()
 
     @property
     def descriptor(self) -> int:
@@ -115,7 +167,7 @@ class Staging:
 
 def stage(
     target: StrPath, permissions: Permissions = "private", durability: Durability = "disk"
-) -> Staging:
+) -> LocalStaging:
     """Make the staging directory of a checkpoint, and missing directories above it.
 
     A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced.
@@ -137,12 +189,12 @@ def stage(
             path = _staging(parent, "checkpoint")
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
-                return Staging(parent / name, path, durability, descriptor)
+                return LocalStaging(parent / name, path, permissions, durability, descriptor)
 
 
 @contextlib.contextmanager
 def new_part(
-    folder: Location,
+    folder: AnyPath,
     name: str,
     nbytes: int,
     permissions: Permissions = "private",
@@ -162,23 +214,12 @@ def new_part(
             f"expected {MANIFEST}, {PLACEMENT}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or "
             f"__N_M.distcp, got {name!r}"
         )
-    path = folder / name
-    if isinstance(path, RemotePath):
-        with disk_errors("writing", path), path.upload(nbytes) as upload:
-            yield upload
-        return
-    with disk_errors("making", path):
-        descriptor = create_exclusively(path, permissions)
-    try:
-        with disk_errors("writing", path, nbytes):
-            yield descriptor
-        with disk_errors("flushing", path):
-            sync_file(descriptor, durability)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    with disk_errors("flushing", path):
-        os.close(descriptor)
+    path = location(folder) / name
+    with (
+        disk_errors("writing", path, nbytes),
+        path.create(nbytes, permissions, durability) as file,
+    ):
+        yield file
 
 
 def write_file(
@@ -193,66 +234,13 @@ def write_file(
         write_buffers(file, [data])
 
 
-def commit(staging: Staging) -> tuple[str, ...]:
-    """Give a written checkpoint the name of its target in one step, then delete the replaced one.
-
-    Success closes the staging. After a failure the target is as before, unless the file system
-    refuses that as well, and the staging is still to be discarded.
-
-    Returns:
-        Harmless limitations of the file system that were met, as sentences to be logged once.
-    """
-    target, path, durability = staging.target, staging.path, staging.durability
-    notes: list[str] = []
-    with disk_errors("committing", target), opened_directory(target.parent) as parent, held(target):
-        if not exists(path / MANIFEST):
-            raise RuntimeError(
-                f"{path} has no {MANIFEST}; write it, as the last file, before the commit"
-            )
-        require_replaceable(target)
-        can_sync = sync_directory(staging.descriptor, durability)
-        replaced = put_in_place(path, target)
-        try:
-            can_sync = sync_directory(parent, durability) and can_sync
-        except OSError:
-            with contextlib.suppress(OSError):
-                _put_back(path, target, replaced)
-            raise
-        staging.close()
-        if not can_sync:
-            notes.append(
-                "This file system cannot flush directories: a loss of power may undo the newest "
-                "saves."
-            )
-        if replaced is not None:
-            if replaced != path:
-                notes.append(
-                    "This file system cannot swap two names: replacing a checkpoint takes two "
-                    "renames."
-                )
-            notes += delete_atomically(replaced, parent, durability, target.name)
-    return tuple(notes)
-
-
-def discard(staging: Staging) -> None:
-    """Delete a staging directory that was never committed.
-
-    It is for error handling, so it raises no OSError. The next sweep tries again.
-    """
-    try:
-        with contextlib.suppress(OSError):
-            delete(staging.path)
-    finally:
-        staging.close()
-
-
-def _staging(folder: Path, kind: str) -> Path:
+def _staging(folder: Path, kind: str) -> LocalPath:
     """Return a new name for an entry that this host writes.
 
     It does not contain the target's name: Lightning looks for version numbers in every entry whose
     name contains that of its own checkpoints.
     """
-    return folder / f".tmp-{kind}-{'-'.join(kernel())}-{uuid.uuid4().hex}"
+    return LocalPath(folder, f".tmp-{kind}-{'-'.join(kernel())}-{uuid.uuid4().hex}")
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:

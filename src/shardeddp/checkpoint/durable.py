@@ -1,7 +1,4 @@
-"""Crash-safe file operations, and paths.
-
-The operations are exclusive creation, flushing, swapping of names, locks, and deletion.
-"""
+"""Crash-safe file operations: exclusive creation, flushing, swapping of names, locks, deletion."""
 
 from __future__ import annotations
 
@@ -21,48 +18,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from shardeddp.checkpoint.remote import RemotePath, StoreFile, Upload
+from shardeddp.checkpoint.remote import StoreFile, Upload
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
 
-# -- Paths and addresses of object stores
-
-_LOCAL = ("file://", "file:", "local://", "local:")
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return True if a path is a URL (``s3://bucket/name``), which only a client can open."""
-    return "://" in local_path(path)
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a path without a leading ``file://``, which fsspec drops as well.
-
-    Other paths are unchanged.
-    """
-    text = os.fspath(path)
-    return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
-
-
 StrPath: TypeAlias = "str | os.PathLike[str]"
-
-Location: TypeAlias = "Path | RemotePath"
-"""Path of a checkpoint, or of a file of it, in a file system or a store."""
-
-
-def location(path: StrPath | RemotePath) -> Location:
-    """Return a local path or an address in a store, by the form of ``path``."""
-    if isinstance(path, RemotePath):
-        return path
-    return RemotePath(local_path(path)) if is_remote(path) else Path(local_path(path))
-
-
-def reading_ahead(place: Location) -> Location:
-    """Return a store's address with read-ahead and a cache of windows; a local path as it is."""
-    return place.reading_ahead() if isinstance(place, RemotePath) else place
-
-
-# -- Crash-safe file operations
 
 Durability: TypeAlias = Literal["disk", "process"]
 """Failures that a finished write survives: ``disk`` a loss of power, ``process`` a process's end.
@@ -86,54 +46,6 @@ _NO_LOCK = frozenset(
     {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 )
 _READ_NBYTES = 2**20  # read at once
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-@contextlib.contextmanager
-def disk_errors(
-    doing: str, path: StrPath | RemotePath, nbytes: int | None = None
-) -> Generator[None, None, None]:
-    """Turn system errors inside into a :class:`CheckpointError` with the path and advice.
-
-    Args:
-        doing: Operation as a noun phrase that the path completes: ``writing``.
-        path: Path that the operation is on.
-        nbytes: Number of bytes to be written, if known.
-    """
-    try:
-        yield
-    except OSError as error:
-        text = f"{doing} {path} failed: {error.strerror or error}"
-        if isinstance(path, RemotePath):
-            if isinstance(error, PermissionError):
-                text += ". Credentials come from the environment, as the store's client says"
-        elif error.errno in _FULL:
-            needed = "" if nbytes is None else f"{nbytes:,} bytes were needed, "
-            text += f"; {needed}{_free_text(path)}. Make room there, or save to another file system"
-        elif error.errno == errno.ENAMETOOLONG:
-            text += "; while it is being written a checkpoint's name is 38 bytes longer. Take a shorter name"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            text += ". The directory must be writable for this process"
-        elif error.errno == errno.EEXIST:
-            text += ". Only one writer may make a file, and nothing is overwritten: remove it, or take another name"
-        raise CheckpointError(f"{text}.") from error
-
-
-def preflight(parent: StrPath, nbytes: int) -> None:
-    """Refuse a save that the file system has no room for, before anything is written.
-
-    A replaced checkpoint is deleted after the save, so it makes no room. The directory need not
-    exist yet.
-    """
-    with disk_errors("asking for the free space of", parent):
-        free = free_nbytes(_existing(parent))
-    if free is not None and free < nbytes:
-        raise CheckpointError(
-            f"not enough space for a checkpoint in {os.fspath(parent)}: {nbytes:,} bytes are "
-            f"needed, {free:,} are free (a checkpoint is replaced only when the new one is whole, "
-            f"so both need room). Make room there, keep fewer checkpoints, or save to another file "
-            f"system."
-        )
 
 
 def free_nbytes(path: StrPath) -> int | None:
@@ -214,17 +126,6 @@ def read_into(source: Source, view: memoryview, offset: int) -> int:
 
 
 @contextlib.contextmanager
-def open_source(path: StrPath | RemotePath) -> Generator[tuple[Source, int]]:
-    """Open a file for reading, of the system or of a store; see :func:`open_regular`."""
-    if isinstance(path, RemotePath):
-        file = path.open()
-        yield file, file.nbytes
-    else:
-        with open_regular(path) as opened:
-            yield opened
-
-
-@contextlib.contextmanager
 def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple[int, int]]:
     """Open a regular file for reading; refuse links, pipes, devices and directories.
 
@@ -255,11 +156,6 @@ def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple
         yield descriptor, found.st_size
     finally:
         os.close(descriptor)
-
-
-def is_directory(path: Location) -> bool:
-    """Return True for a directory, or a prefix of names in a store."""
-    return bool(path.list()) if isinstance(path, RemotePath) else path.is_dir()
 
 
 def write_buffers(file: int | Upload, buffers: Sequence[bytes | memoryview]) -> int:
@@ -441,10 +337,8 @@ def resolve(target: StrPath) -> tuple[Path, str]:
     ) else name
 
 
-def exists(path: StrPath | RemotePath) -> bool:
+def exists(path: StrPath) -> bool:
     """Return True if a name is taken, also by a dangling link; raises if the system cannot tell."""
-    if isinstance(path, RemotePath):
-        return path.is_file() or bool(path.list())
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -462,22 +356,6 @@ def kind_of(mode: int) -> str:
         "a socket": stat.S_ISSOCK,
     }
     return next((kind for kind, holds in kinds.items() if holds(mode)), "a device")
-
-
-def _existing(path: StrPath) -> str:
-    """Return the nearest existing directory at or above a path."""
-    here = os.path.abspath(path)
-    while not os.path.isdir(here):
-        here = os.path.dirname(here)
-    return here
-
-
-def _free_text(path: StrPath) -> str:
-    try:
-        free = free_nbytes(_existing(path))
-    except OSError:
-        free = None
-    return "the file system or the quota is full" if free is None else f"{free:,} are free"
 
 
 def _find_renameat2() -> Callable[..., int] | None:

@@ -20,11 +20,11 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.durable import Location
 from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
 from shardeddp.checkpoint.full_write import TorchFile
+from shardeddp.checkpoint.import_foreign import FOREIGN
+from shardeddp.checkpoint.location import AnyPath, location
 from shardeddp.checkpoint.read import Progress, silent
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.safetensors import (
     Entry,
     file_paths,
@@ -94,7 +94,7 @@ class Exported:
 
 
 def to_safetensors(
-    source: Location,
+    source: AnyPath,
     target: Path,
     selection: Selection = Selection(),
     *,
@@ -163,7 +163,7 @@ def to_safetensors(
 
 
 def to_ckpt(
-    source: Location,
+    source: AnyPath,
     target: Path,
     selection: Selection = Selection(),
     *,
@@ -239,7 +239,7 @@ def _former(target: Path) -> set[str]:
 
 
 def open_contents(
-    source: Location, selection: Selection = Selection(), keys: Sequence[str] | None = None
+    source: AnyPath, selection: Selection = Selection(), keys: Sequence[str] | None = None
 ) -> Contents:
     """Open a checkpoint of any kind.
 
@@ -248,15 +248,12 @@ def open_contents(
         selection: Selection with the ``foreign`` and ``trust_pickle`` to use.
         keys: Keys of the entries to read, if they exist; None: all.
     """
-    if isinstance(source, RemotePath):
-        if selection.foreign or not carries_manifest(source):
-            raise CheckpointError(
-                f"{source} is no sharded checkpoint of this package: copy it here, to read it"
-            )
-    elif selection.foreign:
-        return read_foreign_contents(source, selection.trust_pickle)
-    elif source.is_file():
-        contents = read_file_contents(source, selection.trust_pickle)
+    source = location(source)
+    if selection.foreign:
+        return read_foreign_contents(source.local_only(FOREIGN), selection.trust_pickle)
+    if source.is_file() and not carries_manifest(source):
+        file = source.local_only("plain files are read in a file system: copy it here")
+        contents = read_file_contents(file, selection.trust_pickle)
         found = contents.checkpoint
         wanted = {key: it for key, it in found.items() if keys is None or key in keys}
         return replace(contents, checkpoint=wanted)

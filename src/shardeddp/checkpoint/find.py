@@ -6,29 +6,15 @@ import errno
 import os
 import pickle
 import re
-import stat
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardeddp.checkpoint.durable import (
-    Location,
-    StrPath,
-    disk_errors,
-    is_directory,
-    is_remote,
-    kind_of,
-    location,
-    open_regular,
-    open_source,
-    opened_directory,
-    read_into,
-    read_text,
-)
+from shardeddp.checkpoint.durable import Source, read_into, read_text
 from shardeddp.checkpoint.full_read import (
     PLAIN_SUFFIX,
     carries_index,
@@ -37,6 +23,7 @@ from shardeddp.checkpoint.full_read import (
     require_data,
 )
 from shardeddp.checkpoint.items import checksum, records_of
+from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, is_remote, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     FORMAT,
@@ -45,7 +32,6 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     manifest_from_bytes,
 )
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields, count_in
 from shardeddp.errors import CheckpointError, first_three, printable
 from shardeddp.plan.layout import Interval
@@ -63,45 +49,43 @@ _BEGINNING = re.compile(
 _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 
-def is_checkpoint(directory: StrPath | RemotePath) -> bool:
+def is_checkpoint(directory: AnyPath) -> bool:
     """Return True if a directory is a checkpoint of this package, or of another tool."""
     target = location(directory)
-    return carries_manifest(target) or (
-        not isinstance(target, RemotePath) and os.path.lexists(target / DCP_METADATA)
-    )
+    return carries_manifest(target) or target.holds(DCP_METADATA)
 
 
 _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 
 
-def content_id(path: Location) -> bytes:
+def content_id(path: AnyPath) -> bytes:
     """Return 16 bytes that identify the content of a manifest, or of an archive's record list.
 
     They are zeros if neither can be read, and for files in stores.
     """
+    path = location(path)
     try:
         with disk_errors("reading", path):
-            directory = is_directory(path)
+            directory = path.is_directory()
         if directory:
             with opened_file(path / MANIFEST) as (source, item):
                 content = bytearray(item.nbytes)
                 read_into(source, memoryview(content), 0)
-        elif isinstance(path, RemotePath):
-            return bytes(16)
         else:
-            with opened_file(path) as (source, item):
+            file = path.local_only("the records of an archive are listed in file systems")
+            with opened_file(file) as (source, item):
                 content = repr(records_of(source, item)).encode()
     except CheckpointError:
         return bytes(16)
     return bytes.fromhex(checksum(content))
 
 
-def has_lost_manifest(path: Path) -> bool:
+def has_lost_manifest(path: Location) -> bool:
     """Return True if a directory has a placement of this package, but no manifest."""
-    return os.path.lexists(path / PLACEMENT) and not os.path.lexists(path / MANIFEST)
+    return path.holds(PLACEMENT) and not path.holds(MANIFEST)
 
 
-def carries_manifest(path: StrPath | RemotePath) -> bool:
+def carries_manifest(path: AnyPath) -> bool:
     """Return True if a directory is a checkpoint of this package, even a damaged one.
 
     The beginning of its manifest decides.
@@ -113,7 +97,7 @@ def carries_manifest(path: StrPath | RemotePath) -> bool:
     file, beginning = location(path) / MANIFEST, bytearray(256)
     with disk_errors("reading", file):
         try:
-            with open_source(file) as (source, _):
+            with file.open_source() as (source, _):
                 read_into(source, memoryview(beginning), 0)
             return _BEGINNING.match(beginning) is not None
         except CheckpointError:
@@ -124,7 +108,7 @@ def carries_manifest(path: StrPath | RemotePath) -> bool:
             raise
 
 
-def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> Manifest:
+def read_manifest(path: AnyPath, part: tuple[int, int] = (0, 1)) -> Manifest:
     """Read the manifest of a checkpoint; check that its files are regular and have their sizes.
 
     Their content is not read. A plain file has an index instead of a manifest.
@@ -138,50 +122,33 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
         CheckpointError: The checkpoint is not whole.
     """
     target = location(path)
-    if isinstance(target, RemotePath):
-        return _read_remote(target, part)
-    if target.is_file():
-        return read_index(target)
-    with disk_errors("reading the checkpoint", target), opened_directory(target) as directory:
+    with disk_errors("reading the checkpoint", target):
         try:
-            manifest = manifest_from_bytes(_read(directory))
-            for name, file in list(manifest.files.items())[part[0] :: part[1]]:
-                _check_file(directory, os.path.join(manifest.folder, name), file.nbytes)
-        except CheckpointError as error:
+            with target.files() as files:
+                manifest = _manifest_in(files.open_source)
+                listed = list(manifest.files.items())[part[0] :: part[1]]
+                files.check_sizes(manifest.folder, {name: file.nbytes for name, file in listed})
+        except (CheckpointError, NotADirectoryError) as error:
+            if target.is_file():
+                return read_index(target)
             raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
     return manifest
 
 
 def read_manifest_alone(path: Location) -> Manifest:
     """Read the manifest of a checkpoint without checking its files; an ``OSError`` stays one."""
+    return _manifest_in(lambda name: (path / name).open_source())
+
+
+def _manifest_in(opened: Callable[[str], AbstractContextManager[tuple[Source, int]]]) -> Manifest:
     try:
-        with open_source(path / MANIFEST) as (source, nbytes):
+        with opened(MANIFEST) as (source, nbytes):
             return manifest_from_bytes(read_text(source, Interval(0, nbytes), MANIFEST))
     except FileNotFoundError:
-        raise CheckpointError(_NO_MANIFEST_TEXT) from None
-
-
-def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
-    """Read a manifest as :func:`read_manifest` does, in a store."""
-    with disk_errors("reading the checkpoint", path):
-        try:
-            manifest = read_manifest_alone(path)
-            wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
-            found = (path / manifest.folder).sizes(wanted)
-            for name, file in wanted.items():
-                if found[name] is None:
-                    raise CheckpointError(
-                        f"{name} is missing, expected an object of {file.nbytes:,} bytes"
-                    )
-                if found[name] != file.nbytes:
-                    raise CheckpointError(
-                        f"{name} has {found[name]:,} bytes, expected {file.nbytes:,}"
-                    )
-        except CheckpointError as error:
-            if path.is_file():
-                return read_index(path)
-            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
-    return manifest
+        raise CheckpointError(
+            f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load "
+            f"it as a foreign one)"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -212,7 +179,7 @@ class Found:
     """Reasons why entries that look like checkpoints are not whole, by name."""
 
 
-def find_checkpoints(directory: StrPath | RemotePath) -> Found:
+def find_checkpoints(directory: AnyPath) -> Found:
     """Return the checkpoints of this package directly in a directory, ordered by step.
 
     In a store, names without a manifest or an index are no checkpoints: remains of interrupted
@@ -221,11 +188,8 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
     candidates: list[Candidate] = []
     skipped: dict[str, str] = {}
     folder = location(directory)
-    if not isinstance(folder, RemotePath) and not os.path.lexists(folder):
-        return Found(checkpoints=(), skipped=skipped)
     with disk_errors("looking for checkpoints in", folder):
-        remote = isinstance(folder, RemotePath)
-        names = list(folder.list()) if remote else sorted(os.listdir(folder))
+        names = folder.names()
     for name in names:
         path = folder / name
         if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
@@ -248,35 +212,33 @@ def find_checkpoints(directory: StrPath | RemotePath) -> Found:
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
 
 
-def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
+def checkpoints_in(directory: AnyPath) -> list[Location]:
     """Return checkpoints of a directory, newest first; damaged and foreign ones come last."""
     found, folder = find_checkpoints(directory), location(directory)
     whole = [candidate.path for candidate in reversed(found.checkpoints)]
-    if isinstance(folder, RemotePath):
-        return whole + [folder / name for name in found.skipped]
     with disk_errors("looking for checkpoints in", folder):
-        rest = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    seen = {path.name for path in whole}
-    return whole + [
-        path
-        for path in rest
-        if path.name not in seen
-        and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
-    ]
+        rest = [folder / name for name in folder.names() if not name.startswith(".")]
+        return whole + [
+            path
+            for path in rest
+            if path not in whole and ((path / MANIFEST).is_taken() or path.holds(DCP_METADATA))
+        ]
 
 
 def what_lies_beside(path: Location) -> str:
     """Return the end of an error about a missing path: the checkpoints in its directory."""
     folder = path.parent
-    if isinstance(folder, Path) and not folder.is_dir():
-        return ", nor is there the directory that it would lie in"
     try:
-        names = [each.name for each in checkpoints_in(folder)]
+        with disk_errors("looking for checkpoints in", folder):
+            if not folder.is_directory():
+                return ", nor is there the directory that it would lie in"
+            names = [each.name for each in checkpoints_in(folder)]
+            # And those of other strategies, which have no index with a step.
+            for name in folder.names():
+                if name.endswith(PLAIN_SUFFIX) and not name.startswith(".") and name not in names:
+                    names += [name] * (folder / name).is_committed(MANIFEST)
     except (CheckpointError, NotImplementedError):  # it cannot be listed
         return ""
-    if isinstance(folder, Path):  # and those of other strategies, which have no index with a step
-        others = sorted(each.name for each in folder.glob(f"[!.]*{PLAIN_SUFFIX}"))
-        names += [name for name in others if name not in names]
     return f"; beside it there are {first_three(names) if names else 'none'}"
 
 
@@ -285,38 +247,11 @@ def _has_optimizers(manifest: Manifest) -> bool:
 
 
 def _looks_like_one(path: Location) -> bool:
-    if isinstance(path, RemotePath):
-        return carries_manifest(path) or (path.suffix == PLAIN_SUFFIX and carries_index(path))
-    if path.is_dir():
-        return path.name.endswith(PLAIN_SUFFIX) or os.path.lexists(path / MANIFEST)
-    if path.is_file():
-        return path.suffix == PLAIN_SUFFIX and carries_index(path)
-    return path.is_symlink() and path.name.endswith(PLAIN_SUFFIX) and not path.exists()
-
-
-_NO_MANIFEST_TEXT = (
-    f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load it as a "
-    f"foreign one)"
-)
-
-
-def _read(directory: int) -> bytearray:
-    try:
-        with open_regular(MANIFEST, directory) as (descriptor, nbytes):
-            return read_text(descriptor, Interval(0, nbytes), MANIFEST)
-    except FileNotFoundError:
-        raise CheckpointError(_NO_MANIFEST_TEXT) from None
-
-
-def _check_file(directory: int, name: str, nbytes: int) -> None:
-    try:
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        raise CheckpointError(f"{name} is missing, expected a file of {nbytes:,} bytes") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{name} is {kind_of(found.st_mode)}, expected an ordinary file")
-    if found.st_size != nbytes:
-        raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
+    with disk_errors("reading", path):
+        if path.is_file():
+            return path.suffix == PLAIN_SUFFIX and carries_index(path)
+        named = path.suffix == PLAIN_SUFFIX and path.is_committed(MANIFEST)
+        return named or (path / MANIFEST).is_taken()
 
 
 # -- The last checkpoint: the usable one of the highest step, regardless of time stamps
@@ -373,12 +308,18 @@ def _identity(path: str) -> str:
 def _candidate(path: str) -> _Candidate:
     """Return the candidate for a checkpoint called "last"."""
     target = location(path)
-    remote = isinstance(target, RemotePath)
-    if remote and not (carries_manifest(target) or carries_index(target)) and target.is_file():
-        return _Candidate(True, -1, True, path)  # of another tool, so its step is unknown
-    if remote or os.path.isdir(path) or carries_index(path):
-        manifest = read_manifest(path)
-        return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
+    if target.is_file() and not (carries_manifest(target) or carries_index(target)):
+        return _candidate_of_other_tool(target)
+    manifest = read_manifest(target)
+    return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
+
+
+def _candidate_of_other_tool(place: Location) -> _Candidate:
+    unknown = _Candidate(True, -1, True, str(place))
+    try:
+        path = place.local_only("the steps of other tools' files are read in file systems")
+    except CheckpointError:
+        return unknown
     if not zipfile.is_zipfile(path):
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
@@ -387,9 +328,8 @@ def _candidate(path: str) -> _Candidate:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        # The file has objects that are not data, so its step is unknown.
-        return _Candidate(True, -1, True, path)
+        return unknown  # the file has objects that are not data
     check_fields(content, path)
     # Files of other tools may leave it out.
     step = count_in(content, "global_step", -1)
-    return _Candidate("optimizer_states" in content, step, True, path)
+    return replace(unknown, resumable="optimizer_states" in content, step=step)

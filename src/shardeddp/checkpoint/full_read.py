@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from collections.abc import Callable, Generator
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardeddp.checkpoint.durable import Source, StrPath, disk_errors, location, open_source
+from shardeddp.checkpoint.durable import Source, StrPath
 from shardeddp.checkpoint.foreign_pickle import refuse_traps
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
+from shardeddp.checkpoint.location import AnyPath, disk_errors, location
 from shardeddp.checkpoint.manifest import INDEX, Item, Manifest, index_from_bytes
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
 from shardeddp.plan.layout import Interval
 
@@ -47,7 +46,7 @@ class Damage:
         return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
 
 
-def read_index(path: StrPath | RemotePath) -> Manifest:
+def read_index(path: AnyPath) -> Manifest:
     """Return the index that this package wrote into a plain checkpoint; elements are not read."""
     with opened_file(path) as (descriptor, item):
         return _index(descriptor, item, records_of(descriptor, item))[0]
@@ -78,7 +77,7 @@ def is_archive_of_torch(path: Path) -> bool:
         return False
 
 
-def carries_index(path: StrPath | RemotePath) -> bool:
+def carries_index(path: AnyPath) -> bool:
     """Return True if a file is a plain checkpoint of this package."""
     try:
         with opened_file(path) as (descriptor, item):
@@ -88,7 +87,7 @@ def carries_index(path: StrPath | RemotePath) -> bool:
 
 
 def damaged_records(
-    path: StrPath | RemotePath,
+    path: AnyPath,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Damage]:
@@ -167,12 +166,12 @@ def _is_index(record: Record) -> bool:
 
 
 @contextmanager
-def opened_file(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
+def opened_file(path: AnyPath) -> Generator[tuple[Source, Item]]:
     """Open a plain file, or the target of a link, with all of its bytes as an item."""
     place = location(path)
-    real = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
+    real = place.real()
     try:
-        with disk_errors("reading", place), open_source(real) as (descriptor, nbytes):
+        with disk_errors("reading", place), real.open_source() as (descriptor, nbytes):
             yield descriptor, Item(file=real.name, offset=0, nbytes=nbytes)
     except CheckpointError as error:
         raise (error if str(path) in str(error) else type(error)(f"{path}: {error}")) from error

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
-import tempfile
 import zipfile
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 
-from shardeddp.checkpoint import remote_directory
-from shardeddp.checkpoint.directory import new_files, require_replaceable_file
-from shardeddp.checkpoint.durable import Location, disk_errors, make_directories, preflight
+from shardeddp.checkpoint.clean import directory_at
 from shardeddp.checkpoint.items import TensorPickler
+from shardeddp.checkpoint.location import AnyPath
 from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.snapshot import (
     ParameterNames,
     Share,
@@ -102,7 +96,7 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
 
 def stream_full(
     checkpoint: Mapping[str, Any],
-    path: Location,
+    path: AnyPath,
     mesh: Mesh,
     names: ParameterNames,
     run: TrainingRun,
@@ -155,7 +149,7 @@ def stream_full(
     def write() -> None:
         if mesh.rank == 0:
             nbytes = sum(tensor.nbytes for tensor in file.tensors)
-            with new_checkpoint_file(path, nbytes, options) as opened:
+            with directory_at(path).new_file(nbytes, options) as opened:
                 file.write(opened, read, more={INDEX: index})
 
     failures: list[Exception] = []
@@ -203,38 +197,6 @@ def _prepare(
         (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided
     ]
     return file, index_to_bytes(run, tensors, objects), shares, sharded
-
-
-@contextmanager
-def new_checkpoint_file(
-    path: Location, nbytes: int, options: CheckpointOptions
-) -> Generator[BinaryIO]:
-    """Open a file that gets its name, or goes to a store, when the block ends; deleted on failure.
-
-    Args:
-        path: Path of a checkpoint to replace, or unused; anything else is refused.
-        nbytes: Approximate size; refused beforehand if the disk has less.
-        options: Options with permissions and durability.
-    """
-    permissions = options.permissions or "umask"
-    if not isinstance(path, RemotePath):
-        with disk_errors("making the directory of", path):
-            make_directories(path.parent, permissions, options.durability)
-        preflight(path.parent, nbytes)
-        require_replaceable_file(path)
-        with new_files([path], True, permissions, options.durability) as (opened,):
-            yield opened
-        return
-    with disk_errors("looking for a checkpoint at", path):
-        remote_directory.require_replaceable(path)
-    with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
-        local = Path(folder) / path.name
-        preflight(folder, nbytes)
-        with disk_errors("writing", local, nbytes), open(local, "w+b") as opened:
-            yield opened
-        with disk_errors("writing", path):
-            path.put_file(os.fspath(local))
-            remote_directory.remove_directory(path)
 
 
 # -- Streaming writer of the ``torch.save`` format

@@ -333,6 +333,9 @@ _Stored = TypeVar("_Stored", ForeignTensor, StoredObject)
 
 log = logging.getLogger(__name__)
 
+FOREIGN = "checkpoints of other tools are read from file systems"
+"""Reason to refuse one in a store."""
+
 
 class ForeignCheckpoint:
     """Checkpoint directory of another tool, open for reading.

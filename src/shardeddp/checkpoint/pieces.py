@@ -11,15 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardeddp.checkpoint.durable import (
-    Location,
-    StrPath,
-    disk_errors,
-    location,
-    open_source,
-    read_dense,
-)
+from shardeddp.checkpoint.durable import read_dense
 from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DIGEST_NBYTES,
@@ -31,7 +25,6 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     Section,
 )
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 
@@ -172,7 +165,7 @@ _REQUESTS_AT_ONCE = 16
 class Pieces:
     """Locates pieces in a directory; reads only the needed rows of placement and tables."""
 
-    def __init__(self, path: StrPath | RemotePath, manifest: Manifest) -> None:
+    def __init__(self, path: AnyPath, manifest: Manifest) -> None:
         self._path: Location = location(path)
         self._manifest = manifest
         self._tables: dict[str, PieceTable] = {}
@@ -276,7 +269,7 @@ class Pieces:
 
     def _read(self, name: str, where: Interval, expected: str, what: str) -> bytearray:
         path = self._path / name
-        with disk_errors("reading", path), open_source(path) as (descriptor, _):
+        with disk_errors("reading", path), path.open_source() as (descriptor, _):
             data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
         if data and checksum(data) != expected:
             raise DamagedCheckpointError(

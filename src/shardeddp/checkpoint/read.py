@@ -12,19 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import (
-    Location,
-    Source,
-    StrPath,
-    disk_errors,
-    location,
-    open_source,
-    read_into,
-    read_text,
-    reading_ahead,
-)
+from shardeddp.checkpoint.durable import Source, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
+from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     CRC,
@@ -36,7 +27,6 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.pieces import Piece, Pieces, assemble
-from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, whole_of
@@ -58,10 +48,10 @@ class CheckpointReader:
         part: Share of the files to look for, ``(index, count)``; see :func:`read_manifest`.
     """
 
-    def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, path: AnyPath, part: tuple[int, int] = (0, 1)) -> None:
         self.path: Location = location(path)
         self.manifest: Manifest = read_manifest(self.path, part)
-        self._folder = reading_ahead(self.path / self.manifest.folder)
+        self._folder = (self.path / self.manifest.folder).reading_ahead()
         self._pieces = Pieces(self._folder, self.manifest)
         if self.manifest.algorithm == CRC:
             raise CheckpointError(
@@ -188,7 +178,7 @@ class CheckpointReader:
     @contextmanager
     def _opened(self, file: str) -> Generator[Source]:
         path = self._folder / file
-        with disk_errors("reading", path), open_source(path) as (descriptor, _):
+        with disk_errors("reading", path), path.open_source() as (descriptor, _):
             yield descriptor
 
     def _read_checked(

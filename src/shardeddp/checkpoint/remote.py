@@ -8,14 +8,16 @@ import importlib
 import io
 import posixpath
 import random
+import tempfile
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, TypeVar
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import CheckpointError, ConfigurationError
 
 # -- Capabilities of a store
 #
@@ -64,7 +66,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RemotePath:
-    """Address in a store, such as ``s3://bucket/run/last.ckpt``; joined like a ``Path``.
+    """Address in a store, such as ``s3://bucket/run/last.ckpt``; a :class:`Location`.
 
     It is no ``os.PathLike``: the system would take it for a local file. Methods that send requests
     raise an ``OSError`` if the store does not answer or refuses, and a ``FileNotFoundError`` if it
@@ -74,6 +76,9 @@ class RemotePath:
         url: Protocol and name.
         windows: Cache of windows for sequential reads; None: nothing is kept.
     """
+
+    transient: ClassVar[tuple[type[Exception], ...]] = (CheckpointError,)
+    num_readers: ClassVar[int] = 2  # each needs windows of memory, and reads ahead by itself
 
     def __init__(self, url: str, windows: Windows | None = None) -> None:
         self.protocol, _, rest = url.partition("://")
@@ -118,7 +123,20 @@ class RemotePath:
         """Return the same path with a cache, which keeps windows for a while and reads ahead."""
         return RemotePath(str(self), Windows())
 
-    def is_relative_to(self, other: RemotePath) -> bool:
+    def real(self) -> RemotePath:
+        """Return the address as it is: a store has no links."""
+        return self
+
+    def local_only(self, reason: str) -> NoReturn:
+        """Refuse the address for this reason."""
+        raise CheckpointError(f"{self}: {reason}")
+
+    def advice(self, error: OSError, nbytes: int | None) -> str:
+        """Return advice on credentials."""
+        refused = isinstance(error, PermissionError)
+        return ". Credentials come from the environment, as the store's client says" * refused
+
+    def is_relative_to(self, other: str, /) -> bool:
         """True if this address equals the other or is below it."""
         return f"{self}/".startswith(f"{other}/")
 
@@ -142,6 +160,41 @@ class RemotePath:
         except FileNotFoundError:
             return False
         return True
+
+    def is_directory(self) -> bool:
+        """Return True if there are names below this one; False over http, which cannot list."""
+        return self.protocol not in READ_ONLY and bool(self.list())
+
+    def is_taken(self) -> bool:
+        """Return True if there is an object of this name, or names below it."""
+        return self.is_file() or self.is_directory()
+
+    def is_committed(self, marker: str) -> bool:
+        """Return True if there is the object that a commit puts last, or a plain one."""
+        return (self / marker).is_file() or self.is_file()
+
+    def is_archive(self) -> bool:
+        """Return True for an object that begins like a zip archive."""
+        return self.is_file() and self.nbytes() > 4 and self.get(0, 4) == b"PK\3\4"
+
+    def kind(self) -> str:
+        """Return the kind of the entry in words."""
+        if self.is_file():
+            return "an ordinary file"
+        return "a directory" if self.is_directory() else "nothing"
+
+    def holds(self, name: str) -> bool:
+        """Return False: other tools' checkpoints are read from file systems."""
+        return False
+
+    def files(self) -> AbstractContextManager[RemoteFiles]:
+        """Return the objects of this folder."""
+        return contextlib.nullcontext(RemoteFiles(self))
+
+    def open_source(self) -> AbstractContextManager[tuple[StoreFile, int]]:
+        """Open the object; yield it with its size."""
+        file = self.open()
+        return contextlib.nullcontext((file, file.nbytes))
 
     def open(self) -> StoreFile:
         """Open the object for reading at any offset; it need not be closed."""
@@ -183,13 +236,27 @@ class RemotePath:
             upload.discard()
             raise
 
+    def create(
+        self, nbytes: int, permissions: str, durability: str
+    ) -> AbstractContextManager[Upload]:
+        """Make an object by :meth:`upload`, durable by itself and with the store's permissions."""
+        return self.upload(nbytes)
+
+    def make_parent(self, permissions: str, durability: str) -> None:
+        """Do nothing: folders of a store are prefixes of names."""
+
     def put_file(self, file: str) -> None:
         """Make the object from a local file; it appears when it is complete."""
         self._try_writing(lambda fs, path: fs.put_file(file, path))
 
-    def get_file(self, file: str) -> None:
-        """Copy the object to a local file."""
-        self._try(lambda fs, path: fs.get_file(path, file))
+    @contextlib.contextmanager
+    def local_copy(self, require_room: Callable[[str, int], None]) -> Generator[str]:
+        """Yield the path of a copy of the object, in a directory that the block's end deletes."""
+        with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
+            copy = posixpath.join(folder, self.name)
+            require_room(folder, self.nbytes())
+            self._try(lambda fs, path: fs.get_file(path, copy))
+            yield copy
 
     def delete(self) -> None:
         """Delete the object, if there is one."""
@@ -220,18 +287,14 @@ class RemotePath:
                 found[posixpath.basename(full)] = size
         return dict(sorted(found.items()))
 
-    def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """Return sizes of objects directly below this name; None for missing ones."""
-        if self.protocol not in READ_ONLY:
-            found = self.list()
-            return {name: found.get(name) for name in names}
-        sizes: dict[str, int | None] = {}
-        for name in names:  # these protocols cannot list
-            try:
-                sizes[name] = (self / name).nbytes()
-            except FileNotFoundError:
-                sizes[name] = None
-        return sizes
+    def names(self) -> Sequence[str]:
+        """Return the names directly below this one, sorted."""
+        return [*self.list()]
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kind of all entries by name; none over http, which cannot list."""
+        found = () if self.protocol in READ_ONLY else self.list()
+        return dict.fromkeys(found, "an ordinary file")
 
     def delete_folder(self) -> None:
         """Delete the folder of this name if it is empty and the file system has folders."""
@@ -270,6 +333,35 @@ class RemotePath:
             return fsspec.url_to_fs(str(self))
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{self} cannot be opened: {error}") from error
+
+
+class RemoteFiles:
+    """Objects of one folder."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+
+    def open_source(self, name: str, /) -> AbstractContextManager[tuple[StoreFile, int]]:
+        """Open an object."""
+        return (self._path / name).open_source()
+
+    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
+        """Refuse objects that are missing, or have other sizes."""
+        found = self._sizes(self._path / folder, sizes)
+        for name, nbytes in sizes.items():
+            if (size := found.get(name)) is None:
+                raise CheckpointError(f"{name} is missing, expected an object of {nbytes:,} bytes")
+            if size != nbytes:
+                raise CheckpointError(f"{name} has {size:,} bytes, expected {nbytes:,}")
+
+    def _sizes(self, folder: RemotePath, names: Iterable[str]) -> Mapping[str, int | None]:
+        if folder.protocol not in READ_ONLY:
+            return folder.list()
+        sizes: dict[str, int] = {}
+        for name in names:  # these protocols cannot list
+            with contextlib.suppress(FileNotFoundError):
+                sizes[name] = (folder / name).nbytes()
+        return sizes
 
 
 def repeated(

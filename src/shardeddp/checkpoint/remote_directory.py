@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
 
-from shardeddp.checkpoint.durable import disk_errors
 from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.full_read import PLAIN_SUFFIX
-from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
+from shardeddp.checkpoint.location import Location, disk_errors, preflight
+from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, Manifest, is_part, manifest_to_bytes
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
+from shardeddp.checkpoint.staging import why_outside
+from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, first_three
 
 # [Note: how a checkpoint is committed to a store] ``last.ckpt`` is a prefix of names there: of
@@ -37,7 +42,7 @@ ABANDONED_S = 24 * 3600.0
 
 @dataclass
 class RemoteStaging:
-    """Checkpoint being written to a store; made by :func:`stage`."""
+    """Checkpoint being written to a store."""
 
     target: RemotePath
     """Path of the checkpoint after the commit."""
@@ -48,54 +53,122 @@ class RemoteStaging:
     attempted: bool = False
     """True once the manifest may exist: from then on none of its files is deleted."""
 
+    def put(self, name: str, content: bytes | memoryview) -> None:
+        """Make a file of the checkpoint with this content."""
+        with disk_errors("writing", self.path / name):
+            (self.path / name).put(bytes(content))
 
-def stage(target: RemotePath) -> RemoteStaging:
-    """Begin a checkpoint that will replace an existing one, or a plain ``.ckpt`` object."""
-    with disk_errors("looking for a checkpoint at", target):
-        require_replaceable(target)
-    return RemoteStaging(target, target / uuid.uuid4().hex)
+    def commit(self, manifest: Manifest) -> tuple[str, ...]:
+        """Put the manifest of a written checkpoint, then delete the one that it replaces.
+
+        Returns:
+            Sentences on objects that could not be deleted, to be logged once.
+        """
+        target, replaced = self.target, list[RemotePath]()
+        content = manifest_to_bytes(replace(manifest, folder=self.path.name))
+        sizes = {name: file.nbytes for name, file in manifest.files.items()}
+        with disk_errors("committing", target):
+            found = self.path.list()
+            if wrong := [name for name, nbytes in sizes.items() if found.get(name) != nbytes]:
+                raise CheckpointError(
+                    f"{target} was not committed: the store has {first_three(wrong)} not as written "
+                    f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
+                )
+            with contextlib.suppress(CheckpointError):  # there is none, or one that cannot be read
+                former = read_manifest_alone(target)
+                replaced = [target / former.folder / name for name in former.files]
+            self.attempted = True
+            _put_manifest(target / MANIFEST, content)
+            if target.is_file():
+                replaced.append(target)
+        return _delete(replaced)
+
+    def discard(self) -> None:
+        """Delete the files. If the manifest may exist, all stay: a later sweep can tell."""
+        if not self.attempted:
+            with contextlib.suppress(OSError):
+                _delete([self.path / name for name in self.path.list() if is_part(name)])
 
 
-def require_replaceable(target: RemotePath) -> None:
-    """Refuse to replace an object or folder that may not be a checkpoint."""
-    plain = target.suffix == PLAIN_SUFFIX or not target.is_file()
-    if not plain or not (
-        carries_manifest(target) or all(FOLDER.fullmatch(name) for name in target.list())
-    ):
+@dataclass(frozen=True)
+class RemoteDirectory:
+    """Checkpoint, or folder of some, in a store."""
+
+    path: RemotePath
+
+    def stage(self, nbytes: int, options: CheckpointOptions) -> RemoteStaging:
+        """Begin a checkpoint that will replace an existing one, or a plain ``.ckpt`` object."""
+        self._require_replaceable()
+        return RemoteStaging(self.path, self.path / uuid.uuid4().hex)
+
+    @contextlib.contextmanager
+    def new_file(self, nbytes: int, options: CheckpointOptions) -> Generator[BinaryIO]:
+        """Open a temporary file that is uploaded when the block ends."""
+        self._require_replaceable()
+        with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
+            local = Path(folder) / self.path.name
+            preflight(folder, nbytes)
+            with disk_errors("writing", local, nbytes), open(local, "w+b") as opened:
+                yield opened
+            with disk_errors("writing", self.path):
+                self.path.put_file(str(local))
+                if carries_manifest(self.path):
+                    self._remove_sharded()
+
+    def remove(self, roots: Sequence[Location], written: bool) -> str | None:
+        """Delete a sharded checkpoint, the manifest first, or a plain object."""
+        if not written and (outside := why_outside(self.path, roots)):
+            return outside
+        with disk_errors("deleting", self.path):
+            if carries_manifest(self.path):
+                return next(iter(self._remove_sharded()), None)
+            if not self.path.is_file():
+                ours = self._has_saves_only()
+                return None if ours else f"there is no {MANIFEST} of this package in it."
+            if self.path.suffix != PLAIN_SUFFIX:
+                return f"it is no object named *{PLAIN_SUFFIX}."
+            self.path.delete()
+        return None
+
+    def sweep(self) -> tuple[str, ...]:
+        """Delete what killed saves have left in this folder, if it is a day old or older."""
+        left = list[str]()
+        if self.path.protocol in READ_ONLY:
+            return ()
+        try:
+            with disk_errors("cleaning up", self.path):
+                for name, nbytes in self.path.list().items():
+                    if nbytes is None and name.endswith(PLAIN_SUFFIX):
+                        for leftover in filter(_is_abandoned, _leftovers(self.path / name)):
+                            left += _delete([leftover / each for each in leftover.list()])
+        except CheckpointError as error:  # reported like an object that could not be deleted
+            return (str(error),)
+        return tuple(left)
+
+    def _require_replaceable(self) -> None:
+        """Refuse to replace an object or folder that may not be a checkpoint."""
+        with disk_errors("looking for a checkpoint at", self.path):
+            plain = self.path.suffix == PLAIN_SUFFIX or not self.path.is_file()
+            if plain and (carries_manifest(self.path) or self._has_saves_only()):
+                return
         raise CheckpointError(
-            f"{target} is no checkpoint of this package, expected nothing there, a sharded "
+            f"{self.path} is no checkpoint of this package, expected nothing there, a sharded "
             f"checkpoint (names with {MANIFEST}), or an object named *{PLAIN_SUFFIX}. Move it, or "
             f"save elsewhere."
         )
 
+    def _has_saves_only(self) -> bool:
+        """Return True if all names here are folders of saves, or if there are none."""
+        return all(FOLDER.fullmatch(name) for name in self.path.list())
 
-def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) -> tuple[str, ...]:
-    """Put the manifest of a written checkpoint, then delete the one that it replaces.
-
-    Args:
-        staging: The checkpoint.
-        sizes: Bytes of each file in the manifest.
-        manifest: Content of the manifest.
-
-    Returns:
-        Sentences on objects that could not be deleted, to be logged once.
-    """
-    target, replaced = staging.target, list[RemotePath]()
-    with disk_errors("committing", target):
-        found = staging.path.list()
-        if wrong := [name for name, nbytes in sizes.items() if found.get(name) != nbytes]:
-            raise CheckpointError(
-                f"{target} was not committed: the store has {first_three(wrong)} not as written "
-                f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
-            )
-        with contextlib.suppress(CheckpointError):  # there is none, or one that cannot be read
-            former = read_manifest_alone(target)
-            replaced = [target / former.folder / name for name in former.files]
-        staging.attempted = True
-        _put_manifest(target / MANIFEST, manifest)
-        if target.is_file():
-            replaced.append(target)
-    return _delete(replaced)
+    def _remove_sharded(self) -> tuple[str, ...]:
+        """Delete a sharded checkpoint, the manifest first; return sentences on remains."""
+        parts = list[RemotePath]()
+        with contextlib.suppress(CheckpointError):  # its files are left for a sweep
+            stored = read_manifest_alone(self.path)
+            parts = [self.path / stored.folder / name for name in stored.files]
+        (self.path / MANIFEST).delete()
+        return _delete(parts)
 
 
 def _put_manifest(path: RemotePath, content: bytes) -> None:
@@ -109,68 +182,6 @@ def _put_manifest(path: RemotePath, content: bytes) -> None:
             held = b""
         if held != content:
             raise
-
-
-def discard(staging: RemoteStaging) -> None:
-    """Delete the files of a save that was never committed; for error handling, so no OSError.
-
-    If the manifest may exist, all files stay: a later sweep can tell.
-    """
-    if not staging.attempted:
-        with contextlib.suppress(OSError):
-            _delete([staging.path / name for name in staging.path.list() if is_part(name)])
-
-
-def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> str | None:
-    """Delete a checkpoint, the manifest first; return the reason if it is not one of this run.
-
-    Args:
-        target: A sharded checkpoint or a plain object.
-        roots: Folders, one of which has to contain it.
-        written: True if this run has written it: it may then be anywhere.
-    """
-    if not written and not any(target.parent.is_relative_to(root) for root in roots):
-        return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
-    with disk_errors("deleting", target):
-        if carries_manifest(target):
-            return next(iter(remove_directory(target)), None)
-        if not target.is_file():
-            ours = all(FOLDER.fullmatch(name) for name in target.list())
-            return None if ours else f"there is no {MANIFEST} of this package in it."
-        if target.suffix != PLAIN_SUFFIX:
-            return f"it is no object named *{PLAIN_SUFFIX}."
-        target.delete()
-    return None
-
-
-def remove_directory(target: RemotePath) -> tuple[str, ...]:
-    """Delete a sharded checkpoint, the manifest first; return sentences on remains."""
-    if not carries_manifest(target):
-        return ()
-    parts = list[RemotePath]()
-    with contextlib.suppress(CheckpointError):  # its files are left for a sweep
-        stored = read_manifest_alone(target)
-        parts = [target / stored.folder / name for name in stored.files]
-    (target / MANIFEST).delete()
-    return _delete(parts)
-
-
-def sweep(folder: RemotePath) -> tuple[str, ...]:
-    """Delete remains of killed saves in a folder of checkpoints, if they are a day old or older.
-
-    Returns:
-        Sentences on remains that could not be deleted.
-    """
-    left = list[str]()
-    if folder.protocol in READ_ONLY:
-        return ()
-    with disk_errors("cleaning up", folder):
-        for name, nbytes in folder.list().items():
-            if nbytes is None and name.endswith(PLAIN_SUFFIX):
-                for leftover in _leftovers(folder / name):
-                    if _is_abandoned(leftover):
-                        left += _delete([leftover / each for each in leftover.list()])
-    return tuple(left)
 
 
 def _leftovers(checkpoint: RemotePath) -> list[RemotePath]:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from shardeddp.checkpoint.location import AnyPath, location
 from shardeddp.checkpoint.read import Progress, chunks, silent
 from shardeddp.errors import CheckpointError, first_three, printable
 
@@ -153,17 +154,21 @@ _NAME = "model.safetensors"
 """Name of a folder's single file; an index of several adds ``.index.json``."""
 
 
-def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
+def safetensors_in(path: AnyPath) -> Path | None:
     """Return the safetensors file or index that a path refers to; None if it is neither.
 
     Args:
         path: A file, an index, or a folder with ``model.safetensors`` or the index of several.
+
+    Raises:
+        CheckpointError: The file is in a store.
     """
-    path = Path(path)
-    if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return path if path.is_file() else None
-    found = (path / _NAME, index_path(path / _NAME))
-    return next((each for each in found if each.is_file()), None)
+    place = location(path)
+    if place.name.endswith((".safetensors", ".safetensors.index.json")):
+        reason = "safetensors are read from a file system; copy it there"
+        return place.local_only(reason) if place.is_file() else None
+    found = [place / name for name in (_NAME, index_path(Path(_NAME)).name) if place.holds(name)]
+    return next((each.local_only("") for each in found if each.is_file()), None)
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import os
 import stat
 import threading
 import time
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from shardeddp.checkpoint.durable import (
-    Location,
-    Source,
-    StrPath,
-    disk_errors,
-    exists,
-    is_directory,
-    kind_of,
-    location,
-    open_regular,
-    open_source,
-    read_into,
-    reading_ahead,
-)
+from shardeddp.checkpoint.durable import Source, kind_of, open_regular, read_into
 from shardeddp.checkpoint.find import find_checkpoints, has_lost_manifest, read_manifest_alone
 from shardeddp.checkpoint.full_read import (
     PLAIN_SUFFIX,
@@ -40,8 +24,9 @@ from shardeddp.checkpoint.full_read import (
     damaged_records,
     read_index,
 )
-from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
+from shardeddp.checkpoint.import_foreign import FOREIGN, ForeignCheckpoint
 from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
+from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DCP_METADATA,
@@ -56,7 +41,6 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
 from shardeddp.checkpoint.read import Progress, silent
-from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError, first_three
 from shardeddp.plan.layout import Interval
 
@@ -239,7 +223,7 @@ class Verification:
         return not self.damages
 
 
-def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Damage]:
+def verify(path: AnyPath, progress: Progress = silent) -> list[Damage]:
     """Compare all bytes of a checkpoint, also of another tool, with their checksums.
 
     Returns:
@@ -248,42 +232,34 @@ def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Dama
     return examine(path, progress).damages
 
 
-def examine(
-    path: StrPath | RemotePath, progress: Progress = silent, started: Progress = silent
-) -> Verification:
+def examine(path: AnyPath, progress: Progress = silent, started: Progress = silent) -> Verification:
     """Verify as :func:`verify` does, and return the step, sizes and unchecked files as well.
 
     ``started`` is called once with the number of bytes to check.
     """
-    path = location(path)
-    if isinstance(path, RemotePath):
-        return _examine_remote(path, progress, started)
-    if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
-        return _examine_file(path, progress, started)
-    if os.path.lexists(path / MANIFEST):
-        return _examine_own(path, progress, started)
-    if has_lost_manifest(path):
+    place = location(path)
+    with disk_errors("reading", place):
+        own = (place / MANIFEST).is_taken()
+        plain = not own and place.is_file()
+        plain = plain and (place.suffix == PLAIN_SUFFIX or place.is_archive())
+        kind = "" if own or plain else place.kind()
+    if own:
+        return _examine_own(place, progress, started)
+    if plain:
+        return _examine_file(place.reading_ahead(), progress, started)
+    if has_lost_manifest(place):
         damage = Damage(file=MANIFEST, expected="the manifest of what lies here", found="nothing")
-        return Verification(path=path, step=None, nbytes=0, damages=[damage])
-    if os.path.lexists(path / DCP_METADATA):
-        return _examine_foreign(path, progress, started)
-    what = (
-        "nothing"
-        if not os.path.lexists(path)
-        else "a directory"
-        if path.is_dir()
-        else kind_of(path.stat().st_mode)
-    )
+        return Verification(path=place, step=None, nbytes=0, damages=[damage])
+    if place.holds(DCP_METADATA):
+        return _examine_foreign(place, progress, started)
     raise CheckpointError(
-        f"{path} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another "
+        f"{place} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another "
         f"tool, {DCP_METADATA}), "
-        f"found {what}" + (" without them" if what == "a directory" else "")
+        f"found {kind}" + (" without them" if kind == "a directory" else "")
     )
 
 
-def newest_verified(
-    directory: StrPath | RemotePath, within_s: float | None = None
-) -> Location | None:
+def newest_verified(directory: AnyPath, within_s: float | None = None) -> Location | None:
     """Return the newest checkpoint of a directory that is not damaged; None if there is none.
 
     Raises:
@@ -304,20 +280,8 @@ def newest_verified(
     return None
 
 
-def _examine_remote(path: RemotePath, progress: Progress, started: Progress) -> Verification:
-    with disk_errors("reading", path):
-        if exists(path / MANIFEST):
-            return _examine_own(path, progress, started)
-        if path.is_file():
-            return _examine_file(path.reading_ahead(), progress, started)
-        what = "names without it" if is_directory(path) else "nothing"
-    raise CheckpointError(
-        f"{path} is no checkpoint: expected a {MANIFEST} in it, or an object, found {what}"
-    )
-
-
 def _examine_file(path: Location, progress: Progress, started: Progress) -> Verification:
-    with open_source(path) as (_, nbytes):
+    with path.open_source() as (_, nbytes):
         pass
     started(nbytes)
     if carries_index(path):
@@ -328,7 +292,7 @@ def _examine_file(path: Location, progress: Progress, started: Progress) -> Veri
     unchecked, damages = list[str](), list[Damage]()
     item = Item(file=path.name, offset=0, nbytes=nbytes)
     try:
-        with open_source(path) as (descriptor, _):
+        with path.open_source() as (descriptor, _):
             unchecked += [] if check_item_crc(descriptor, item) else [path.name]
     except (CheckpointError, OSError) as error:
         intact = "an archive whose CRCs are those of its bytes"
@@ -351,9 +315,7 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
     folder = path / manifest.folder
     check = _Check(folder, manifest, progress)
     # Reading and hashing release the GIL.
-    with ThreadPoolExecutor(
-        _REMOTE_THREADS if isinstance(path, RemotePath) else _THREADS
-    ) as threads:
+    with ThreadPoolExecutor(path.num_readers) as threads:
         try:
             found = list(threads.map(check.file, manifest.files))
         except _StoppedError as stopped:
@@ -376,13 +338,6 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
     )
 
 
-_THREADS = 8
-"""Files read at a time, each by one thread."""
-
-_REMOTE_THREADS = 2
-"""Objects of a store read at a time: each needs windows of memory and reads ahead by itself."""
-
-
 class _Check:
     """Verification of one checkpoint that reads each of its files once.
 
@@ -401,15 +356,15 @@ class _Check:
         self._pieces = Pieces(path, manifest)
         self._progress = progress
         self._lock = threading.Lock()
-        self._buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(_THREADS)]
+        self._buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(path.num_readers)]
         self._runs: dict[str, Rows] = {}
 
     def file(self, name: str) -> list[Damage]:
         """Check a file; called by several threads."""
         buffer, expected = self._buffers.pop(), self._manifest.files[name].nbytes
-        path = reading_ahead(self._path / name)
+        path = (self._path / name).reading_ahead()
         try:
-            with open_source(path) as (descriptor, nbytes):
+            with path.open_source() as (descriptor, nbytes):
                 return list(self._file(name, descriptor, nbytes, buffer))
         except FileNotFoundError:
             found = "no such file"
@@ -421,7 +376,7 @@ class _Check:
 
     def placement(self) -> list[Damage]:
         """Compare the placement with the tables of all files."""
-        pieces = Pieces(reading_ahead(self._path), self._manifest)  # queried for each tensor
+        pieces = Pieces(self._path.reading_ahead(), self._manifest)  # queried for each tensor
         try:
             pieces.check([self._runs[name] for name in self._manifest.data_files])
         except CheckpointError as error:
@@ -535,26 +490,22 @@ def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str
 
 def _extra(path: Location, known: set[str]) -> list[Damage]:
     """Return a damage for each entry of a checkpoint that its manifest does not name."""
-    if isinstance(path, RemotePath):
-        names = [] if path.protocol in READ_ONLY else list(path.list())
-        found = {name: stat.S_IFREG for name in names}
-    else:
-        found = {name: os.lstat(path / name).st_mode for name in sorted(os.listdir(path))}
     return [
-        Damage(file=name, expected="no such file", found=kind_of(mode))
-        for name, mode in found.items()
+        Damage(file=name, expected="no such file", found=kind)
+        for name, kind in path.kinds().items()
         if name not in known
     ]
 
 
-def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verification:
+def _examine_foreign(place: Location, progress: Progress, started: Progress) -> Verification:
+    path = place.local_only(FOREIGN)
     try:
         checkpoint = ForeignCheckpoint(path)
     except CheckpointError as error:
         damage = Damage(
             file=DCP_METADATA, expected="an index that fits the files", found=str(error)
         )
-        return Verification(path=path, step=None, nbytes=0, damages=[damage])
+        return Verification(path=place, step=None, nbytes=0, damages=[damage])
     items = {
         piece.item: tensor.name for tensor in checkpoint.tensors.values() for piece in tensor.pieces
     } | {stored.item: "" for stored in checkpoint.objects.values()}
@@ -584,4 +535,4 @@ def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verif
                 )
             )
         progress(item.nbytes)
-    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
+    return Verification(path=place, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)

@@ -19,22 +19,15 @@ from functools import partial
 
 import numpy as np
 
-from shardeddp.checkpoint import directory, remote_directory
-from shardeddp.checkpoint.directory import Staging
-from shardeddp.checkpoint.durable import (
-    Location,
-    Permissions,
-    disk_errors,
-    location,
-    make_directories,
-    preflight,
-)
+from shardeddp.checkpoint.clean import directory_at
+from shardeddp.checkpoint.directory import new_part
+from shardeddp.checkpoint.durable import Permissions
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
+from shardeddp.checkpoint.location import AnyPath, Location, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
-    MANIFEST,
     PIECE,
     PLACEMENT,
     STATE,
@@ -44,13 +37,11 @@ from shardeddp.checkpoint.manifest import (
     StoredFile,
     StoredObject,
     TrainingRun,
-    manifest_to_bytes,
     name_of,
     stored_tensors,
 )
 from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
-from shardeddp.checkpoint.remote import RemotePath, repeated
-from shardeddp.checkpoint.remote_directory import RemoteStaging
+from shardeddp.checkpoint.remote import repeated
 from shardeddp.checkpoint.snapshot import (
     HostMemory,
     Share,
@@ -59,6 +50,7 @@ from shardeddp.checkpoint.snapshot import (
     digest_of,
     plain_elements,
 )
+from shardeddp.checkpoint.staging import Staging
 from shardeddp.comm import gather_to_first, run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.comm.host_group import HostGroup
@@ -119,7 +111,7 @@ def write_data_file(
     """Write this rank's data file of a checkpoint."""
     name, permissions = f"__{rank}_0.distcp", _permissions(options)
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
-    made = directory.new_part(folder, name, snapshot.nbytes, permissions, options.durability)
+    made = new_part(folder, name, snapshot.nbytes, permissions, options.durability)
     with made as opened:
         file = DataFile(opened, name, crc=options.zip_crc)
         for share in snapshot.shares:
@@ -203,7 +195,7 @@ def index(
 
 def write_checkpoint(
     snapshot: Snapshot,
-    target: Location,
+    target: AnyPath,
     run: TrainingRun,
     group: HostGroup | None,
     options: CheckpointOptions,
@@ -222,7 +214,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before.
     """
-    _Writing(snapshot, target, run, group, options).save()
+    _Writing(snapshot, location(target), run, group, options).save()
 
 
 @dataclass
@@ -234,7 +226,7 @@ class _Writing:
     run: TrainingRun
     group: HostGroup | None
     options: CheckpointOptions
-    staging: Staging | RemoteStaging | None = None  # on rank 0 only
+    staging: Staging | None = None  # on rank 0 only
     folder: Location = field(init=False)  # the staging folder, once rank 0 has sent its path
     own: Written | None = None  # set once this rank's data file is written
 
@@ -251,10 +243,8 @@ class _Writing:
             self._compare_replicas()
             self._gather(f"committing {self.target}", lambda: self._commit(reports))
         except Exception:
-            if isinstance(self.staging, RemoteStaging):
-                remote_directory.discard(self.staging)
-            elif self.staging is not None:
-                directory.discard(self.staging)
+            if self.staging is not None:
+                self.staging.discard()
             raise
 
     @property
@@ -281,20 +271,13 @@ class _Writing:
         """On rank 0: make the staging folder and return its path; b"" on other ranks."""
         if self.rank:
             return b""
-        options, target = self.options, self.target
-        if isinstance(target, RemotePath):
-            self.staging = remote_directory.stage(target)
-        else:
-            preflight(target.parent, needed)
-            self.staging = directory.stage(target, _permissions(self.options), options.durability)
+        self.staging = directory_at(self.target).stage(needed, self.options)
         return os.fsencode(str(self.staging.path))
 
     def _write(self) -> bytes:
         """Write this rank's data file; return the serialized report."""
         write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
-        # A failed upload is repeated from its start.
-        remote = isinstance(self.folder, RemotePath)
-        self.own = repeated(write, (CheckpointError,)) if remote else write()
+        self.own = repeated(write, self.folder.transient)
         return self.own.report.to_bytes()
 
     def _commit(self, reports: Sequence[bytes | memoryview]) -> bytes:
@@ -317,35 +300,19 @@ class _Writing:
             )
         files = dict(manifest.files)
         for name, content in contents.items():
-            self._put(name, content)
+            self.staging.put(name, content)
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         if num_pieces <= DCP_PIECES:
             at_hand = replace(manifest, inline={PLACEMENT: bytes(placement)})
             pieces = Pieces(self.folder, at_hand)
             pieces.read_tables()
             content = to_bytes(dcp_metadata(manifest, pieces))
-            self._put(DCP_METADATA, content)
+            self.staging.put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
-        manifest = replace(manifest, files=files)
-        if isinstance(self.staging, RemoteStaging):
-            sizes = {name: file.nbytes for name, file in files.items()}
-            placed = manifest_to_bytes(replace(manifest, folder=self.folder.name))
-            notes = remote_directory.commit(self.staging, sizes, placed)
-        else:
-            self._put(MANIFEST, manifest_to_bytes(manifest))
-            notes = directory.commit(self.staging)
+        notes = self.staging.commit(replace(manifest, files=files))
         for note in notes:
             log.warning(note)  # no Python warning, which a filter may raise: it is committed
         return b""
-
-    def _put(self, name: str, content: bytes | memoryview) -> None:
-        if isinstance(self.folder, RemotePath):
-            with disk_errors("writing", self.folder / name):
-                (self.folder / name).put(bytes(content))
-        else:
-            directory.write_file(
-                self.folder, name, content, _permissions(self.options), self.options.durability
-            )
 
 
 # -- Saver: one save after the other, in the caller's thread or in its own
@@ -381,12 +348,10 @@ class Saver:
             return
 
         def copied() -> Snapshot:
-            if group.rank == 0 and not isinstance(target, RemotePath):
+            if group.rank == 0:
                 # Callbacks may look there, or link to the future checkpoint, before the thread has
                 # made the directory.
-                make_directories(
-                    target.parent, _permissions(self._options), self._options.durability
-                )
+                target.make_parent(_permissions(self._options), self._options.durability)
             return snapshot.copied(self._memory)
 
         own = run_on_all_ranks("copying the checkpoint", copied, group)

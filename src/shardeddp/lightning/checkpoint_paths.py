@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from shardeddp.checkpoint.durable import is_remote, local_path, resolve
+from shardeddp.checkpoint.durable import resolve
+from shardeddp.checkpoint.location import is_remote, local_path
 from shardeddp.lightning.api import ModelCheckpoint, Trainer
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from shardeddp.checkpoint import clean
-from shardeddp.checkpoint.durable import is_remote, local_path, location
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full_write import save_full, stream_full, with_plain_views
+from shardeddp.checkpoint.location import is_remote, local_path, location
 from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.schema import count_in

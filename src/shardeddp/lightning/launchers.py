@@ -10,10 +10,9 @@ from typing import Any, Literal
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.durable import is_remote, local_path, location
-from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.full_write import gather_full
-from shardeddp.checkpoint.remote import RemotePath
+from shardeddp.checkpoint.location import is_remote, local_path, location
+from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     ClusterEnvironment,
@@ -126,9 +125,7 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
 def _preempted_in(folder: str) -> set[str]:
     """Checkpoint of a preempted run in a folder, saved there if no callback keeps checkpoints."""
     place = location(os.path.join(folder, FILE_NAME))
-    remote = isinstance(place, RemotePath)
-    is_there = carries_manifest(place) or place.is_file() if remote else os.path.lexists(place)
-    return {str(place)} if is_there else set()
+    return {str(place)} if place.is_committed(MANIFEST) else set()
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:

@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from shardeddp.checkpoint.durable import local_path, location
 from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.location import local_path, location
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.errors import first_three
@@ -106,10 +105,7 @@ def _with_directories(read: Any) -> Any:
 
 def _is_directory(path: str) -> bool:
     place = location(path)
-    if not isinstance(place, RemotePath):
-        return os.path.isdir(path)
-    # If there is no object, the error for a directory names the missing file.
-    return carries_manifest(place) or not (place.protocol in READ_ONLY or place.is_file())
+    return place.is_directory() or carries_manifest(place)
 
 
 def _read_directory(

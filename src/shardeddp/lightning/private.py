@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from shardeddp.checkpoint.durable import is_remote
+from shardeddp.checkpoint.location import is_remote
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError, ConfigurationError
 from shardeddp.lightning.api import NAMESPACE, changed_release, named

@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,20 +22,18 @@ from shardeddp.checkpoint.contents import (
     ATTRIBUTES,
     open_checkpoint,
     open_file,
-    open_remote_file,
     read_foreign_contents,
     refusal_of,
 )
-from shardeddp.checkpoint.durable import Location, disk_errors, location
 from shardeddp.checkpoint.find import (
     carries_manifest,
     checkpoints_in,
     content_id,
     has_lost_manifest,
-    is_checkpoint,
     what_lies_beside,
 )
 from shardeddp.checkpoint.full_read import require_data
+from shardeddp.checkpoint.import_foreign import FOREIGN
 from shardeddp.checkpoint.load_states import (
     Replaced,
     load_model,
@@ -46,8 +43,8 @@ from shardeddp.checkpoint.load_states import (
     read_shards_ahead,
     rename_weights,
 )
+from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, is_remote, location
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import (
     KEY,
@@ -100,7 +97,7 @@ class Restore:
 
     def __init__(self, group: RunGroup) -> None:
         self._group = group
-        self.path: Location = Path()
+        self.path: Location = location(".")
         """Path of the checkpoint that was read last."""
 
         self._saved_names: Sequence[Sequence[str]] = ()  # saved parameter names of each optimizer
@@ -158,7 +155,7 @@ class Restore:
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
         if kind == "safetensors":
             self._is_start = True
-            reading = partial(_start_from, path)
+            reading = partial(_start_from, place)
         elif kind == "directory":
             options = self._group.options.checkpoint_options
             foreign, trust = options.foreign, options.trust_pickle
@@ -166,11 +163,7 @@ class Restore:
                 open_any, place, weights_only, foreign=foreign, trust_pickle=trust, part=part
             )
         elif is_default_io(io) and kind == "archive":
-            reading = (
-                partial(open_remote_file, place, weights_only, part)
-                if isinstance(place, RemotePath)
-                else partial(open_file, path, weights_only, part)
-            )
+            reading = partial(open_file, place, weights_only, part)
         else:
             return _read_by_plugin(place, weights_only, io, is_file=kind == "file")
 
@@ -206,15 +199,14 @@ class Restore:
         place = location(path)
 
         def look() -> bytes:
-            if isinstance(place, RemotePath):
-                return _kind_in_store(place)
-            if safetensors_in(path) and not is_checkpoint(path):
-                return b"safetensors"
-            if os.path.isdir(path):
-                return b"directory"
-            if not os.path.lexists(path):
-                return b"missing"
-            return b"archive" if zipfile.is_zipfile(path) else b"file"
+            with disk_errors("looking for the checkpoint", place):
+                if carries_manifest(place):
+                    return b"directory"
+                if safetensors_in(place) and not place.holds(DCP_METADATA):
+                    return b"safetensors"
+                if place.is_archive():
+                    return b"archive"
+                return _KINDS.get(place.kind(), b"file")
 
         if mesh is None:
             return look().decode()
@@ -376,9 +368,9 @@ class Restore:
         advice, folder = "", self.path.parent
         if self._group.is_rank_zero:
             try:
-                if isinstance(self.path, Path) and self.path.is_dir():
-                    # The path may be a directory of checkpoints: suggest one inside it.
-                    folder = self.path if checkpoints_in(self.path) else folder
+                with disk_errors("looking for checkpoints in", self.path):
+                    if self.path.is_directory() and checkpoints_in(self.path):
+                        folder = self.path  # a directory of checkpoints: suggest one inside it
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
                     f"The newest that is whole is {newest}"
@@ -447,19 +439,11 @@ _OF_SCHEDULERS = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
 """State entries that torch's scheduler base class needs to continue."""
 
 
-def _kind_in_store(path: RemotePath) -> bytes:
-    with disk_errors("looking for the checkpoint", path):
-        if carries_manifest(path):
-            return b"directory"
-        if not path.is_file():
-            return b"directory" if path.protocol not in READ_ONLY and path.list() else b"missing"
-        if path.suffix == ".safetensors":
-            raise CheckpointError(f"{path}: safetensors are read from a file system; copy it there")
-        return b"archive" if path.nbytes() > 4 and path.get(0, 4) == b"PK\3\4" else b"file"
+_KINDS = {"nothing": b"missing", "a directory": b"directory"}
 
 
 def open_any(
-    path: Location,
+    path: AnyPath,
     weights_only: bool | None,
     *,
     foreign: bool,
@@ -478,8 +462,8 @@ def open_any(
     Raises:
         CheckpointError: The checkpoint is damaged, or foreign without ``foreign=True``.
     """
-    remote = isinstance(path, RemotePath)
-    if remote or carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
+    path = location(path)
+    if not path.holds(DCP_METADATA) or carries_manifest(path):
         return open_checkpoint(path, weights_only, CODECS, part)
     if not foreign and has_lost_manifest(path):
         raise CheckpointError(
@@ -495,10 +479,12 @@ def open_any(
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"
         )
-    return check_fields(read_foreign_contents(path, trust_pickle).checkpoint, path)
+    return check_fields(
+        read_foreign_contents(path.local_only(FOREIGN), trust_pickle).checkpoint, path
+    )
 
 
-def _start_from(path: str) -> dict[str, Any]:
+def _start_from(path: Location) -> dict[str, Any]:
     """Read weights from safetensors into the form of a checkpoint at step 0."""
     found = safetensors_in(path)
     if found is None:
@@ -523,7 +509,7 @@ def _read_by_plugin(
     path = str(place)
     torch.cuda.empty_cache()  # as Lightning does here
     torchs = is_default_io(io)
-    if torchs and is_file and isinstance(place, Path) and weights_only is not False:
+    if torchs and is_file and not is_remote(path) and weights_only is not False:
         require_data(path)
     try:
         return io.load_checkpoint(path, weights_only=weights_only)

@@ -1,0 +1,374 @@
+"""Locations: paths of checkpoints with one interface, in file systems and in object stores."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import zipfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from typing import ClassVar, Protocol, TypeAlias
+
+from shardeddp.checkpoint.durable import (
+    Durability,
+    Permissions,
+    Source,
+    StrPath,
+    create_exclusively,
+    free_nbytes,
+    kind_of,
+    make_directories,
+    open_regular,
+    opened_directory,
+    sync_file,
+)
+from shardeddp.checkpoint.remote import RemotePath, Upload
+from shardeddp.errors import CheckpointError
+
+_LOCAL = ("file://", "file:", "local://", "local:")
+
+
+def is_remote(path: StrPath) -> bool:
+    """Return True if a path is a URL (``s3://bucket/name``), which only a client can open."""
+    return "://" in local_path(path)
+
+
+def local_path(path: StrPath) -> str:
+    """Return a path without a leading ``file://``, which fsspec drops as well.
+
+    Other paths are unchanged.
+    """
+    text = os.fspath(path)
+    return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
+
+
+class Location(Protocol):
+    """Path of a checkpoint, or of a file of it: a :class:`LocalPath` or a :class:`RemotePath`."""
+
+    transient: ClassVar[tuple[type[Exception], ...]]
+    """Errors of a write that is then repeated from its start."""
+
+    num_readers: ClassVar[int]
+    """Files that a verification reads at a time, each in one thread."""
+
+    @property
+    def name(self) -> str:
+        """Last component."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the name, with its dot."""
+        ...
+
+    @property
+    def parent(self) -> Location:
+        """Location without its last component."""
+        ...
+
+    def __truediv__(self, name: str, /) -> Location:
+        """Return the location of a name below this one."""
+        ...
+
+    def is_relative_to(self, other: str, /) -> bool:
+        """Return True if this is the other location, or below it."""
+        ...
+
+    def is_file(self) -> bool:
+        """Return True for a file, a link to one, or an object."""
+        ...
+
+    def is_directory(self) -> bool:
+        """Return True for a directory, or a prefix of names in a store."""
+        ...
+
+    def is_taken(self) -> bool:
+        """Return True if the name is taken, also by a dangling link."""
+        ...
+
+    def is_committed(self, marker: str) -> bool:
+        """Return True if a finished save may lie here.
+
+        A save gives a directory its name at the end; in a store it ends with the object ``marker``.
+        """
+        ...
+
+    def is_archive(self) -> bool:
+        """Return True for a file or an object that is a zip archive."""
+        ...
+
+    def kind(self) -> str:
+        """Return the kind of the entry in words; "nothing" if the name is free."""
+        ...
+
+    def holds(self, name: str) -> bool:
+        """Return True if this directory has a file of another tool.
+
+        False in a store: other tools' checkpoints are read from file systems.
+        """
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Return the names directly below this one, sorted; none if it does not exist."""
+        ...
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kinds of all entries in words, by name; none where they cannot be listed."""
+        ...
+
+    def real(self) -> Location:
+        """Return the location with its links resolved."""
+        ...
+
+    def reading_ahead(self) -> Location:
+        """Return the location with read-ahead, if requests take long."""
+        ...
+
+    def open_source(self) -> AbstractContextManager[tuple[Source, int]]:
+        """Open a file for reading, and return its size; see :func:`open_regular`."""
+        ...
+
+    def files(self) -> AbstractContextManager[Files]:
+        """Open this directory for reading of its files."""
+        ...
+
+    def create(
+        self, nbytes: int, permissions: Permissions, durability: Durability
+    ) -> AbstractContextManager[int | Upload]:
+        """Make a new file from the bytes, about ``nbytes``, that are written within the block."""
+        ...
+
+    def make_parent(self, permissions: Permissions, durability: Durability) -> None:
+        """Make missing directories above this location."""
+        ...
+
+    def local_only(self, reason: str) -> Path:
+        """Return the path for code that reads file systems; refuse a store for this reason."""
+        ...
+
+    def local_copy(self, require_room: Callable[[str, int], None]) -> AbstractContextManager[str]:
+        """Yield the path of the file, or of a copy of the object that is deleted after the block.
+
+        ``require_room`` is called with the folder of a copy and its size before it is made.
+        """
+        ...
+
+    def advice(self, error: OSError, nbytes: int | None) -> str:
+        """Return advice on an error of an operation here, to be appended to its message."""
+        ...
+
+
+class Files(Protocol):
+    """Files of one directory."""
+
+    def open_source(self, name: str, /) -> AbstractContextManager[tuple[Source, int]]:
+        """Open one of them for reading, and return its size."""
+        ...
+
+    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
+        """Refuse files in a folder of the directory that are missing, or have other sizes."""
+        ...
+
+
+AnyPath: TypeAlias = "StrPath | Location"
+"""Location, or its text or path."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class LocalPath(PosixPath):
+    """Path in a file system; a :class:`Location`."""
+
+    transient: ClassVar[tuple[type[Exception], ...]] = ()
+    num_readers: ClassVar[int] = 8
+
+    def is_directory(self) -> bool:
+        """Return True for a directory, or a link to one."""
+        return self.is_dir()
+
+    def is_taken(self) -> bool:
+        """Return True if the name is taken, also by a dangling link."""
+        return os.path.lexists(self)
+
+    def is_committed(self, marker: str) -> bool:
+        """Return True if the name is taken: a commit is what gives it the name."""
+        return self.is_taken()
+
+    def is_archive(self) -> bool:
+        """Return True for a zip archive."""
+        return zipfile.is_zipfile(self)
+
+    def kind(self) -> str:
+        """Return the kind of the entry, of a link the kind of its target."""
+        if not self.is_taken():
+            return "nothing"
+        return kind_of((self.stat() if self.exists() else self.lstat()).st_mode)
+
+    def holds(self, name: str) -> bool:
+        """Return True if this directory has an entry of this name."""
+        return os.path.lexists(self / name)
+
+    def names(self) -> list[str]:
+        """Return the names in this directory, sorted; none if it does not exist."""
+        return sorted(os.listdir(self)) if os.path.lexists(self) else []
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kinds of all entries; links are not followed."""
+        return {name: kind_of(os.lstat(self / name).st_mode) for name in self.names()}
+
+    def real(self) -> LocalPath:
+        """Return the path with its links resolved."""
+        return LocalPath(os.path.realpath(self))
+
+    def reading_ahead(self) -> LocalPath:
+        """Return the path as it is: the system reads ahead."""
+        return self
+
+    def open_source(self) -> AbstractContextManager[tuple[int, int]]:
+        """Open a regular file; yield its descriptor and size."""
+        return open_regular(self)
+
+    @contextlib.contextmanager
+    def files(self) -> Generator[LocalFiles]:
+        """Open this directory; its files stay the same if another one gets the name."""
+        with opened_directory(self) as descriptor:
+            yield LocalFiles(descriptor)
+
+    @contextlib.contextmanager
+    def create(
+        self, nbytes: int, permissions: Permissions, durability: Durability
+    ) -> Generator[int]:
+        """Make a file, which must not exist, and flush it at the end of the block."""
+        with disk_errors("making", self):
+            descriptor = create_exclusively(self, permissions)
+        try:
+            yield descriptor
+            with disk_errors("flushing", self):
+                sync_file(descriptor, durability)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        with disk_errors("flushing", self):
+            os.close(descriptor)
+
+    def make_parent(self, permissions: Permissions, durability: Durability) -> None:
+        """Make missing directories above this path."""
+        make_directories(self.parent, permissions, durability)
+
+    def local_only(self, reason: str) -> Path:
+        """Return the plain path."""
+        return Path(self)
+
+    def local_copy(self, require_room: Callable[[str, int], None]) -> AbstractContextManager[str]:
+        """Yield the path itself."""
+        return contextlib.nullcontext(str(self))
+
+    def advice(self, error: OSError, nbytes: int | None) -> str:
+        """Return advice on space, names and permissions."""
+        if error.errno in _FULL:
+            needed = "" if nbytes is None else f"{nbytes:,} bytes were needed, "
+            return f"; {needed}{_free_text(self)}. Make room there, or save to another file system"
+        if error.errno == errno.ENAMETOOLONG:
+            return (
+                "; while it is being written a checkpoint's name is 38 bytes longer. Take a "
+                "shorter name"
+            )
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return ". The directory must be writable for this process"
+        if error.errno == errno.EEXIST:
+            return (
+                ". Only one writer may make a file, and nothing is overwritten: remove it, or take "
+                "another name"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Files of one directory that is open; :class:`Files`."""
+
+    descriptor: int
+
+    def open_source(self, name: str, /) -> AbstractContextManager[tuple[int, int]]:
+        """Open a regular file."""
+        return open_regular(name, self.descriptor)
+
+    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
+        """Refuse files that are missing, no regular ones, or have other sizes."""
+        for name, nbytes in sizes.items():
+            file = os.path.join(folder, name)
+            try:
+                found = os.stat(file, dir_fd=self.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{file} is missing, expected a file of {nbytes:,} bytes"
+                ) from None
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(
+                    f"{file} is {kind_of(found.st_mode)}, expected an ordinary file"
+                )
+            if found.st_size != nbytes:
+                raise CheckpointError(f"{file} has {found.st_size:,} bytes, expected {nbytes:,}")
+
+
+def location(path: AnyPath) -> Location:
+    """Return a local path or an address in a store, by the form of ``path``."""
+    if not isinstance(path, (str, os.PathLike)):
+        return path
+    text = local_path(path)
+    return RemotePath(text) if is_remote(text) else LocalPath(text)
+
+
+@contextlib.contextmanager
+def disk_errors(doing: str, path: AnyPath, nbytes: int | None = None) -> Generator[None]:
+    """Turn system errors inside into a :class:`CheckpointError` with the path and advice.
+
+    Args:
+        doing: Operation as a noun phrase that the path completes: ``writing``.
+        path: Path that the operation is on.
+        nbytes: Number of bytes to be written, if known.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = location(path).advice(error, nbytes)
+        raise CheckpointError(
+            f"{doing} {path} failed: {error.strerror or error}{advice}."
+        ) from error
+
+
+def preflight(parent: StrPath, nbytes: int) -> None:
+    """Refuse a save that the file system has no room for, before anything is written.
+
+    A replaced checkpoint is deleted after the save, so it makes no room. The directory need not
+    exist yet.
+    """
+    with disk_errors("asking for the free space of", parent):
+        free = free_nbytes(_existing(parent))
+    if free is not None and free < nbytes:
+        raise CheckpointError(
+            f"not enough space for a checkpoint in {os.fspath(parent)}: {nbytes:,} bytes are "
+            f"needed, {free:,} are free (a checkpoint is replaced only when the new one is whole, "
+            f"so both need room). Make room there, keep fewer checkpoints, or save to another file "
+            f"system."
+        )
+
+
+def _existing(path: StrPath) -> str:
+    """Return the nearest existing directory at or above a path."""
+    here = os.path.abspath(path)
+    while not os.path.isdir(here):
+        here = os.path.dirname(here)
+    return here
+
+
+def _free_text(path: StrPath) -> str:
+    try:
+        free = free_nbytes(_existing(path))
+    except OSError:
+        free = None
+    return "the file system or the quota is full" if free is None else f"{free:,} are free"
