@@ -403,7 +403,7 @@ def test_sweeps_beside_saves_destroy_none_of_them(
     root: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(durable, "_RENAMEAT2", None)
+        monkeypatch.setattr(directory, "swap", lambda first, second: False)
     ended = threading.Event()
     sweeps: list[tuple[str, ...]] = []
 

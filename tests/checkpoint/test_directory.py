@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardeddp.checkpoint import directory, durable
+from shardeddp.checkpoint import directory
 from shardeddp.checkpoint.clean import sweep
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.errors import CheckpointError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.fixture(params=["swap", "two renames"], autouse=True)
 def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "two renames":
-        monkeypatch.setattr(durable, "_RENAMEAT2", None)
+        monkeypatch.setattr(directory, "swap", lambda first, second: False)
     return request.param == "swap"
 
 
@@ -237,7 +237,7 @@ def test_everything_is_flushed_before_it_is_needed_or_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Any, flushed: bool
 ) -> None:
     events: list[str] = []
-    fsync, rename, swap = os.fsync, os.rename, durable.swap
+    fsync, rename, swap = os.fsync, os.rename, directory.swap
 
     def note(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:

@@ -150,11 +150,9 @@ def test_files_and_directories_change_places_in_one_step(tmp_path: Path) -> None
 def test_where_names_cannot_be_swapped_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(durable, "_RENAMEAT2", lambda *arguments: -1)
     monkeypatch.setattr(durable.ctypes, "get_errno", lambda: number)
-    assert not durable.swap(tmp_path / "a", tmp_path / "b")
-    monkeypatch.setattr(durable, "_RENAMEAT2", None)
-    assert not durable.swap(tmp_path / "a", tmp_path / "b")
+    assert not durable.swap(tmp_path / "a", tmp_path / "b", lambda *arguments: -1)
+    assert not durable.swap(tmp_path / "a", tmp_path / "b", None)
 
 
 def test_a_lock_belongs_to_one_until_it_is_closed(

@@ -42,7 +42,7 @@ ROWS = 4
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
     """An empty place in a store that other processes see as well."""
-    monkeypatch.setattr(remote, "_DELAYS_S", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote, "DELAYS_S", (0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(Shelf, "operations", 0)
     monkeypatch.setattr(Shelf, "fault", None)
     use_shelf()
@@ -260,7 +260,7 @@ def save_as_rank(target: str, step: int, fails_on: int) -> str:
     group = all_ranks()
     Shelf.fault = None
     if group.rank == fails_on:
-        remote._DELAYS_S = ()
+        remote.DELAYS_S = ()
 
         def fault(name: str, path: str) -> str:
             return "before" if name == "part" else ""

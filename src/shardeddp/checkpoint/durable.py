@@ -274,18 +274,45 @@ def held(path: Path) -> Generator[bool, None, None]:
         close_directory(descriptor)
 
 
-def swap(first: StrPath, second: StrPath) -> bool:
+def _find_renameat2() -> Callable[..., int] | None:
+    """Return the C library's ``renameat2`` (Linux only); None without it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    ]
+    function.restype = ctypes.c_int
+    return function
+
+
+_RENAMEAT2 = _find_renameat2()
+
+
+def swap(
+    first: StrPath, second: StrPath, renameat2: Callable[..., int] | None = _RENAMEAT2
+) -> bool:
     """Swap two names of one file system in one step; both exist, and may be of different kinds.
+
+    Args:
+        first: One path.
+        second: The other one.
+        renameat2: The system call; None: the system has none.
 
     Returns:
         False if the system or file system cannot do that; nothing has changed then.
     """
-    if _RENAMEAT2 is None:
+    if renameat2 is None:
         return False
-    if (
-        _RENAMEAT2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-        == 0
-    ):
+    names = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    if renameat2(*names, _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _NO_SWAP:
@@ -356,25 +383,3 @@ def kind_of(mode: int) -> str:
         "a socket": stat.S_ISSOCK,
     }
     return next((kind for kind, holds in kinds.items() if holds(mode)), "a device")
-
-
-def _find_renameat2() -> Callable[..., int] | None:
-    """Return the C library's ``renameat2`` (Linux only); None without it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_uint,
-    ]
-    function.restype = ctypes.c_int
-    return function
-
-
-_RENAMEAT2 = _find_renameat2()

@@ -32,7 +32,7 @@ from shardeddp.errors import CheckpointError, ConfigurationError
 READ_ONLY = ("http", "https")
 """Protocols that checkpoints are only read from."""
 
-_DELAYS_S = (0.2, 1.0, 3.0, 8.0)
+DELAYS_S = (0.2, 1.0, 3.0, 8.0)
 """Delays between tries in seconds; each is shortened at random, to spread the ranks' requests."""
 
 _FINAL = (
@@ -373,7 +373,7 @@ def repeated(
         action: Action to run; a second run must do no harm.
         errors: Errors to repeat it after, except permanent ones (or with such a cause).
     """
-    for delay in _DELAYS_S:
+    for delay in DELAYS_S:
         try:
             return action()
         except errors as error:
