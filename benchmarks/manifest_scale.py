@@ -49,7 +49,7 @@ from shardeddp.checkpoint.manifest import (
     manifest_from_bytes,
     manifest_to_bytes,
 )
-from shardeddp.checkpoint.pieces import Pieces, runs_of
+from shardeddp.checkpoint.pieces import Pieces, intervals_of
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.snapshot import Snapshot, take_snapshot
 from shardeddp.checkpoint.write import Report, index, write_data_file
@@ -228,8 +228,8 @@ class Simulated:
             blocks=blocks,
             table=checksum(table),
         )
-        runs = runs_of(*(columns[column] for column in ("section", "start", "stop")))
-        return Report(stored, self._layout, runs)
+        intervals = intervals_of(*(columns[column] for column in ("section", "start", "stop")))
+        return Report(stored, self._layout, intervals)
 
 
 def _parts(interval: Interval, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -333,7 +333,7 @@ def check(folder: Path, model: Model) -> dict[str, Any]:
     with measured() as figures:
         manifest = read_manifest(folder)
         pieces = Pieces(folder, manifest)
-        pieces.check([pieces.read_table(name).runs() for name in manifest.data_files])
+        pieces.check([pieces.read_table(name).intervals() for name in manifest.data_files])
     return figures
 
 

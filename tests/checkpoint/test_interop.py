@@ -39,7 +39,7 @@ from shardeddp.checkpoint.manifest import (
     TrainingRun,
     name_of,
 )
-from shardeddp.checkpoint.pieces import Pieces, placement_of, runs_of
+from shardeddp.checkpoint.pieces import Pieces, intervals_of, placement_of
 from shardeddp.plan.layout import Interval, boxes
 
 pytestmark = [
@@ -130,9 +130,9 @@ def write(
     for descriptor in descriptors:
         os.close(descriptor)
     tables = [np.array(each, dtype=PIECE) for each in rows]
-    runs = [runs_of(it["section"], it["start"], it["stop"]) for it in tables]
+    intervals = [intervals_of(it["section"], it["start"], it["stop"]) for it in tables]
     numels = [tensor.numel() for tensor in tensors.values()]
-    placement, counts = placement_of(runs, numels, [name_of(path) for path in tensors])
+    placement, counts = placement_of(intervals, numels, [name_of(path) for path in tensors])
     (directory / PLACEMENT).write_bytes(placement.tobytes())
     sections, first = list[Section](), 0
     for tensor, count in zip(tensors.values(), counts, strict=True):

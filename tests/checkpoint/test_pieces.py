@@ -25,7 +25,7 @@ from shardeddp.checkpoint.manifest import (
     TrainingRun,
     manifest_to_bytes,
 )
-from shardeddp.checkpoint.pieces import RUN, Pieces, placement_of, runs_of
+from shardeddp.checkpoint.pieces import INTERVAL, Pieces, intervals_of, placement_of
 from shardeddp.checkpoint.read import CheckpointReader
 from shardeddp.checkpoint.verify import verify
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
@@ -63,7 +63,7 @@ def put(path: Path, ranks: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
         for start, stop in pairwise(edges):
             if start < stop:
                 parts[draw.randrange(ranks)].append((section, Interval(start, stop)))
-    files, runs = dict[str, StoredFile](), list[Any]()
+    files, intervals = dict[str, StoredFile](), list[Any]()
     for rank, own in enumerate(parts):
         name, rows, digests = f"__{rank}_0.distcp", list[tuple[int, ...]](), list[bytes]()
         with open(path / name, "wb") as opened:
@@ -79,9 +79,9 @@ def put(path: Path, ranks: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
                     start = stop
             files[name] = file.close(rows, digests)
         table = np.array(rows, dtype=PIECE)
-        runs.append(runs_of(table["section"], table["start"], table["stop"]))
+        intervals.append(intervals_of(table["section"], table["start"], table["stop"]))
     numels = [tensor.numel() for tensor in tensors.values()]
-    placement, counts = placement_of(runs, numels, NAMES)
+    placement, counts = placement_of(intervals, numels, NAMES)
     (path / PLACEMENT).write_bytes(placement.tobytes())
     files[PLACEMENT] = StoredFile(nbytes=placement.nbytes, checksum=checksum(placement.tobytes()))
     sections, first = list[Section](), 0
@@ -152,18 +152,18 @@ def test_rows_that_follow_each_other_are_one_run() -> None:
     sections, starts, stops = (
         np.array(column) for column in ([0, 0, 0, 1, 1], [0, 3, 9, 9, 12], [3, 6, 12, 10, 13])
     )
-    found = runs_of(sections, starts, stops).tolist()
+    found = intervals_of(sections, starts, stops).tolist()
     assert found == [(0, 0, 6), (0, 9, 12), (1, 9, 10), (1, 12, 13)]
-    assert len(runs_of(sections[:0], starts[:0], stops[:0])) == 0
+    assert len(intervals_of(sections[:0], starts[:0], stops[:0])) == 0
 
 
-def runs(*rows: tuple[int, int, int]) -> Any:
-    return np.array(list(rows), dtype=RUN)
+def intervals(*rows: tuple[int, int, int]) -> Any:
+    return np.array(list(rows), dtype=INTERVAL)
 
 
 def test_a_placement_has_a_row_for_each_change_of_the_file() -> None:
     found, counts = placement_of(
-        [runs((0, 0, 2), (0, 2, 3), (2, 4, 5)), runs(), runs((0, 3, 5), (2, 0, 4))],
+        [intervals((0, 0, 2), (0, 2, 3), (2, 4, 5)), intervals(), intervals((0, 3, 5), (2, 0, 4))],
         [5, 0, 5],
         "abc",
     )
@@ -187,7 +187,7 @@ def test_elements_that_are_missing_or_there_twice_are_refused(
     rows: list[tuple[int, int, int]], text: str
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
-        placement_of([runs((1, 0, 2)), runs(*rows)], [5, 2], "ab")
+        placement_of([intervals((1, 0, 2)), intervals(*rows)], [5, 2], "ab")
 
 
 # -- tables and placements that lie, under checksums that fit

@@ -32,7 +32,7 @@ Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
 """Array of a structured dtype."""
 
-RUN = np.dtype([("section", "<u4"), ("start", "<u8"), ("stop", "<u8")])
+INTERVAL = np.dtype([("section", "<u4"), ("start", "<u8"), ("stop", "<u8")])
 """Row of consecutive elements of a section in one file, in any number of pieces."""
 
 _HOLE_NBYTES = 64
@@ -80,9 +80,9 @@ class PieceTable:
         )
         self._check(manifest.sections, stored.blocks, manifest.table_of(name).start)
 
-    def runs(self) -> Rows:
-        """Return the file's elements by section as ``RUN`` rows; consecutive pieces are one."""
-        return runs_of(self.sections, self.starts, self.stops)
+    def intervals(self) -> Rows:
+        """Return ``INTERVAL`` rows of the file by section; consecutive pieces are one."""
+        return intervals_of(self.sections, self.starts, self.stops)
 
     def of(self, section: int, interval: Interval) -> Iterator[Piece]:
         """Yield the pieces with any of these elements, in order."""
@@ -225,15 +225,15 @@ class Pieces:
             self._extents[section] = self._read_extents(section)
         return self._extents[section]
 
-    def check(self, runs: Sequence[Rows]) -> None:
+    def check(self, intervals: Sequence[Rows]) -> None:
         """Refuse a placement that does not match the tables of all data files.
 
         Args:
-            runs: Rows ``RUN`` of each table, in the order of files.
+            intervals: Rows ``INTERVAL`` of each table, in the order of files.
         """
         names = [_name(self._manifest, each) for each in range(len(self._manifest.sections))]
         numels = [section.numel for section in self._manifest.sections]
-        rows, counts = placement_of(runs, numels, names)
+        rows, counts = placement_of(intervals, numels, names)
         first = 0
         for section, count in enumerate(counts):
             expected, first = rows[first : first + count], first + count
@@ -315,27 +315,31 @@ def assemble(
 # -- Writing of tables and placement
 
 
-def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
-    """Merge consecutive sorted pieces to rows ``RUN``."""
+def intervals_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
+    """Merge consecutive sorted pieces to rows ``INTERVAL``."""
     begins = np.ones(len(starts), dtype=bool)
     begins[1:] = (sections[1:] != sections[:-1]) | (starts[1:] != stops[:-1])
     ends = np.append(begins[1:], True)[: len(starts)]
-    runs = np.empty(int(begins.sum()), dtype=RUN)
-    runs["section"], runs["start"], runs["stop"] = sections[begins], starts[begins], stops[ends]
-    return runs
+    intervals = np.empty(int(begins.sum()), dtype=INTERVAL)
+    intervals["section"], intervals["start"], intervals["stop"] = (
+        sections[begins],
+        starts[begins],
+        stops[ends],
+    )
+    return intervals
 
 
 _AT_A_TIME = 2**17
-"""Rows ``RUN`` sorted at once: sorting those of thousands of ranks together would take 100 MB."""
+"""Rows ``INTERVAL`` sorted at once: sorting those of thousands of ranks would take 100 MB."""
 
 
 def placement_of(
-    runs: Sequence[Rows], numels: Sequence[int], names: Sequence[str]
+    intervals: Sequence[Rows], numels: Sequence[int], names: Sequence[str]
 ) -> tuple[Rows, list[int]]:
     """Return the placement of all elements, from the elements in each file.
 
     Args:
-        runs: Rows ``RUN`` of each file, in the order of their numbers; sorted by section.
+        intervals: Rows ``INTERVAL`` of each file, in the order of their numbers; sorted by section.
         numels: Number of elements of each section.
         names: Name of each section, for errors.
 
@@ -345,12 +349,13 @@ def placement_of(
     Raises:
         CheckpointError: Elements of a section are stored twice, or not at all.
     """
-    total = sum(map(len, runs))
+    total = sum(map(len, intervals))
     step = max(1, len(numels) * _AT_A_TIME // max(1, total))
     rows, counts, end = np.empty(total, dtype=EXTENT), list[int](), 0
     for first in range(0, len(numels), step):
         own = [
-            each[slice(*np.searchsorted(each["section"], [first, first + step]))] for each in runs
+            each[slice(*np.searchsorted(each["section"], [first, first + step]))]
+            for each in intervals
         ]
         some = slice(first, first + step)
         found, parts = _placement_of(own, first, numels[some], names[some])
@@ -361,11 +366,11 @@ def placement_of(
 
 
 def _placement_of(
-    runs: Sequence[Rows], first: int, numels: Sequence[int], names: Sequence[str]
+    intervals: Sequence[Rows], first: int, numels: Sequence[int], names: Sequence[str]
 ) -> tuple[Rows, list[int]]:
     """Return the placement of some sections, from number ``first`` on."""
-    found = np.concatenate([np.empty(0, dtype=RUN), *runs])
-    files = np.repeat(np.arange(len(runs)), [len(each) for each in runs])
+    found = np.concatenate([np.empty(0, dtype=INTERVAL), *intervals])
+    files = np.repeat(np.arange(len(intervals)), [len(each) for each in intervals])
     order = np.lexsort((found["start"], found["section"]))
     found, files = found[order], files[order]
     sections, starts, stops = found["section"] - np.uint32(first), found["start"], found["stop"]

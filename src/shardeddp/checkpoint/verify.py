@@ -357,7 +357,7 @@ class _Check:
         self._progress = progress
         self._lock = threading.Lock()
         self._buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(path.num_readers)]
-        self._runs: dict[str, Rows] = {}
+        self._intervals: dict[str, Rows] = {}
 
     def file(self, name: str) -> list[Damage]:
         """Check a file; called by several threads."""
@@ -378,7 +378,7 @@ class _Check:
         """Compare the placement with the tables of all files."""
         pieces = Pieces(self._path.reading_ahead(), self._manifest)  # queried for each tensor
         try:
-            pieces.check([self._runs[name] for name in self._manifest.data_files])
+            pieces.check([self._intervals[name] for name in self._manifest.data_files])
         except CheckpointError as error:
             expected = "the files that have the elements of each tensor"
             return [Damage(file=PLACEMENT, expected=expected, found=str(error))]
@@ -405,7 +405,7 @@ class _Check:
                 )
                 self._advance(expected)
                 return
-            self._runs[name] = table.runs()
+            self._intervals[name] = table.intervals()
         yield from self._contents(name, table, descriptor, nbytes, buffer)
 
     def _contents(

@@ -40,7 +40,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
     stored_tensors,
 )
-from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
+from shardeddp.checkpoint.pieces import INTERVAL, Pieces, Rows, intervals_of, placement_of
 from shardeddp.checkpoint.remote import repeated
 from shardeddp.checkpoint.snapshot import (
     HostMemory,
@@ -78,20 +78,20 @@ class Report:
     layout: str
     """Checksum of the sharded sections in this rank's snapshot, as hex."""
 
-    runs: Rows
+    intervals: Rows
     """Intervals that this rank has written of each section."""
 
     def to_bytes(self) -> bytes:
         """Serialize the report for rank 0 of the same job; it contains a pickle."""
         head = pickle.dumps((self.file, self.layout))
-        return len(head).to_bytes(4, "little") + head + self.runs.tobytes()
+        return len(head).to_bytes(4, "little") + head + self.intervals.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Report:
-        """Deserialize a report; its runs are a view, since those of many ranks take megabytes."""
+        """Deserialize a report; its intervals are a view, since those of many ranks take megabytes."""
         start = 4 + int.from_bytes(data[:4], "little")
         file, layout = pickle.loads(data[4:start])
-        return cls(file, layout, np.frombuffer(data, dtype=RUN, offset=start))
+        return cls(file, layout, np.frombuffer(data, dtype=INTERVAL, offset=start))
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ def write_data_file(
         objects = [file.put_object(value) for _, value in values]
         stored = file.close(rows, blocks)
     table = np.array(rows, dtype=PIECE)
-    runs = runs_of(*(table[column] for column in ("section", "start", "stop")))
-    return Written(Report(stored, snapshot.layout.hex(), runs), held, objects)
+    intervals = intervals_of(*(table[column] for column in ("section", "start", "stop")))
+    return Written(Report(stored, snapshot.layout.hex(), intervals), held, objects)
 
 
 def _permissions(options: CheckpointOptions) -> Permissions:
@@ -170,7 +170,7 @@ def index(
             f"in what it saves"
         )
     numels = [math.prod(spec.shape) for spec in snapshot.sections]
-    rows, counts = placement_of([report.runs for report in reports], numels, snapshot.names)
+    rows, counts = placement_of([report.intervals for report in reports], numels, snapshot.names)
     sections, first = list[Section](), 0
     for spec, parts in zip(snapshot.sections, counts, strict=True):
         own = checksum(rows[first : first + parts].tobytes())
