@@ -34,7 +34,7 @@ import torch
 from llama import Block, Llama, LlamaConfig
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
-from shardeddp.checkpoint.items import ALIGNMENT, checksum, frame_of
+from shardeddp.checkpoint.items import ALIGNMENT, frame_of, hexdigest
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DIGEST_NBYTES,
@@ -226,7 +226,7 @@ class Simulated:
             checksum="0" * 32,
             pieces=len(rows),
             blocks=blocks,
-            table=checksum(table),
+            table=hexdigest(table),
         )
         intervals = intervals_of(*(columns[column] for column in ("section", "start", "stop")))
         return Report(stored, self._layout, intervals)
@@ -282,7 +282,7 @@ def rank_0(folder: Path, model: Model) -> dict[str, Any]:
         files = dict(manifest.files)
         for name, content in contents.items():
             (folder / name).write_bytes(content)
-            files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
+            files[name] = StoredFile(nbytes=len(content), checksum=hexdigest(content))
         whole = Manifest(**{**vars_of(manifest), "files": files})
         (folder / MANIFEST).write_bytes(manifest_to_bytes(whole))
     sizes = {name: (folder / name).stat().st_size for name in (MANIFEST, PLACEMENT, STATE, "told")}

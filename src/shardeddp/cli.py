@@ -30,7 +30,7 @@ from shardeddp.checkpoint.location import Location, location
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.read import LazyTensor, Progress
 from shardeddp.checkpoint.schema import KEY, OPTIMIZERS, WEIGHTS
-from shardeddp.checkpoint.state_codec import tensors_in
+from shardeddp.checkpoint.state_codec import tensors_with_paths
 from shardeddp.checkpoint.verify import (
     Row,
     Verification,
@@ -366,7 +366,7 @@ def _contents(path: Location, options: argparse.Namespace) -> Contents:
 
 
 def _named_tensors(contents: Contents) -> dict[str, torch.Tensor]:
-    found = tensors_in(contents.checkpoint)
+    found = tensors_with_paths(contents.checkpoint)
     return {".".join(map(str, keys)): tensor for tensor, keys in found}
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardeddp.checkpoint.import_foreign import ForeignCheckpoint, read_index
+from shardeddp.checkpoint.import_foreign import ForeignCheckpoint, parse_index
 from shardeddp.checkpoint.verify import verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -254,7 +254,7 @@ def test_boxes_are_accepted_exactly_if_they_cover_the_tensor_once() -> None:
     files = {DATA: 1_000_000}
     for shape in ((9,), (5, 6), (3, 4, 5), (2, 3, 2, 3)):
         for division in divisions(shape, 40):
-            tensor = read_index(index_of(shape, division), files).tensors["x"]
+            tensor = parse_index(index_of(shape, division), files).tensors["x"]
             assert [(piece.box.offsets, piece.box.sizes) for piece in tensor.pieces] == division
             changed = list(division)
             _, sizes = changed.pop(random.randrange(len(changed)))
@@ -265,16 +265,16 @@ def test_boxes_are_accepted_exactly_if_they_cover_the_tensor_once() -> None:
                 taken = {at for at, _ in division}
                 changed += [(spot, sizes) for spot in spots if spot not in taken][:1]
             with pytest.raises(CheckpointError, match="do not cover its shape"):
-                read_index(index_of(shape, changed), files)
+                parse_index(index_of(shape, changed), files)
 
 
 def test_the_index_is_read_as_if_it_had_been_run(honest: Path) -> None:
     data, files = (honest / ".metadata").read_bytes(), {DATA: (honest / DATA).stat().st_size}
-    assert read_index(data, files) == read_index(data, files, trust_pickle=True)
+    assert parse_index(data, files) == parse_index(data, files, trust_pickle=True)
 
 
 def test_an_empty_box_beside_the_others_is_no_overlap() -> None:
-    tensor = read_index(
+    tensor = parse_index(
         index_of((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))]), {DATA: 20_000}
     ).tensors["x"]
     assert len(tensor.pieces) == 1

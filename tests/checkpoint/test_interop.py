@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardeddp.checkpoint.interop import DCP_VERSION, dcp_metadata, lightning_meta, to_bytes
-from shardeddp.checkpoint.items import DataFile, checksum
+from shardeddp.checkpoint.items import DataFile, hexdigest
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
@@ -136,7 +136,7 @@ def write(
     (directory / PLACEMENT).write_bytes(placement.tobytes())
     sections, first = list[Section](), 0
     for tensor, count in zip(tensors.values(), counts, strict=True):
-        own_rows = checksum(placement[first : first + count].tobytes())
+        own_rows = hexdigest(placement[first : first + count].tobytes())
         sections.append(Section(tensor.dtype, tuple(tensor.shape), first, count, own_rows))
         first += count
     stored = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import ALGORITHM, DataFile, checksum
+from shardeddp.checkpoint.items import ALGORITHM, DataFile, hexdigest
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     MANIFEST,
@@ -83,10 +83,10 @@ def put(path: Path, ranks: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
     numels = [tensor.numel() for tensor in tensors.values()]
     placement, counts = placement_of(intervals, numels, NAMES)
     (path / PLACEMENT).write_bytes(placement.tobytes())
-    files[PLACEMENT] = StoredFile(nbytes=placement.nbytes, checksum=checksum(placement.tobytes()))
+    files[PLACEMENT] = StoredFile(nbytes=placement.nbytes, checksum=hexdigest(placement.tobytes()))
     sections, first = list[Section](), 0
     for tensor, count in zip(tensors.values(), counts, strict=True):
-        own_rows = checksum(placement[first : first + count].tobytes())
+        own_rows = hexdigest(placement[first : first + count].tobytes())
         sections.append(Section(tensor.dtype, tuple(tensor.shape), first, count, own_rows))
         first += count
     stored = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.schema import (
-    check_fields,
+    check_entries,
     check_like,
     check_optimizers,
     check_run,
@@ -105,7 +105,7 @@ LEGITIMATE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_what_runs_save_is_let_through(name: str) -> None:
-    assert check_fields(LEGITIMATE[name], "a.ckpt") is LEGITIMATE[name]
+    assert check_entries(LEGITIMATE[name], "a.ckpt") is LEGITIMATE[name]
 
 
 WRONG: dict[str, Any] = {
@@ -143,7 +143,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        check_fields(WRONG[message], "a.ckpt")
+        check_entries(WRONG[message], "a.ckpt")
     assert message in str(caught.value)
     assert "a.ckpt" in str(caught.value)
 
@@ -251,16 +251,16 @@ def test_what_hooks_may_undo_is_left_to_them_unless_lightning_migrates_it_before
     message: str,
 ) -> None:
     for release in ("2.0.0", "2.6.0"):
-        check_fields({**USED_LATER[message], "pytorch-lightning_version": release}, "a.ckpt")
+        check_entries({**USED_LATER[message], "pytorch-lightning_version": release}, "a.ckpt")
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        check_fields({**USED_LATER[message], "pytorch-lightning_version": "1.9.5"}, "a.ckpt")
+        check_entries({**USED_LATER[message], "pytorch-lightning_version": "1.9.5"}, "a.ckpt")
 
 
 def test_a_checkpoint_that_lightning_migrates_has_callbacks_to_go_through() -> None:
     for release, error in ("1.8.0", CheckpointError), ("2.6.0", None):
         checkpoint = {"callbacks": None, "pytorch-lightning_version": release}
         with pytest.raises(error, match="callbacks: expected") if error else nullcontext():
-            check_fields(checkpoint, "a.ckpt")
+            check_entries(checkpoint, "a.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -314,10 +314,10 @@ def test_a_step_that_is_no_count_is_not_taken_for_one(value: Any) -> None:
 @pytest.mark.parametrize("name", ["state_dict", "pytorch-lightning_version"])
 def test_lightning_is_given_nothing_that_it_cannot_migrate(name: str) -> None:
     checkpoint = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
-    assert check_fields(checkpoint, "a.ckpt", loads=True) is checkpoint
+    assert check_entries(checkpoint, "a.ckpt", loads=True) is checkpoint
     del checkpoint[name]
     with pytest.raises(CheckpointError, match=f"its root: expected {name} in it, found none"):
-        check_fields(checkpoint, "a.ckpt", loads=True)
+        check_entries(checkpoint, "a.ckpt", loads=True)
 
 
 ALIKE: dict[str, tuple[Any, Any]] = {

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
 from shardeddp import CheckpointError, ShardedDP, load_from_checkpoint
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import check_entries
 from shardeddp.checkpoint.state_codec import versions_of, without_prefix
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.torch_private import STATE_VERSIONS
@@ -139,7 +139,7 @@ def test_versions_that_no_module_has_are_refused(odd: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"versions of state_dict\.x\.version: expected a count"
     ):
-        check_fields({"state_dict": state}, "a.ckpt")
+        check_entries({"state_dict": state}, "a.ckpt")
 
 
 class Named(Scale):

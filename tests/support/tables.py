@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.items import hexdigest
 from shardeddp.checkpoint.manifest import DIGEST_NBYTES, EXTENT, MANIFEST, PIECE, PLACEMENT
 from shardeddp.checkpoint.pieces import Piece, Pieces
 from shardeddp.plan.layout import Interval
@@ -68,7 +68,7 @@ def put_table(files: Files, name: str, rows: Any, digests: list[bytes], **lies: 
     def change(manifest: Any) -> None:
         counts = {"pieces": len(rows), "blocks": len(digests), **lies}
         frames = manifest["files"][name][1]
-        manifest["files"][name] = [len(files[name]), frames, *counts.values(), checksum(table)]
+        manifest["files"][name] = [len(files[name]), frames, *counts.values(), hexdigest(table)]
 
     edit_manifest(files, change)
 
@@ -88,10 +88,10 @@ def edit_placement(files: Files, change: Callable[[Any], Any]) -> None:
     files[PLACEMENT] = rows.tobytes()
 
     def seal(manifest: Any) -> None:
-        manifest["files"][PLACEMENT] = [len(files[PLACEMENT]), checksum(files[PLACEMENT])]
+        manifest["files"][PLACEMENT] = [len(files[PLACEMENT]), hexdigest(files[PLACEMENT])]
         first = 0
         for section in manifest["sections"]:
-            section[4] = checksum(rows[first : first + section[3]].tobytes())
+            section[4] = hexdigest(rows[first : first + section[3]].tobytes())
             first += section[3]
 
     edit_manifest(files, seal)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.items import hexdigest
 from shardeddp.checkpoint.manifest import MANIFEST, STATE
 from support.tables import (
     Files,
@@ -53,7 +53,7 @@ def put_file(files: Files, name: str, content: bytes) -> None:
     """Give a file another content so that its size and checksum fit again."""
     files[name] = content
     edit_manifest(
-        files, lambda manifest: manifest["files"].update({name: [len(content), checksum(content)]})
+        files, lambda manifest: manifest["files"].update({name: [len(content), hexdigest(content)]})
     )
 
 

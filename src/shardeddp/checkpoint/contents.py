@@ -32,7 +32,7 @@ from shardeddp.checkpoint.schema import (
     STATES,
     VERSION,
     WEIGHTS,
-    check_fields,
+    check_entries,
 )
 from shardeddp.checkpoint.snapshot import memory_of_shards
 from shardeddp.checkpoint.state_codec import (
@@ -322,7 +322,7 @@ def open_checkpoint(
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
         warnings.warn(printable(f"{path}: {note}"), stacklevel=2)
-    checkpoint = check_fields(contents.checkpoint, path)
+    checkpoint = check_entries(contents.checkpoint, path)
     kept = KeptShards(checkpoint)
     own: dict[str, Any] = checkpoint.get(KEY, {})
     if not isinstance(own.get(STATES), dict):

@@ -22,7 +22,7 @@ from shardeddp.checkpoint.full_read import (
     read_index,
     require_data,
 )
-from shardeddp.checkpoint.items import checksum, records_of
+from shardeddp.checkpoint.items import hexdigest, records_of
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, is_remote, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
@@ -32,7 +32,7 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     manifest_from_bytes,
 )
-from shardeddp.checkpoint.schema import check_fields, count_in
+from shardeddp.checkpoint.schema import check_entries, count_in
 from shardeddp.errors import CheckpointError, first_three, printable
 from shardeddp.plan.layout import Interval
 
@@ -77,7 +77,7 @@ def content_id(path: AnyPath) -> bytes:
                 content = repr(records_of(source, item)).encode()
     except CheckpointError:
         return bytes(16)
-    return bytes.fromhex(checksum(content))
+    return bytes.fromhex(hexdigest(content))
 
 
 def has_lost_manifest(path: Location) -> bool:
@@ -329,7 +329,7 @@ def _candidate_of_other_tool(place: Location) -> _Candidate:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         return unknown  # the file has objects that are not data
-    check_fields(content, path)
+    check_entries(content, path)
     # Files of other tools may leave it out.
     step = count_in(content, "global_step", -1)
     return replace(unknown, resumable="optimizer_states" in content, step=step)

@@ -22,7 +22,7 @@ from shardeddp.checkpoint.snapshot import (
     ParameterNames,
     Share,
     compare_shares,
-    describe,
+    describe_contents,
     memory_of_shards,
     refuse_tensors,
     tensors_of,
@@ -187,7 +187,7 @@ def _prepare(
             f"The state cannot be saved: {where} cannot be pickled: {type(error).__name__}: "
             f"{str(error)[:300]}"
         ) from error
-    found, objects, shares, sharded = describe(checkpoint, names, mesh)
+    found, objects, shares, sharded = describe_contents(checkpoint, names, mesh)
     strided = [
         (tensor, at)
         for tensor, at in found

@@ -83,7 +83,7 @@ class ForeignIndex(NamedTuple):
     objects: Mapping[str, StoredObject]
 
 
-def read_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False) -> ForeignIndex:
+def parse_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False) -> ForeignIndex:
     """Read the content of a ``.metadata``.
 
     Args:
@@ -372,7 +372,7 @@ class ForeignCheckpoint:
                     f"{MAX_INDEX_NBYTES:,}: pass trust_pickle=True if you know why it is so large"
                 )
             data = bytes(read_bytes(fd, whole, Interval(0, whole.nbytes)))
-            tensors, objects = _normalised(read_index(data, self._files, trust_pickle))
+            tensors, objects = _normalised(parse_index(data, self._files, trust_pickle))
         self.tensors = MappingProxyType(tensors)
         """Tensors by name: the path joined by dots."""
 

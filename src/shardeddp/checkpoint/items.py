@@ -39,7 +39,7 @@ from shardeddp.torch_private import (
 ALGORITHM = "xxh3_128"
 
 
-def checksum(data: bytes | bytearray | memoryview) -> str:
+def hexdigest(data: bytes | bytearray | memoryview) -> str:
     """Return the checksum of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -166,7 +166,7 @@ class DataFile:
             checksum=self._frames.hexdigest(),
             pieces=len(rows),
             blocks=len(digests),
-            table=checksum(table) if rows else "",
+            table=hexdigest(table) if rows else "",
         )
 
     def _padding(self) -> bytes:

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardeddp.checkpoint.read import LazyTensor, Read
 from shardeddp.checkpoint.schema import KEPT, KEY, OPTIMIZERS, TRAINED, WEIGHTS
-from shardeddp.checkpoint.state_codec import tensors_in
+from shardeddp.checkpoint.state_codec import tensors_with_paths
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -40,7 +40,7 @@ def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places
     entries = {key: value for key, value in checkpoint.items() if key not in _LOADED_BY_NAME}
     found = (
         (names.get(id(tensor.spec)), list(keys))
-        for tensor, keys in tensors_in(entries)
+        for tensor, keys in tensors_with_paths(entries)
         if isinstance(tensor, ShardTensor)
     )
     return [[fqn, keys] for fqn, keys in found if fqn is not None]

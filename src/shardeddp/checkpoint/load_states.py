@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.safetensors import names_in_model
-from shardeddp.checkpoint.state_codec import tensors_in, versions_of, with_versions
+from shardeddp.checkpoint.state_codec import tensors_with_paths, versions_of, with_versions
 from shardeddp.errors import CheckpointError, first_three, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.operations import overlaps_itself
@@ -117,7 +117,7 @@ def read_shards_ahead(state: Any, module: nn.Module) -> None:
     specs = {
         name: parameter.spec for name, parameter in named if isinstance(parameter, ShardTensor)
     }
-    for lazy in (it for it, _ in tensors_in(state) if isinstance(it, LazyTensor)):
+    for lazy in (it for it, _ in tensors_with_paths(state) if isinstance(it, LazyTensor)):
         spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
         if spec is None or spec.shape != lazy.shape:
             lazy.read_ahead(lazy.all_of_it)
@@ -196,7 +196,9 @@ def rename_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> di
     return placed
 
 
-def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+def read_and_load_model(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool
+) -> None:
     """Load as :func:`load_model` does, after this rank's elements have been read and checked."""
     read_shards_ahead([state], module)
     materialize_expanded_buffers(module)
@@ -291,7 +293,7 @@ def _names_in(state: Mapping[str, Any]) -> list[str] | None:
     for index, values in state["state"].items():
         paths = [
             it.path
-            for it, _ in tensors_in(values)
+            for it, _ in tensors_with_paths(values)
             if isinstance(it, LazyTensor) and it.path[1:2] == ("state",)
         ]
         if paths and len(paths[0]) > 3:

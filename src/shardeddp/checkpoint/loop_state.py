@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from shardeddp.checkpoint.load_states import (
-    load_module,
     load_optimizer,
     parameter_names,
+    read_and_load_model,
     read_shards_ahead,
 )
 from shardeddp.checkpoint.schema import KEY, NAMES, OPTIMIZERS, VERSION, WEIGHTS
@@ -117,7 +117,7 @@ class LoopState:
                 continue
             value = found.pop(key)
             if isinstance(it, nn.Module):
-                load_module(it, value, strict, cast)
+                read_and_load_model(it, value, strict, cast)
             elif isinstance(it, Optimizer):
                 read_shards_ahead([value], root)
                 load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardeddp.checkpoint.durable import read_dense
-from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.items import hexdigest
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -271,10 +271,10 @@ class Pieces:
         path = self._path / name
         with disk_errors("reading", path), path.open_source() as (descriptor, _):
             data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
-        if data and checksum(data) != expected:
+        if data and hexdigest(data) != expected:
             raise DamagedCheckpointError(
                 f"{path} is damaged: bytes {where.start:,} to {where.stop:,}, {what}, have "
-                f"checksum {checksum(data)}, expected {expected}"
+                f"checksum {hexdigest(data)}, expected {expected}"
             )
         return data
 

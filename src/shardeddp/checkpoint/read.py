@@ -14,7 +14,7 @@ from torch import nn
 
 from shardeddp.checkpoint.durable import Source, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
+from shardeddp.checkpoint.items import ALGORITHM, hexdigest, memory_of
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -201,7 +201,7 @@ class CheckpointReader:
     def _compare(
         self, file: str, name: str, where: Interval, data: bytearray | memoryview, expected: str
     ) -> None:
-        found = checksum(data)
+        found = hexdigest(data)
         if found != expected:
             of = f" of {name}" if name else ""
             raise DamagedCheckpointError(

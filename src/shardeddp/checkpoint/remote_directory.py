@@ -71,8 +71,8 @@ class RemoteStaging:
             found = self.path.list()
             if wrong := [name for name, nbytes in sizes.items() if found.get(name) != nbytes]:
                 raise CheckpointError(
-                    f"{target} was not committed: the store has {first_three(wrong)} not as written "
-                    f"({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
+                    f"{target} was not committed: the store has {first_three(wrong)} not as "
+                    f"written ({found.get(wrong[0])} bytes, expected {sizes[wrong[0]]})"
                 )
             with contextlib.suppress(CheckpointError):  # there is none, or one that cannot be read
                 former = read_manifest_alone(target)

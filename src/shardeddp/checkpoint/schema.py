@@ -45,7 +45,7 @@ LOADERS = "loader_states"
 # -- Checks
 
 
-def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
+def check_entries(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
     """Check the fields that are used while a checkpoint is read; others may be anything.
 
     Fields that the user's hooks see before their use are checked at their use: the hooks may undo

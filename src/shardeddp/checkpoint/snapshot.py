@@ -24,7 +24,7 @@ from shardeddp.checkpoint.state_codec import (
     dotted,
     encode,
     sparse_parts,
-    tensors_in,
+    tensors_with_paths,
     with_leaves,
 )
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
@@ -148,7 +148,7 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
     if part is not None:
 
         def digests() -> list[bytes]:
-            return [digest_of(block_digests(plain_elements(it.elements))) for it in shares]
+            return [share_digest(block_digests(plain_elements(it.elements))) for it in shares]
 
         compare_replicas(shares, digests, part, names, mesh.saving)
 
@@ -165,7 +165,7 @@ def part_of(mesh: Mesh) -> int | None:
     return part
 
 
-def digest_of(digests: Iterable[bytes]) -> bytes:
+def share_digest(digests: Iterable[bytes]) -> bytes:
     """Return the digest of a share, from those of its blocks."""
     return digest(b"".join(digests))
 
@@ -325,7 +325,7 @@ def take_snapshot(
     return replace(collector.snapshot(), tree=tree, objects=objects, rest=pickled)
 
 
-def describe(
+def describe_contents(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
     """Describe the content of a plain file, and the shards of replicas; no communication.
@@ -347,7 +347,7 @@ def describe(
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return all tensors in nested mappings and sequences."""
-    return [tensor for tensor, _ in tensors_in(tree)]
+    return [tensor for tensor, _ in tensors_with_paths(tree)]
 
 
 def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> None:
@@ -360,7 +360,7 @@ def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> N
     Raises:
         CheckpointError: A tensor has no values, or a layout or class that is not stored.
     """
-    for tensor, keys in tensors_in(checkpoint):
+    for tensor, keys in tensors_with_paths(checkpoint):
         if why := _why_not_saved(tensor, pickled):
             raise CheckpointError(
                 f"The state cannot be saved: the {type(tensor).__name__} at {dotted(tuple(map(str, keys)))} {why}"

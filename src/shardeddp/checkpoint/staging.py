@@ -1,4 +1,4 @@
-"""Staging: the interface by which checkpoints are saved and deleted, in file systems and in stores."""
+"""Staging: the interface by which checkpoints are saved and deleted, in any location."""
 
 from __future__ import annotations
 

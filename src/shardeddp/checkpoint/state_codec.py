@@ -136,7 +136,7 @@ def are_leaves(values: Iterable[Any]) -> bool:
     return _LEAVES.issuperset(map(type, values))
 
 
-def tensors_in(
+def tensors_with_paths(
     tree: Any, keys: tuple[Any, ...] = (), around: tuple[int, ...] = ()
 ) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
     """Yield tensors in nested mappings, namespaces and sequences, each with its path of keys.
@@ -156,7 +156,7 @@ def tensors_in(
         sequence = cast("Sequence[Any]", tree)
         items = () if are_leaves(sequence) else enumerate(sequence)
     for key, item in items:
-        yield from tensors_in(item, (*keys, key), (*around, id(tree)))
+        yield from tensors_with_paths(item, (*keys, key), (*around, id(tree)))
 
 
 def versions_of(state: Any) -> Mapping[str, dict[str, Any]] | None:

@@ -25,7 +25,7 @@ from shardeddp.checkpoint.full_read import (
     read_index,
 )
 from shardeddp.checkpoint.import_foreign import FOREIGN, ForeignCheckpoint
-from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, checksum
+from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, hexdigest
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -485,7 +485,7 @@ def _checksum_of(descriptor: Source, block: Interval, buffer: memoryview) -> str
     done = read_into(descriptor, view, block.start)
     if done < len(view):
         return f"the end of the file at byte {block.start + done:,}"
-    return checksum(view)
+    return hexdigest(view)
 
 
 def _extra(path: Location, known: set[str]) -> list[Damage]:

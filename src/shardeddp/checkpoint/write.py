@@ -23,7 +23,7 @@ from shardeddp.checkpoint.clean import directory_at
 from shardeddp.checkpoint.directory import new_part
 from shardeddp.checkpoint.durable import Permissions
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
-from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
+from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, hexdigest
 from shardeddp.checkpoint.location import AnyPath, Location, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
@@ -47,8 +47,8 @@ from shardeddp.checkpoint.snapshot import (
     Share,
     Snapshot,
     compare_replicas,
-    digest_of,
     plain_elements,
+    share_digest,
 )
 from shardeddp.checkpoint.staging import Staging
 from shardeddp.comm import gather_to_first, run_on_all_ranks
@@ -88,7 +88,7 @@ class Report:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Report:
-        """Deserialize a report; its intervals are a view, since those of many ranks take megabytes."""
+        """Deserialize a report; its intervals are a view: those of many ranks take megabytes."""
         start = 4 + int.from_bytes(data[:4], "little")
         file, layout = pickle.loads(data[4:start])
         return cls(file, layout, np.frombuffer(data, dtype=INTERVAL, offset=start))
@@ -127,7 +127,7 @@ def write_data_file(
                 digests += found
             blocks += digests if share.written else []
             if snapshot.part is not None and share.section < snapshot.num_sharded:
-                held.append((share, digest_of(digests)))
+                held.append((share, share_digest(digests)))
         values = snapshot.objects if rank == 0 else []
         objects = [file.put_object(value) for _, value in values]
         stored = file.close(rows, blocks)
@@ -173,7 +173,7 @@ def index(
     rows, counts = placement_of([report.intervals for report in reports], numels, snapshot.names)
     sections, first = list[Section](), 0
     for spec, parts in zip(snapshot.sections, counts, strict=True):
-        own = checksum(rows[first : first + parts].tobytes())
+        own = hexdigest(rows[first : first + parts].tobytes())
         place = spec.offsets, spec.whole
         sections.append(Section(spec.dtype, spec.shape, first, parts, own, *place))
         first += parts
@@ -301,14 +301,14 @@ class _Writing:
         files = dict(manifest.files)
         for name, content in contents.items():
             self.staging.put(name, content)
-            files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
+            files[name] = StoredFile(nbytes=len(content), checksum=hexdigest(content))
         if num_pieces <= DCP_PIECES:
             at_hand = replace(manifest, inline={PLACEMENT: bytes(placement)})
             pieces = Pieces(self.folder, at_hand)
             pieces.read_tables()
             content = to_bytes(dcp_metadata(manifest, pieces))
             self.staging.put(DCP_METADATA, content)
-            files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
+            files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=hexdigest(content))
         notes = self.staging.commit(replace(manifest, files=files))
         for note in notes:
             log.warning(note)  # no Python warning, which a filter may raise: it is committed

@@ -17,7 +17,7 @@ import torch
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.location import local_path, location
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_fields
+from shardeddp.checkpoint.schema import OPTIMIZERS, WEIGHTS, check_entries
 from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.errors import first_three
 from shardeddp.lightning.api import LightningModule, extend_reading
@@ -116,7 +116,7 @@ def _read_directory(
     Tensors that stay on the host are read lazily, optimizer states never.
     """
     checkpoint = open_any(location(path), weights_only, foreign=foreign)
-    check_fields(checkpoint, path, loads=True)
+    check_entries(checkpoint, path, loads=True)
     device = _device_of(map_location)
     return {
         key: value

@@ -52,7 +52,7 @@ from shardeddp.checkpoint.schema import (
     OPTIMIZERS,
     VERSION,
     WEIGHTS,
-    check_fields,
+    check_entries,
     check_like,
     check_optimizers,
     check_run,
@@ -124,7 +124,7 @@ class Restore:
                 alternative.
         """
         checkpoint = self.read(path, weights_only, io)
-        check = partial(check_fields, checkpoint, path, loads=True)
+        check = partial(check_entries, checkpoint, path, loads=True)
         try:
             own: Mapping[str, Any] = self._group.run_on_all_ranks("reading the checkpoint", check)
         except CheckpointError as error:
@@ -479,7 +479,7 @@ def open_any(
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"
         )
-    return check_fields(
+    return check_entries(
         read_foreign_contents(path.local_only(FOREIGN), trust_pickle).checkpoint, path
     )
 
