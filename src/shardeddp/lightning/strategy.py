@@ -656,12 +656,12 @@ class ShardedDP(ParallelStrategy):
     def _step(
         self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any
     ) -> Any:
-        with self._during("compute"), precision, self.runtime.step(name) as outputs:
+        runtime = self.runtime
+        with self._during("compute"), precision, runtime.step(name) as outputs:
             try:
-                module = self.runtime.root_module
-                self._tensor_ranks.begin_step(name, (args, kwargs), module, self.mesh)
+                self._tensor_ranks.begin_step(name, (args, kwargs), runtime)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
-                self._expert_ranks.end_step(self.runtime)
+                self._expert_ranks.end_step(runtime)
             except Exception as error:
                 explain_memory(error, self._describe_memory)  # before units are released
                 explain_shapes(error, self.options.tensor_parallel_size)
@@ -683,16 +683,18 @@ class ShardedDP(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
+        runtime = self.runtime
         self._callbacks.zero_repeated_loss(closure_loss)
-        self._tensor_ranks.begin_backward(closure_loss, self.mesh)
-        self._expert_ranks.begin_backward(self.runtime)
+        self._tensor_ranks.begin_backward(closure_loss, runtime.mesh)
+        self._expert_ranks.begin_backward(runtime)
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Average gradients of late parameters; check split layers, calls and token dispatch."""
-        if self.runtime.sync_gradients:
+        runtime = self.runtime
+        if runtime.sync_gradients:
             average_late_gradients(self.optimizers)
-        self._tensor_ranks.end_backward(self.runtime)
+        self._tensor_ranks.end_backward(runtime)
         self._expert_ranks.end_backward()
 
     @contextmanager

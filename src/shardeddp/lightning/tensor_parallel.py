@@ -160,15 +160,15 @@ class TensorRankChecks:
         for name in ("validation_step", "test_step", "predict_step"):
             del self._counts[name]
 
-    def begin_step(self, name: str, inputs: object, module: nn.Module, mesh: Mesh) -> None:
+    def begin_step(self, name: str, inputs: object, runtime: Runtime) -> None:
         """Compare the batches of a step, and have gradients of its outputs observed.
 
         Args:
             name: Name of the step.
             inputs: Its arguments.
-            module: LightningModule of the run.
-            mesh: Mesh of the run.
+            runtime: Runtime of the LightningModule.
         """
+        mesh = runtime.mesh
         if mesh.topology.tensor_size == 1:
             return
         if mesh.run.observed is None:
@@ -177,7 +177,7 @@ class TensorRankChecks:
         if self._is_due(name):
             _compare_batches(name, inputs, mesh)
         if name == "training_step" and self._is_due("backward", 1):
-            states = map(state_of, module.modules())
+            states = map(state_of, runtime.root_module.modules())
             self._observed = [
                 it for it in states if isinstance(it, SplitLayer) and it.has_whole_output
             ]
