@@ -35,6 +35,7 @@ from llama import Block, Llama, LlamaConfig
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALIGNMENT, frame_of, hexdigest
+from shardeddp.checkpoint.location import LocalPath
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
     DIGEST_NBYTES,
@@ -242,7 +243,7 @@ def _parts(interval: Interval, shape: tuple[int, ...]) -> Iterator[tuple[int, tu
 # -- the parts, each in a process of its own
 
 
-def prepare(folder: Path, model: Model) -> dict[str, Any]:
+def prepare(folder: LocalPath, model: Model) -> dict[str, Any]:
     """Data files of all ranks, and what they tell rank 0 (not measured)."""
     snapshot = snapshot_of(model, 0)
     sections: dict[str, list[int]] = {name: [] for name in model.parameters}
@@ -289,7 +290,7 @@ def rank_0(folder: Path, model: Model) -> dict[str, Any]:
     return figures | {"nbytes": sizes}
 
 
-def write_one(folder: Path, model: Model) -> dict[str, Any]:
+def write_one(folder: LocalPath, model: Model) -> dict[str, Any]:
     """Another rank: its snapshot and its whole data file, elements and all."""
     own = folder / "own"
     own.mkdir()
@@ -312,7 +313,7 @@ def write_one(folder: Path, model: Model) -> dict[str, Any]:
     return figures | more | {"message nbytes": len(message)}
 
 
-def read_as(folder: Path, model: Model, ranks: int) -> dict[str, Any]:
+def read_as(folder: LocalPath, model: Model, ranks: int) -> dict[str, Any]:
     """A rank of some world size: everything but the elements themselves."""
     wanted = Model(model.name, ranks).intervals(min(ONE, ranks - 1))
     with measured() as figures:
@@ -328,7 +329,7 @@ def read_as(folder: Path, model: Model, ranks: int) -> dict[str, Any]:
     return figures | {"pieces": found}
 
 
-def check(folder: Path, model: Model) -> dict[str, Any]:
+def check(folder: LocalPath, model: Model) -> dict[str, Any]:
     """The part of `shardeddp verify` that is not reading the elements: all tables against the placement."""
     with measured() as figures:
         manifest = read_manifest(folder)
@@ -337,7 +338,7 @@ def check(folder: Path, model: Model) -> dict[str, Any]:
     return figures
 
 
-def metadata(folder: Path, model: Model) -> dict[str, Any]:
+def metadata(folder: LocalPath, model: Model) -> dict[str, Any]:
     """`shardeddp metadata`: the index of torch.distributed.checkpoint, where it was not written along."""
     with measured() as figures:
         manifest = manifest_from_bytes((folder / MANIFEST).read_bytes())
@@ -440,7 +441,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.part:
         name = options.models[0]
-        figures = PARTS[options.part](options.folder, Model(name, RANKS[name]), *options.world)
+        figures = PARTS[options.part](
+            LocalPath(options.folder), Model(name, RANKS[name]), *options.world
+        )
         print(json.dumps(figures))
         return
     for name in options.models:

@@ -66,8 +66,8 @@ def fit(folder: str, order: tuple[int, ...] | None, steps: int, load: str | None
         patch.setattr(
             ShardingStrategy,
             "topology",
-            lambda self, nodes, ranks, _=None, tensor_size=1: original(
-                self, nodes, ranks, order, tensor_size
+            lambda self, nodes, ranks, _=None, *sizes, **more: original(
+                self, nodes, ranks, order, *sizes, **more
             ),
         )
         strategy = ShardedDP(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from shardeddp.checkpoint.location import LocalPath
 from shardeddp.checkpoint.snapshot import Snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm.host_group import HostGroup
@@ -52,7 +53,9 @@ def peaks(folder: str) -> tuple[int, int]:
 
 
 def save_through(saver: Saver, snapshot: Snapshot, folder: str, group: HostGroup) -> None:
-    saver.save(snapshot, Path(folder) / f"{snapshot.tree['global_step']}.ckpt", run_of(1, 2), group)
+    saver.save(
+        snapshot, LocalPath(folder, f"{snapshot.tree['global_step']}.ckpt"), run_of(1, 2), group
+    )
     saver.wait()
 
 
@@ -85,7 +88,7 @@ def save_often(
     """What the process uses after a few saves, and after many."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), all_ranks()
     saver = Saver(CheckpointOptions(asynchronous=asynchronous))
-    target = Path(folder) / "last.ckpt"
+    target = LocalPath(folder, "last.ckpt")
     early, warm = usage(), max(20, saves // 5)
     for step in range(1, saves + warm + 1):
         saver.save(snapshot_of(step, rank, size, 64), target, run_of(step, size), group)
