@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
 from shardeddp.engine.param_group import FlatGroup
-from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.collectives import extend_collectives
@@ -81,7 +80,7 @@ def shard(
     ]
     unit = UnitSpec(name="", module=nn.Module(), parameters=tuple(specs))
     (planned,) = plan_unit(unit, mesh.topology).groups
-    FlatGroup(planned, mesh, Reshard.AFTER_FORWARD)
+    FlatGroup(planned, mesh)
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)

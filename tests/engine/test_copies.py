@@ -105,7 +105,7 @@ class Engine:
         ]
         self.numel = sum(layout.numel for layout in self.layouts)
         self.padding = sum(layout.padding_numel for layout in self.layouts)
-        self.shard = sum(layout.shard_numel for layout in self.layouts)
+        self.shard = sum(layout.slice_numel for layout in self.layouts)
 
     def write(self, micro_batches: int = 1) -> Ledger:
         """Forwards and backwards of one step; by operation, what one process would not have written."""
@@ -118,7 +118,7 @@ class Engine:
 
 def write_sharded() -> None:
     engine, ranks = Engine("full_shard"), dist.get_world_size()
-    root, *inner = (layout.shard_numel for layout in engine.layouts)
+    root, *inner = (layout.slice_numel for layout in engine.layouts)
     expected = nonzero(
         # Every unit is gathered in the forward, and again in the backward but for the root and the last one.
         copy_=root + sum(inner) + sum(inner[:-1]),

@@ -336,6 +336,28 @@ def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> N
     world(2).run(check_rest, Sharding(units=BLOCKS), ("blocks.0", "blocks.3.up", "output"))
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
+@on_ranks(2)
+def test_memory_of_two_parameters_is_planned_and_held_once(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[1].weight.data = model[0].weight.data
+    sharding = Sharding(strategy=strategy, shard_size=1 if strategy == "no_shard" else None)
+    runtime = sharding.apply(model)
+    (progress,) = runtime.progresses
+    lender, borrower = progress.unit.groups
+    assert (lender.plan.borrows, borrower.plan.borrows) == (False, True)
+    planned = plan_memory([progress.unit.costs()], sharding.sharding, prefetch=1)
+    held = progress.unit.held()
+    assert planned.main_shard_nbytes == held.main_nbytes
+    assert planned.gradient_shard_nbytes == 2 * planned.main_shard_nbytes
+    kept = planned.retained_nbytes
+    with runtime.step("validation_step"), torch.no_grad():
+        model(torch.ones(2, WIDTH))
+        full = sum(cost.full_nbytes for cost in progress.unit.costs())
+        assert progress.unit.held().in_flight_nbytes == max(full, kept)
+    assert full == (0 if strategy == "no_shard" else WIDTH * WIDTH * 4)
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_evaluation_leaves_nothing_behind() -> None:
@@ -385,7 +407,8 @@ def test_buffers_are_planned_where_the_engine_has_them(
         mesh = Mesh(sharding.topology(1, 2), torch.device(device), timedelta(seconds=20))
         on_host = offload and device != "cpu"
         spec = replace(spec, parameters=tuple(cast))
-        unit = Unit(plan_unit(spec, mesh.topology, on_host=on_host), mesh, sharding.reshard)
+        plan = plan_unit(spec, mesh.topology, reshard=sharding.reshard, on_host=on_host)
+        unit = Unit(plan, mesh)
         (cost,) = unit.costs()
         unit.unshard()
         gathered = unit.held().in_flight_nbytes

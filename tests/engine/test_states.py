@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from shardeddp.engine import runtime
+from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.runtime import PHASES, Phase, Runtime
 from shardeddp.engine.storage import BUFFER_TRANSITIONS, BufferState
@@ -61,10 +62,12 @@ def test_the_table_of_the_runtime_says_what_is_checked() -> None:
 
 def test_the_callers_in_the_table_are_all_there_are() -> None:
     for _, verb, _, callers in documented():
-        if verb in BUFFER_TRANSITIONS:
-            continue
-        call = f'_enter_phase("{verb}")' if verb in PHASES else f"unit.{verb}("
-        methods = inspect.getmembers(Runtime, inspect.isfunction)
+        owner, call = Runtime, f"unit.{verb}("
+        if verb in PHASES:
+            call = f'_enter_phase("{verb}")'
+        elif verb in BUFFER_TRANSITIONS:
+            owner, call = FlatGroup, f"self.buffer.{verb}("
+        methods = inspect.getmembers(owner, inspect.isfunction)
         calling = {name for name, method in methods if call in inspect.getsource(method)}
         assert {each.strip() for each in callers.split(",")} == calling, verb
 

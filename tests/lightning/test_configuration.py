@@ -196,7 +196,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.up": "colwise"}},
     {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"},
     {"expert_parallel_size": 2, "experts": "model.layers.*.experts"},
-    {"expert_parallel_size": 4, "experts": ["torch.nn.Bilinear", "torch.nn.Linear"]},
+    {"expert_parallel_size": 2, "experts": ["torch.nn.Bilinear", "torch.nn.Linear"]},
     {"sharding_strategy": "auto", "plan_only": "A100-80"},
 ]
 

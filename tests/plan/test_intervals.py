@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardeddp.plan import layout, sharding_strategy, topology
+from shardeddp.plan import layout, memory, sharding_strategy, topology
 from shardeddp.plan.layout import Box, Interval, boxes
 
 pytestmark = pytest.mark.timeout(30)
@@ -80,7 +80,7 @@ def test_a_shift_below_zero_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [layout, sharding_strategy, topology], ids=lambda it: it.__name__
+    "module", [layout, memory, sharding_strategy, topology], ids=lambda it: it.__name__
 )
 def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
     outcome = doctest.testmod(module)

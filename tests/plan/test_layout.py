@@ -61,7 +61,7 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(layout: F
 def test_slices_are_equal_aligned_and_tile_the_flat_buffer(layout: FlatLayout) -> None:
     slices = [layout.slice_interval(rank) for rank in range(layout.num_slices)]
     assert list(itertools.chain(*map(elements, slices))) == list(range(layout.padded_numel))
-    assert {part.numel for part in slices} == {layout.shard_numel}
+    assert {part.numel for part in slices} == {layout.slice_numel}
     assert all(part.start * layout.itemsize % ALIGNMENT_NBYTES == 0 for part in slices)
     assert all(part.stop * layout.itemsize % ALIGNMENT_NBYTES == 0 for part in slices)
 
@@ -89,7 +89,7 @@ def test_slots_and_slices_are_aligned_for_element_sizes_that_do_not_divide_the_a
 ) -> None:
     layout = build((1,), (5,), itemsize=itemsize, num_slices=3)
     assert all(slot.offset * itemsize % ALIGNMENT_NBYTES == 0 for slot in layout.slots)
-    assert layout.shard_numel * itemsize % ALIGNMENT_NBYTES == 0
+    assert layout.slice_numel * itemsize % ALIGNMENT_NBYTES == 0
 
 
 @given(some_layout())
@@ -142,7 +142,7 @@ def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(
         owned, local = layout.parameter_interval(slot, rank), layout.local_interval(slot, rank)
         part = layout.slice_interval(rank)
         assert local.numel == owned.numel
-        assert local.stop <= layout.shard_numel
+        assert local.stop <= layout.slice_numel
         if owned.numel:
             assert layout.slice_interval(rank).start + local.start == slot.offset + owned.start
         else:
@@ -174,7 +174,7 @@ def test_ranks_that_build_alone_build_the_same_layout(layout: FlatLayout) -> Non
 
 def test_the_layout_drawn_in_the_docstring_is_what_is_built() -> None:
     layout = build((6,), (5,), itemsize=4, num_slices=2)
-    assert (layout.padded_numel, layout.shard_numel, layout.padding_numel) == (16, 8, 5)
+    assert (layout.padded_numel, layout.slice_numel, layout.padding_numel) == (16, 8, 5)
     assert [slot.offset for slot in layout.slots] == [0, 8]
     assert [owned_elements(layout, slot) for slot in layout.slots] == [
         [[0, 1, 2, 3, 4, 5], []],
@@ -185,7 +185,7 @@ def test_the_layout_drawn_in_the_docstring_is_what_is_built() -> None:
 def test_a_parameter_across_two_ranks_is_cut_inside_a_row() -> None:
     layout = build((3,), (3, 3), itemsize=4, num_slices=2)
     slot = layout.slots[1]
-    assert (slot.offset, layout.shard_numel) == (4, 8)
+    assert (slot.offset, layout.slice_numel) == (4, 8)
     assert [layout.parameter_interval(slot, rank) for rank in (0, 1)] == [
         Interval(0, 4),
         Interval(4, 9),
@@ -199,7 +199,7 @@ def test_a_parameter_across_two_ranks_is_cut_inside_a_row() -> None:
 def test_a_scalar_belongs_to_one_rank_and_the_others_own_nothing() -> None:
     layout = build((), num_slices=3)
     assert owned_elements(layout, layout.slots[0]) == [[0], [], []]
-    assert layout.shard_numel == 4
+    assert layout.slice_numel == 4
 
 
 def test_parameters_without_elements_take_no_room_and_no_rank_owns_them() -> None:
@@ -221,7 +221,7 @@ def test_ranks_behind_the_last_parameter_own_a_slice_of_padding() -> None:
 
 def test_a_layout_of_no_parameters_is_empty_on_every_rank() -> None:
     layout = build(num_slices=4)
-    assert (layout.numel, layout.padded_numel, layout.shard_numel) == (0, 0, 0)
+    assert (layout.numel, layout.padded_numel, layout.slice_numel) == (0, 0, 0)
     assert layout.slice_interval(3) == Interval(0, 0)
 
 

@@ -91,12 +91,12 @@ def some_units(draw: st.DrawFn) -> list[list[GroupCost]]:
 def test_a_flat_buffer_costs_its_padded_bytes_whole_and_a_share_of_them_per_rank() -> None:
     # 10 elements, padded to 16 so that 2 ranks own 8 each; 4 bytes per element.
     cost = group(10)
-    assert (cost.full_nbytes, cost.shard_nbytes) == (64, 32)
+    assert (cost.full_nbytes, cost.slice_nbytes) == (64, 32)
 
 
 def test_a_flat_buffer_of_one_rank_is_its_own_slice_and_costs_nothing_to_unshard() -> None:
     cost = group(10, shard_size=1)
-    assert (cost.full_nbytes, cost.shard_nbytes) == (0, 48)
+    assert (cost.full_nbytes, cost.slice_nbytes) == (0, 48)
 
 
 def test_a_plan_of_root_and_blocks_agrees_with_the_figures_worked_out_by_hand() -> None:

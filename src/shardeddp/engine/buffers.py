@@ -14,7 +14,7 @@ from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.torch_private import foreach_copy_, preserve_versions
 
 
-class BufferSync:
+class BufferBroadcast:
     """Broadcasts the buffers that a model has at setup.
 
     Args:
@@ -33,7 +33,7 @@ class BufferSync:
         ]
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def broadcast(self) -> None:
         """Overwrite every rank's buffers with rank 0's; one broadcast per dtype."""
         if self.mesh.data.size == 1:
             return

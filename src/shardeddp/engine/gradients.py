@@ -109,7 +109,7 @@ class GroupGradients:
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """Gradient shard: 1D, shard_numel; None before the first reduction."""
+        """Gradient shard: 1D, slice_numel; None before the first reduction."""
         return self._memory.shard
 
     def held(self) -> HeldMemory:
@@ -366,7 +366,12 @@ class GroupGradients:
             self._reduced = False  # or a late agreement would restore a sum that users dropped
 
     def drop_waiting(self) -> None:
-        """Drop gradients that have not been reduced."""
+        """Drop gradients that have not been reduced.
+
+        Reductions in flight read none of them: :meth:`reduce` has packed theirs into a buffer of
+        its own, and ``Reducer.abort`` has finished them before. Partial sums are read by these
+        reductions alone.
+        """
         store_gradients(self._unsharded, [None] * len(self._unsharded))
         self._outside = {}
         self._forget_partial()
@@ -519,6 +524,9 @@ class GroupGradients:
             self._packed.add(i)
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        # `sources` alone holds them now, to the end of this function. Autograd orders gradients
+        # from other streams before its caller's (and records them there), and that stream packs:
+        # memory freed at the end is written after these reads.
         store_gradients(self._unsharded, [None] * len(left))
         empty += slots[len(self._unsharded) :]  # padding
         if empty:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -29,18 +28,10 @@ class FlatGroup:
     Args:
         planned: Plan of the flat buffers, and parameters; each becomes a ``ShardTensor`` in place.
         mesh: Process groups and streams of the gathers and reductions.
-        reshard: Time of resharding; the gathered buffer keeps its memory if that is never.
-        lender: Group that lends the memory of its only parameter to the only one of this
-            group. Each has gradients and optimizer states of its own.
+        lender: Group that the plan names as lender.
     """
 
-    def __init__(
-        self,
-        planned: PlannedGroup,
-        mesh: Mesh,
-        reshard: Reshard,
-        lender: FlatGroup | None = None,
-    ) -> None:
+    def __init__(self, planned: PlannedGroup, mesh: Mesh, lender: FlatGroup | None = None) -> None:
         if planned.topology != mesh.topology:
             raise ValueError(
                 f"expected a plan for {mesh.topology}, found one for {planned.topology}"
@@ -53,20 +44,16 @@ class FlatGroup:
             lender._borrowers.append(self)
         self._mesh = mesh
         param_dtype = specs[0].param_dtype
-        self._retain = plan.resident or reshard is Reshard.NEVER
-
         self.main_shard = lender.main_shard if lender else _make_shard(plan, specs[0].dtype, mesh)
-        """1D, shard_numel; lives as long as the unit."""
-        memory = self.main_shard if plan.resident else None
-        in_turn = reshard is Reshard.AFTER_FORWARD
+        """1D, slice_numel; lives as long as the unit."""
         self.buffer = GatheredBuffer(
             specs,
             layout,
             param_dtype,
             mesh.device,
-            memory,
-            lender and lender.buffer,
-            in_turn=in_turn,
+            memory=self.main_shard if plan.resident else None,
+            lender=lender and lender.buffer,
+            in_turn=planned.reshard is Reshard.AFTER_FORWARD,
         )
         """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
@@ -82,14 +69,14 @@ class FlatGroup:
             torch.empty(
                 layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device
             )
-            if mesh.topology.split_replicas
+            if planned.has_replica_part
             else None
         )
         """Shard of one replica, of which each replica has a slice as main shard; ``param_dtype``.
 
         1D, padded_numel // shard_size. Filled when the main shard has changed.
         """
-        # 1D, shard_numel; device copy of a main shard in host memory, and the event of the copy ->
+        # 1D, slice_numel; device copy of a main shard in host memory, and the event of the copy ->
         # awaited by the gather stream, and by the host before it writes to the main shard.
         self._arriving: torch.Tensor | None = None
         self._copying: StreamHandle | None = None
@@ -133,7 +120,8 @@ class FlatGroup:
     @property
     def gathers(self) -> bool:
         """Whether unsharding communicates, because the buffer does not hold the values already."""
-        return not (self.plan.resident or self._lender or (self._retain and not self.stale))
+        retains = self.planned.is_retained
+        return not (self.plan.resident or self._lender or (retains and not self.stale))
 
     @property
     def trainable(self) -> bool:
@@ -203,6 +191,8 @@ class FlatGroup:
         """Let the next :meth:`unshard` gather the whole buffer, as on ranks without any of it."""
         self.keep_writes()
         self._gathered_versions = []
+        # Compute allocated it, and has waited for a gather that read it: `Unit.gather_with_others`
+        # waits before it calls this.
         self._kept_part = None
 
     def refill_views(self) -> None:
@@ -231,7 +221,7 @@ class FlatGroup:
 
     def _gather_shards(self) -> CollectiveHandle:
         # Allocation and copy run on the gather stream, after compute's last use of the buffer.
-        flat, own = self.buffer.allocate(), self._own_slice()
+        flat, own = self.buffer.allocate(), self._own_shard()
         if self._part is None:
             self._copy_main_shard(own)
             return self._mesh.gather.all_gather_(flat)
@@ -260,7 +250,7 @@ class FlatGroup:
         self._arriving = None
 
     def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
-        self._own_slice().copy_(part)
+        self._own_shard().copy_(part)
         return self._mesh.gather.all_gather_(self.buffer.allocate())
 
     def _gather_parts(self) -> CollectiveHandle:
@@ -270,10 +260,10 @@ class FlatGroup:
         return self._mesh.regather.all_gather_(flat)
 
     def _part_of_gathered(self) -> torch.Tensor:
-        return self.buffer.slice_of(self._mesh.regather.rank, self._mesh.regather.size)
+        return self.buffer.part_of(self._mesh.regather.rank, self._mesh.regather.size)
 
-    def _own_slice(self) -> torch.Tensor:
-        return self.buffer.slice_of(self._mesh.shard_rank, self._mesh.gather.size)
+    def _own_shard(self) -> torch.Tensor:
+        return self.buffer.part_of(self._mesh.shard_rank, self._mesh.gather.size)
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
@@ -293,7 +283,7 @@ class FlatGroup:
         """
         self.keep_writes()
         self._keep_requires_grad()
-        if self._retain:
+        if self.planned.is_retained:
             if not self.plan.resident:
                 self.buffer.rest()
             return
@@ -445,13 +435,8 @@ class FlatGroup:
         hooks = take_hooks(parameter)
         kind = derived_class(ShardTensor, "Sharded", type(parameter))
         sharded = kind(local, shard_spec, parameter.requires_grad)
-        # `_is_param`: isinstance(p, nn.Parameter) holds
-        in_unit: dict[str, Any] = {
-            "_unsharded": self.unsharded[index],
-            "_writes": weakref.ref(self),
-            "_index_in_unit": index,
-        }
-        vars(sharded).update(parameter.__dict__, **in_unit, _is_param=True)
+        vars(sharded).update(parameter.__dict__, _is_param=True)  # isinstance(_, nn.Parameter)
+        sharded.join_unit(self.unsharded[index], self, index)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter
@@ -477,10 +462,10 @@ def _make_shard(plan: GroupPlan, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor
     """Allocate a main shard: zero in padding, uninitialised elsewhere."""
     layout = plan.layout
     if plan.on_host:
-        like = torch.empty(layout.shard_numel, dtype=dtype, device="meta")
+        like = torch.empty(layout.slice_numel, dtype=dtype, device="meta")
         shard = empty_on_host(like, mesh.device)
     else:
-        shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
+        shard = torch.empty(layout.slice_numel, dtype=dtype, device=mesh.device)
     own = layout.slice_interval(mesh.slice_rank)
     for padding in layout.padding_intervals:
         mine = own.intersect(padding).shift(-own.start)

@@ -36,11 +36,11 @@ class GradientMemory:
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self.shard: torch.Tensor | None = None
-        """Gradient shard: 1D, shard_numel; made at the first reduction, and replaced when
+        """Gradient shard: 1D, slice_numel; made at the first reduction, and replaced when
         anything else holds a gradient in it."""
 
         self.partial: torch.Tensor | None = None
-        """Sums of earlier micro-batches before the reduction across replicas; 1D, shard_numel."""
+        """Sums of earlier micro-batches before the reduction across replicas; 1D, padded_numel // shard_size."""
 
         self._layout = plan.layout
         self._main_shard = main_shard
@@ -132,7 +132,7 @@ class GradientMemory:
         """Write averaged gradients to the gradient shard, or add them to it.
 
         Args:
-            output: Averaged gradients; 1D, shard_numel.
+            output: Averaged gradients; 1D, slice_numel.
             kept: Flag per parameter: True to add, False to overwrite.
         """
         shard, _ = self.open_shard()
@@ -253,10 +253,10 @@ class Reduction:
         plan: Decisions about the reduction.
         memory: Gradient tensors of the group.
         buffer: Packed gradients; 1D, padded_numel.
-        output: Output of the reduce-scatter, 1D, shard_numel: the gradient shard, or a slice of
-            the buffer.
+        output: Output of the reduce-scatter, 1D, padded_numel // shard_size: the gradient shard,
+            or a part of the buffer.
         partial: Sums of earlier micro-batches that are reduced across replicas with these
-            gradients; 1D, shard_numel.
+            gradients; 1D, padded_numel // shard_size.
     """
 
     def __init__(

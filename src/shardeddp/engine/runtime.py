@@ -23,7 +23,7 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.desync import refuse_traced
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
-from shardeddp.engine.buffers import BufferSync
+from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.calls import CallHook
 from shardeddp.engine.hooks import (
     EncoderHook,
@@ -97,10 +97,12 @@ class Runtime:
                                                                            _leave_transformed,
                                                                            _reshard_after_backward,
                                                                            _reshard_unused
-    released           allocate                                allocated   Unit.unshard
-    allocated, bound   bind                                    bound       Unit.wait
-    allocated, bound   rest                                    allocated   Unit.reshard, if kept
-    any                release                                 released    Unit.reshard
+    released           allocate                                allocated   _gather_shards,
+                                                                           _gather_split,
+                                                                           _gather_parts, activate
+    allocated, bound   bind                                    bound       activate
+    allocated, bound   rest                                    allocated   release
+    any                release                                 released    release
     forward, idle      the root's forward                      forward     _begin_pass
     backward, forward  the end of the root's forward           idle        leave
     forward, idle      a backward                              backward    _begin_backward
@@ -108,6 +110,9 @@ class Runtime:
     backward           the end of a backward                   idle        _leave_backward
     any                a failure                               idle        reset
     =================  ======================================  ==========  =========================
+
+    Callers of a buffer's verbs are methods of :class:`FlatGroup`; a buffer of a single rank is
+    bound when it is made, for good.
 
     An error takes any phase straight to idle; after a transfer error the phase stays, since no
     collective would complete. :class:`OrderAgreement` gathers and releases units for other ranks.
@@ -145,7 +150,7 @@ class Runtime:
         self._running: int | None = None  # number of the backward that set the phase
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
-        self._buffers = BufferSync(self.root_module, mesh)
+        self._buffers = BufferBroadcast(self.root_module, mesh)
         self._buffers_are_due = True
         extend_functions()
         extend_collectives()
@@ -348,9 +353,9 @@ class Runtime:
         # resharded here may have left one, and the next step takes time to come to a gather.
         RELEASED_MEMORY.clear()
 
-    def sync_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Broadcast rank 0's module buffers to all ranks."""
-        self._buffers.sync()
+        self._buffers.broadcast()
 
     def reset(self) -> None:
         """Return to the idle phase after a failure.
@@ -558,7 +563,7 @@ class Runtime:
         self._follow_calls()
         if self.root_module.training:
             if self._buffers_are_due:
-                self.sync_buffers()
+                self.broadcast_buffers()
             # Ranks keep their own buffers in later micro-batches and in manual optimization, as
             # DistributedDataParallel does in Lightning.
             self._buffers_are_due = (

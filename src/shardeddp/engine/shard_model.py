@@ -78,7 +78,16 @@ def shard_model(
     """
     sharding, offload = options.sharding, options.cpu_offload
     on_host = sharding.offload_params and mesh.device.type != "cpu"
-    plans = [plan_unit(spec, mesh.topology, on_host=on_host) for spec in specs]
+    is_alone = mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer)
+    plans = [
+        plan_unit(
+            _passing_through(spec) if is_alone else spec,
+            mesh.topology,
+            reshard=sharding.reshard,
+            on_host=on_host,
+        )
+        for spec in specs
+    ]
     agree_on_layout([*options.order_of_gathers, *fingerprint(plans, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 
@@ -99,12 +108,11 @@ def shard_model(
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
-    if mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer):
-        specs = [_pass_through(spec, mesh.device) for spec in specs]
-        plans = [plan_unit(spec, mesh.topology, on_host=on_host) for spec in specs]
+    for plan in plans:
+        _move_passthrough(plan.spec, mesh.device)
     units = run_on_all_ranks(
         "sharding the model",
-        lambda: [Unit(plan, mesh, sharding.reshard) for plan in plans],
+        lambda: [Unit(plan, mesh) for plan in plans],
         mesh.control,
     )
     for module, attribute, spec in views:
@@ -226,7 +234,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage_of(tensor) if tensor.is_meta else 0, start, start + extent_nbytes(tensor)
 
 
-def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
+def _passing_through(spec: UnitSpec) -> UnitSpec:
     """Exclude a single rank's parameters from the unit, unless they are cast or on meta.
 
     Training with them costs the same as without a strategy.
@@ -235,11 +243,15 @@ def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
     passthrough = tuple(
         it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy
     )
-    for parameter in (it.parameter for it in passthrough):
+    return replace(spec, parameters=tuple(compress(spec.parameters, busy)), passthrough=passthrough)
+
+
+def _move_passthrough(spec: UnitSpec, device: torch.device) -> None:
+    """Move parameters that are not sharded, and their gradients, to the device."""
+    for parameter in (it.parameter for it in spec.passthrough):
         parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(device)
-    return replace(spec, parameters=tuple(compress(spec.parameters, busy)), passthrough=passthrough)
 
 
 @torch.no_grad()

@@ -280,8 +280,8 @@ class GatheredBuffer:
         """Whether the buffer has memory of an earlier gather, which views hold."""
         return self._kept is not None
 
-    def slice_of(self, rank: int, size: int) -> torch.Tensor:
-        """Return the slice of one of ``size`` ranks; 1D, padded_numel // size."""
+    def part_of(self, rank: int, size: int) -> torch.Tensor:
+        """Return one of ``size`` equal parts; 1D, padded_numel // size."""
         numel = self.layout.padded_numel // size
         return self.allocate().narrow(0, rank * numel, numel)
 

@@ -17,7 +17,6 @@ from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
-from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
@@ -97,7 +96,7 @@ class Unit:
         reshard: Time of resharding; gathered buffers keep their memory if that is never.
     """
 
-    def __init__(self, plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> None:
+    def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:
         self.spec, self._plan, self._mesh = plan.spec, plan, mesh
         self.label = plan.spec.label
         """Name of the unit in messages."""
@@ -109,7 +108,7 @@ class Unit:
         self.registration_pending = False
         """Whether other code had replaced parameters at the last change of state."""
 
-        self.groups = _make_groups(plan, mesh, reshard)
+        self.groups = _make_groups(plan, mesh)
         self._registrations: list[_Registration] = []
         self._copies: dict[int, tuple[nn.Module, ForwardCopies]] = {}
         # Those of a module's copies that it computes with in another form, and their index.
@@ -500,16 +499,13 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
     )
 
 
-def _make_groups(plan: UnitPlan, mesh: Mesh, reshard: Reshard) -> list[FlatGroup]:
+def _make_groups(plan: UnitPlan, mesh: Mesh) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
-    lenders: dict[int, FlatGroup] = {}  # by memory: the group of its first parameter
     for planned in plan.groups:
-        first = planned.parameters[0]
-        own = mesh.experts if first.is_of_experts else mesh
+        own = mesh.experts if planned.parameters[0].is_of_experts else mesh
         assert own is not None
-        group = FlatGroup(planned, own, reshard, lenders.get(first.memory))
-        lenders.setdefault(first.memory, group)
-        groups.append(group)
+        lender = None if planned.lender is None else groups[planned.lender]
+        groups.append(FlatGroup(planned, own, lender))
     return groups
 
 

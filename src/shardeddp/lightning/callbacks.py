@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from shardeddp.checkpoint.load_states import load_model
 from shardeddp.comm import Mesh
 from shardeddp.config import UnevenBatches
-from shardeddp.engine.buffers import BufferSync
+from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -84,7 +84,7 @@ class Averages:
         # Replaced methods: owner, name, and the previous instance attribute, if any.
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self._buffers: list[BufferSync] = []
+        self._buffers: list[BufferBroadcast] = []
 
     def keep_on_host(self, trainer: Trainer, module: LightningModule) -> None:
         """Keep the copy that a callback is about to make on the module's device.
@@ -170,7 +170,7 @@ class Averages:
             vars(average.copy).pop("to", None)
             _check_same(average.copy, module)
             _shard_like(average, module, mesh)
-            self._buffers.append(BufferSync(average.copy, mesh))
+            self._buffers.append(BufferBroadcast(average.copy, mesh))
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
 
@@ -181,10 +181,10 @@ class Averages:
         for buffers in self._buffers:
             buffers.mesh = mesh
 
-    def sync_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Broadcast rank 0's averaged buffers before an evaluation of the average."""
         for buffers in self._buffers:
-            buffers.sync()
+            buffers.broadcast()
 
     def forget(self, module: LightningModule) -> None:
         """Drop all state of a run; averages stay with their callbacks."""
@@ -342,7 +342,7 @@ class CallbackAdapters:
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Prepare validation, test or prediction."""
-        self.averages.sync_buffers()
+        self.averages.broadcast_buffers()
         if self._evaluation is not None:
             self._evaluation.begin(trainer)
 

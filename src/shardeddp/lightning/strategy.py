@@ -707,7 +707,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._tensor_ranks.begin_evaluation()
-        self.runtime.sync_buffers()
+        self.runtime.broadcast_buffers()
         self._callbacks.begin_evaluation(self._trainer_at_work())
 
     on_test_start = on_predict_start = on_validation_start

@@ -62,7 +62,7 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
 
-    def sync_forms(self) -> None:
+    def gather_forms(self) -> None:
         """Send the forms of changed states to all ranks, after a step on all of them."""
 
 
@@ -157,7 +157,7 @@ class SwappedStep(ABC):
                 type(optimizer).__name__, optimizer.param_groups
             )
         parameters_changed(stepped)
-        self._states.sync_forms()
+        self._states.gather_forms()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:
         """Swap after the hooks that users have set by now; undo the swap if the step fails.

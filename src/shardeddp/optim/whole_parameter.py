@@ -133,6 +133,8 @@ class _AllToAll:
             torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device)
             for pieces in targets
         ]
+        # Compute allocates both, and waits for the transfer in the other stream before it reads what
+        # arrived: memory freed at the end of this function is written after both reads.
         self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
         for buffer, pieces in zip(arriving, targets, strict=True):
             for arrived, piece in zip(
@@ -201,7 +203,10 @@ class OwnedParameter:
         ]
 
     def release(self) -> None:
-        """Free the memory of a step."""
+        """Free the memory of a step.
+
+        Transfers copy from and to it in compute's stream, which allocated it and alone reads it.
+        """
         if self.tensor is not None:
             self.tensor.grad = None
             if not self.owner_has_all:
@@ -393,10 +398,10 @@ class OwnedStates(OutsideStates):
 
     # -- Before and after a step
 
-    def sync_to_owners(self) -> None:
+    def send_to_owners(self) -> None:
         """Send states that were assigned since the last step to their owners.
 
-        They remain in ``_shown`` until :meth:`sync_forms`.
+        They remain in ``_shown`` until :meth:`gather_forms`.
         """
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
@@ -408,7 +413,7 @@ class OwnedStates(OutsideStates):
             if whole.tensor is not None:
                 self.inside[whole.tensor] = settled
 
-    def sync_forms(self) -> None:
+    def gather_forms(self) -> None:
         """Send the forms of the owners' states to all ranks.
 
         If none is new, it is an agreement of one byte on the host.
@@ -592,7 +597,7 @@ class OwnedStep(SwappedStep):
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
         self._wholes.follow([it for group in groups for it in group])
-        self._states.sync_to_owners()
+        self._states.send_to_owners()
         found: list[list[torch.Tensor]] = []
         moved: list[OwnerTransfer] = []
         for group in zip(groups, gradients, strict=True):

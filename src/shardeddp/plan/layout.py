@@ -243,7 +243,7 @@ class FlatLayout:
     elements over 2 ranks (16 bytes are 4 elements)::
 
         flat buffer   a a a a a a - - | b b b b b - - -     padded_numel = 16
-        rank          0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1     shard_numel  = 8
+        rank          0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1     slice_numel  = 8
 
     Use :meth:`build` to make one. It is pure arithmetic, without tensors and process groups.
     """
@@ -313,7 +313,7 @@ class FlatLayout:
         return sum(slot.numel for slot in self.slots)
 
     @property
-    def shard_numel(self) -> int:
+    def slice_numel(self) -> int:
         """Number of elements of each rank's slice, with padding."""
         return self.padded_numel // self.num_slices
 
@@ -343,7 +343,7 @@ class FlatLayout:
         """
         if not 0 <= slice_rank < self.num_slices:
             raise ValueError(f"expected a slice rank in [0, {self.num_slices}), found {slice_rank}")
-        return Interval(slice_rank * self.shard_numel, (slice_rank + 1) * self.shard_numel)
+        return Interval(slice_rank * self.slice_numel, (slice_rank + 1) * self.slice_numel)
 
     def parameter_interval(self, slot: ParameterSlot, slice_rank: int) -> Interval:
         """Return the interval of a parameter that ``slice_rank`` owns, relative to its start.

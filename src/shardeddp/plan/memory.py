@@ -24,6 +24,9 @@ class GroupPlan:
     on_host: bool = False
     """True if main shard and gradient shard are in host memory while another device computes."""
 
+    borrows: bool = False
+    """True if main shard and gathered buffer are those of another group, which lends them."""
+
     @property
     def resident(self) -> bool:
         """True if the main shard is the whole flat buffer: nothing is ever gathered or released."""
@@ -94,17 +97,23 @@ class GroupCost:
     def part_nbytes(self) -> int:
         """Bytes of the shard in the compute dtype, retained if replicas split it; 0 otherwise."""
         part = self.layout.padded_numel // self.shard_size
-        return 0 if self.split == 1 else part * self.param_itemsize
+        return 0 if self.split == 1 or self.plan.borrows else part * self.param_itemsize
 
     @property
-    def shard_nbytes(self) -> int:
-        """Bytes of this rank's slice of the main shard."""
-        return self.layout.shard_numel * self.main_itemsize
+    def slice_nbytes(self) -> int:
+        """Bytes of this rank's slice in the main dtype: of its main shard and gradient shard."""
+        return self.layout.slice_numel * self.main_itemsize
+
+    @property
+    def main_nbytes(self) -> int:
+        """Bytes of the main shard that are the group's own; zero if it borrows them."""
+        return 0 if self.plan.borrows else self.slice_nbytes
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the gathered buffer; zero if the main shard serves as the buffer."""
-        return 0 if self.plan.resident else self.layout.padded_numel * self.param_itemsize
+        """Bytes of the gathered buffer; zero if another buffer serves as it."""
+        is_own = not (self.plan.resident or self.plan.borrows)
+        return self.layout.padded_numel * self.param_itemsize if is_own else 0
 
     @property
     def gradient_nbytes(self) -> int:
@@ -131,7 +140,7 @@ class GroupCost:
     @property
     def partial_nbytes(self) -> int:
         """Bytes of partial sums: averaged in the shard group, not yet across replicas."""
-        return self.shard_nbytes * self.split if self.trainable and self.replicas > 1 else 0
+        return self.slice_nbytes * self.split if self.trainable and self.replicas > 1 else 0
 
     @property
     def sharing_nbytes(self) -> int:
@@ -252,10 +261,29 @@ def plan_memory(
             the strategy reduces once per step; else as partial sums if there are replicas.
         offload_optimizer: True if optimizer states live on the host, with copies of parameters and
             gradients.
+
+    The peak of a root unit of 8 and two inner units of 16 float32 elements on two ranks is in the
+    backward of inner unit 1, while the gradients of unit 2 are reduced by NCCL:
+
+    >>> from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+    >>> def cost(numel: int) -> GroupCost:
+    ...     layout = FlatLayout.build(["w"], [(numel,)], itemsize=4, num_slices=2)
+    ...     sizes = dict(main_itemsize=4, param_itemsize=4, reduce_itemsize=4)
+    ...     return GroupCost(plan=GroupPlan(layout=layout), trainable=True, **sizes)
+    >>> units = [[cost(8)], [cost(16)], [cost(16)]]
+    >>> full = SHARDING_STRATEGIES["full_shard"]
+    >>> found = plan_memory(units, full, prefetch=1, staged=False)
+    >>> found.main_shard_nbytes, found.gradient_shard_nbytes  # half of 40 elements, 4 bytes each
+    (80, 80)
+    >>> found.optimizer_nbytes  # two states of Adam
+    160
+    >>> root, inner, packed = 2 * 8 * 4, 2 * 16 * 4, 16 * 4  # parameters and gradients; a buffer
+    >>> found.in_flight_nbytes == root + inner + packed == 256
+    True
     """
     groups = [group for unit in units for group in unit]
-    main = sum(group.shard_nbytes for group in groups)
-    gradient = sum(group.shard_nbytes for group in groups if group.trainable)
+    main = sum(group.main_nbytes for group in groups)
+    gradient = sum(group.slice_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
     retained = sum(group.part_nbytes for group in groups)
     if sharding.reshard is Reshard.NEVER:

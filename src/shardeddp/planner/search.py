@@ -310,7 +310,7 @@ class Planner:
             on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
             for on_host in (False, True)
         }
-        trained = sum(it.shard_nbytes for unit in costs[False] for it in unit if it.trainable)
+        trained = sum(it.slice_nbytes for unit in costs[False] for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
         moments: dict[tuple[str, bool], list[BackwardMemory]] = {}
         resting: dict[tuple[str, bool], MemoryPlan] = {}

@@ -561,6 +561,16 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 alias._local, alias._spec = local, spec
         self._local, self._spec = local, spec
 
+    def join_unit(self, unsharded: nn.Parameter, group: _KeepsWrites, index: int) -> None:
+        """Join a unit.
+
+        Args:
+            unsharded: Parameter that the unit computes with.
+            group: Group of the unit that copies writes to it to the shard; referenced weakly.
+            index: Index of the parameter in the group.
+        """
+        self._unsharded, self._writes, self._index_in_unit = unsharded, weakref.ref(group), index
+
     def leave_unit(self, local: torch.Tensor) -> None:
         """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
 

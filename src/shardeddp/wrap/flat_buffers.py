@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost, GroupPlan
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
@@ -21,6 +22,24 @@ class PlannedGroup:
 
     plan: GroupPlan
     topology: Topology
+    reshard: Reshard = Reshard.AFTER_FORWARD
+    """Time of resharding; costs of the buffers do not depend on it."""
+
+    lender: int | None = None
+    """Index in the unit of the group that lends its memory to the only parameter of this group.
+
+    Each of the two has gradients and optimizer states of its own.
+    """
+
+    @property
+    def is_retained(self) -> bool:
+        """True if the gathered buffer keeps its memory and its values between steps."""
+        return self.plan.resident or self.reshard is Reshard.NEVER
+
+    @property
+    def has_replica_part(self) -> bool:
+        """True if replicas split the shard, and each keeps its part in the compute dtype."""
+        return self.topology.split_replicas and self.lender is None
 
     def __post_init__(self) -> None:
         planned = [(slot.fqn, slot.shape) for slot in self.plan.layout.slots]
@@ -31,6 +50,8 @@ class PlannedGroup:
                 f"expected a slice for each of {self.topology.num_slices} ranks, found "
                 f"{self.plan.layout.num_slices} slices"
             )
+        if self.plan.borrows != (self.lender is not None):
+            raise ValueError("expected a lender for a group that borrows its memory, and only then")
 
     def cost(self, *, trainable: bool | None = None) -> GroupCost:
         """Return the cost of the flat buffers.
@@ -67,17 +88,30 @@ class UnitPlan:
         planned = Counter(id(it.parameter) for group in self.groups for it in group.parameters)
         if planned != Counter(id(it.parameter) for it in self.spec.parameters):
             raise ValueError(f"expected each parameter of unit {self.spec.label} in one group")
+        for index, group in enumerate(self.groups):
+            first = index if group.lender is None else group.lender
+            alone = [it.parameters[0].memory for it in (group, self.groups[first])]
+            if first > index or self.groups[first].plan.borrows or alone[0] != alone[1]:
+                raise ValueError(f"expected a lender before group {index}, of the same memory")
 
 
-def plan_unit(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> UnitPlan:
+def plan_unit(
+    spec: UnitSpec,
+    topology: Topology,
+    *,
+    reshard: Reshard = Reshard.AFTER_FORWARD,
+    on_host: bool = False,
+) -> UnitPlan:
     """Plan the flat buffers of a unit, without making them.
 
     Args:
         spec: Module and parameters of the unit.
         topology: Mesh of ranks; experts are divided by the mesh over it.
+        reshard: Time of resharding.
         on_host: True if main shards and gradient shards are in host memory.
     """
     groups: list[PlannedGroup] = []
+    lenders: dict[int, int] = {}  # by memory: index of the group of its first parameter
     for specs in _by_buffer(spec.parameters):
         first, split = specs[0], specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
@@ -87,8 +121,17 @@ def plan_unit(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> U
             casts_params=first.param_dtype is not first.dtype,
             casts_gradients=first.reduce_dtype is not first.dtype,
             on_host=on_host,
+            borrows=first.memory in lenders,
         )
-        groups.append(PlannedGroup(parameters=tuple(specs), plan=plan, topology=own))
+        group = PlannedGroup(
+            parameters=tuple(specs),
+            plan=plan,
+            topology=own,
+            reshard=reshard,
+            lender=lenders.get(first.memory),
+        )
+        lenders.setdefault(first.memory, len(groups))
+        groups.append(group)
     passthrough = [
         PlannedGroup(
             parameters=tuple(specs),
