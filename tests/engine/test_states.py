@@ -107,7 +107,7 @@ def test_no_other_file_writes_to_the_progress_of_a_unit() -> None:
     assert [*writes(ast.parse("self._root.progress.arrived.add(2)"), names)]
 
 
-@pytest.mark.parametrize("verb", ["bind", "rest"])
+@pytest.mark.parametrize("verb", ["bind", "unbind"])
 @on_ranks(2)
 def test_verbs_of_a_buffer_without_memory_are_refused(verb: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))

@@ -524,9 +524,9 @@ class OrderAgreement:
 
     def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
         unit = progress.unit
-        rested = unit.state is UnitState.SHARDED
+        was_sharded = unit.state is UnitState.SHARDED
         unit.gather_with_others()
-        if rested and not keep:
+        if was_sharded and not keep:
             unit.reshard()
 
     # -- Passes without agreement

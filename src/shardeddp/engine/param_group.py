@@ -155,7 +155,9 @@ class FlatGroup:
         gathered buffer   here, on the gather stream, by      :meth:`release`, by its ``release``,
                           ``GatheredBuffer.allocate``         once the gather stream follows compute
         the same under    as above, by the first gather; the  with the unit: :meth:`release` only
-        Reshard.NEVER     next ones fill the same memory      lets it ``rest``
+        Reshard.NEVER     next ones fill the same memory      does ``unbind``
+        the same, while   not at all: the next gather fills   with the last view or graph, after the
+        views hold it     the memory that they hold           ``release`` here
         ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
                           main shard is on the host           stream follows the gather stream
         ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute
@@ -285,7 +287,7 @@ class FlatGroup:
         self._keep_requires_grad()
         if self.planned.is_retained:
             if not self.plan.resident:
-                self.buffer.rest()
+                self.buffer.unbind()
             return
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None

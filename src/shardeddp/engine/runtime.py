@@ -101,7 +101,7 @@ class Runtime:
                                                                            _gather_split,
                                                                            _gather_parts, activate
     allocated, bound   bind                                    bound       activate
-    allocated, bound   rest                                    allocated   release
+    allocated, bound   unbind                                  allocated   release
     any                release                                 released    release
     forward, idle      the root's forward                      forward     _begin_pass
     backward, forward  the end of the root's forward           idle        leave

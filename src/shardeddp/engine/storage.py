@@ -125,7 +125,7 @@ BUFFER_TRANSITIONS = {
     # BOUND: a reshard has failed before it reached this buffer.
     "bind": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.BOUND),
     # ALLOCATED: the gather has failed.
-    "rest": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.ALLOCATED),
+    "unbind": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.ALLOCATED),
     "release": (set(BufferState), BufferState.RELEASED),
 }
 
@@ -319,12 +319,12 @@ class GatheredBuffer:
             for i, distribution in self._distributions.items()
         }
 
-    def rest(self) -> None:
+    def unbind(self) -> None:
         """Keep the memory, but let the unsharded parameters read the values of the sharded ones.
 
         The next step changes the values; the memory keeps its own until the next gather.
         """
-        self._move("rest")
+        self._move("unbind")
         for parameter, (_, released) in zip(self.parameters, self._classes, strict=True):
             _set_attribute(parameter, "__class__", released)
 

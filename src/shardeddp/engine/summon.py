@@ -89,7 +89,7 @@ def _find(module: nn.Module) -> dict[int, _Summoned]:
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
     for unit in units_of_all():
-        for registry, sharded in unit.resting():
+        for registry, sharded in unit.tensors_when_sharded():
             if module_behind(registry) in inside and isinstance(sharded, ShardTensor):
                 found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=unit))
     for each in inside:

@@ -40,20 +40,20 @@ class UnitState(Enum):
     """Modules hold the unsharded parameters, views of the gathered buffer."""
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Registration:
     """Registration of a parameter of the unit in a module."""
 
     module: nn.Module
     attribute: str
     sharded: ShardTensor
-    resting: torch.Tensor
+    when_sharded: torch.Tensor
     """Tensor registered while the unit is sharded; a whole one during ``summon_full_params``."""
 
     unsharded: torch.Tensor | None
     """Tensor registered while the unit is unsharded.
 
-    None: ``resting``, because the module's forward computes with forward copies.
+    None: ``when_sharded``, because the module's forward computes with forward copies.
     """
 
     buffer: GatheredBuffer | None = None
@@ -145,14 +145,14 @@ class Unit:
                 layer = module if is_shared and has_forward(module) else split.layer
             self._registrations.append(
                 _Registration(
-                    module,
-                    attribute,
-                    sharded,
-                    sharded,
-                    computes_with,
-                    buffer if parameter.is_wrapped and copies is None else None,
-                    index,
-                    layer,
+                    module=module,
+                    attribute=attribute,
+                    sharded=sharded,
+                    when_sharded=sharded,
+                    unsharded=computes_with,
+                    buffer=buffer if parameter.is_wrapped and copies is None else None,
+                    index=index,
+                    layer=layer,
                 )
             )
             if copies is not None:
@@ -232,10 +232,10 @@ class Unit:
                 found = self._moved(registration)
             if registration.unsharded is None or found is registration.unsharded:
                 continue
-            if found is registration.resting:
+            if found is registration.when_sharded:
                 if registration.layer_runs:
                     register(registration.module, registration.attribute, registration.unsharded)
-            elif found is None or _is_temporary(found, registration.resting):
+            elif found is None or _is_temporary(found, registration.when_sharded):
                 self.registration_pending = True
             else:
                 raise ConfigurationError(
@@ -260,14 +260,14 @@ class Unit:
 
     def renew_views(self) -> None:
         """Gather into memory that views hold; a collective that keeps the unit's state."""
-        rested = self.state is UnitState.SHARDED
-        if rested:
+        was_sharded = self.state is UnitState.SHARDED
+        if was_sharded:
             self.unshard()
         if self.state is UnitState.UNSHARDING:
             self.wait()
         if self.stale:
             self.refresh()
-        if rested:
+        if was_sharded:
             self.reshard()
 
     def gather_with_others(self) -> None:
@@ -313,7 +313,7 @@ class Unit:
 
     def _restore(self, registrations: Iterable[_Registration]) -> None:
         for registration in registrations:
-            wanted, other = registration.resting, registration.unsharded
+            wanted, other = registration.when_sharded, registration.unsharded
             if other is not None and self.state is UnitState.UNSHARDED and registration.layer_runs:
                 wanted, other = other, wanted
             found = registration.module._parameters.get(registration.attribute)
@@ -356,38 +356,40 @@ class Unit:
         for module in self.spec.module.modules():
             for attribute, other in module._parameters.items():
                 is_own = other is not None and (
-                    other is registration.resting or other is registration.unsharded
+                    other is registration.when_sharded or other is registration.unsharded
                 )
                 if is_own and (id(module), attribute) not in places:
                     registration.module, registration.attribute = module, attribute
                     return other
         return None
 
-    def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
+    def tensors_when_sharded(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return modules with their tensors while the unit is sharded; an entry per parameter."""
-        return [(registration.module, registration.resting) for registration in self._registrations]
+        return [
+            (registration.module, registration.when_sharded) for registration in self._registrations
+        ]
 
-    def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
+    def register_sharded(self, sharded: ShardTensor, tensor: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded.
 
         To undo this, pass the sharded parameter itself.
         """
         for registration in self._registrations:
             if registration.sharded is sharded:
-                former, registration.resting = registration.resting, resting
+                former, registration.when_sharded = registration.when_sharded, tensor
                 if registration.module._parameters.get(registration.attribute) is former:
-                    register(registration.module, registration.attribute, resting)
+                    register(registration.module, registration.attribute, tensor)
         self._summoned = [
-            registration.resting
+            registration.when_sharded
             for registration in self._registrations
-            if not isinstance(registration.resting, ShardTensor)
+            if not isinstance(registration.when_sharded, ShardTensor)
         ]
         self._summoned_version = self._version_of_summoned()
 
     def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
         """Yield the tensors that modules hold for sharded parameters, each with its parameter."""
         for registration in self._registrations:
-            yield registration.resting, registration.sharded
+            yield registration.when_sharded, registration.sharded
             if registration.unsharded is not None:
                 yield registration.unsharded, registration.sharded
 

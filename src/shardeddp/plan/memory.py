@@ -1,4 +1,4 @@
-"""Memory plan: bytes that a rank holds at rest and at its peak, from layouts alone."""
+"""Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -313,7 +313,7 @@ class Planner:
         trained = sum(it.slice_nbytes for unit in costs[False] for it in unit if it.trainable)
         collectives: dict[int, list[Collective]] = {}
         moments: dict[tuple[str, bool], list[BackwardMemory]] = {}
-        resting: dict[tuple[str, bool], MemoryPlan] = {}
+        between_steps: dict[tuple[str, bool], MemoryPlan] = {}
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
             count, rest = divmod(self.global_batch or samples, samples)
@@ -344,7 +344,7 @@ class Planner:
                         backward_prefetch=self.backward_prefetch,
                     )
                     units, key = costs[offload == "params"], (offload, count > 1)
-                    if key not in resting:
+                    if key not in between_steps:
                         moments[key] = backward_moments(
                             units,
                             sharding,
@@ -352,7 +352,7 @@ class Planner:
                             staged=False,
                             accumulates=count > 1,
                         )
-                        resting[key] = plan_memory(
+                        between_steps[key] = plan_memory(
                             units,
                             sharding,
                             prefetch=self.backward_prefetch,
@@ -364,7 +364,7 @@ class Planner:
                     memory = memory_of(
                         work,
                         recompute,
-                        resting[key],
+                        between_steps[key],
                         in_forward(
                             units,
                             sharding,
@@ -455,7 +455,7 @@ def in_forward(
 def memory_of(
     work: ModelProfile,
     recompute: str,
-    resting: MemoryPlan,
+    between_steps: MemoryPlan,
     unsharded: Sequence[int],
     moments: Sequence[BackwardMemory],
 ) -> Memory:
@@ -467,7 +467,7 @@ def memory_of(
     Args:
         work: Work of a micro-batch.
         recompute: Name in ``RECOMPUTES``.
-        resting: Memory between steps.
+        between_steps: Memory between steps.
         unsharded: Result of :func:`in_forward`.
         moments: Result of :func:`backward_moments`.
     """
@@ -494,17 +494,17 @@ def memory_of(
         nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
         candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
     in_flight, activations, logits = max(candidates, key=sum)
-    device = resting.resting_nbytes
+    device = between_steps.resting_nbytes
     return Memory(
-        parameters=resting.main_shard_nbytes + resting.retained_nbytes,
-        gradients=resting.gradient_shard_nbytes,
-        optimizer=resting.optimizer_nbytes,
+        parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
+        gradients=between_steps.gradient_shard_nbytes,
+        optimizer=between_steps.optimizer_nbytes,
         in_flight=in_flight,
         activations=activations,
         logits=logits,
         slack=int(SLACK * (device and in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
-        host=resting.host_nbytes,
+        host=between_steps.host_nbytes,
     )
 
 
