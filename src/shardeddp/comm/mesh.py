@@ -326,6 +326,18 @@ class Mesh:
         """Slice index of every rank in ``slices``."""
         return tuple(map(self.topology.slice_rank, self.slices.ranks))
 
+    def broadcast_whole_(self, values: torch.Tensor) -> None:
+        """Overwrite the values of a whole tensor with those of rank 0, on all ranks.
+
+        A collective of all ranks: of those that train one model on different batches, then of those
+        that split layers.
+
+        Args:
+            values: Contiguous tensor on the mesh's device; of equal shape and dtype on all ranks.
+        """
+        self.data.broadcast_(values, 0).wait()
+        self.tensor.broadcast_(values, 0).wait()
+
     def begun_by_others(self) -> BegunOperations:
         """Count the operations that torch has begun in groups outside of the mesh, by group."""
         return counted_by_torch(self._groups.names())

@@ -294,8 +294,7 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
     values = values.resolve_conj().resolve_neg()
     if source is not None:
         values = values.to(source.device).contiguous()
-        source.data.broadcast_(values, 0).wait()
-        source.tensor.broadcast_(values, 0).wait()
+        source.broadcast_whole_(values)
     if isinstance(target, ShardTensor):
         target.to_local().copy_(target.spec.localize(values))
     else:

@@ -266,9 +266,10 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
                 values = spec.parameter.detach().to(
                     mesh.device, memory_format=torch.contiguous_format, copy=True
                 )
-                mesh.data.broadcast_(values, 0).wait()
                 if spec.distribution is None:
-                    mesh.tensor.broadcast_(values, 0).wait()
+                    mesh.broadcast_whole_(values)
+                else:  # a part, which other ranks of its layer do not have
+                    mesh.data.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
 
 

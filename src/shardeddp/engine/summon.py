@@ -164,7 +164,6 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
             values = torch.empty(spec.shape, dtype=local.dtype, device=mesh.device)
         else:
             values = each.whole.detach().to(mesh.device).contiguous()
-        mesh.data.broadcast_(values, 0).wait()
-        mesh.tensor.broadcast_(values, 0).wait()
+        mesh.broadcast_whole_(values)
         local.copy_(spec.localize(values))
         end_writes(each.sharded)
