@@ -39,6 +39,11 @@ def first_three(names: Iterable[str]) -> str:
     return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return the first ranks for a message, with dots for the others."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name: the closest known names, or all."""
     by_lower = {candidate.lower(): candidate for candidate in known}

@@ -18,7 +18,7 @@ from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
-from shardeddp.errors import printable
+from shardeddp.errors import listed_ranks, printable
 
 # -- Tables as plain text
 #
@@ -290,9 +290,7 @@ def _title(sharding_strategy: str, runtime: Runtime) -> str:
     title = f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
     if topology.order is None or topology.replicate_size == 1:
         return title
-    first = topology.shard_groups()[0]
-    ranks = ", ".join(map(str, first[:8])) + (", ..." if len(first) > 8 else "")
-    return f"{title}, the first of ranks {ranks}"
+    return f"{title}, the first of ranks {listed_ranks(topology.shard_groups()[0])}"
 
 
 def _describe_dtypes(runtime: Runtime) -> str:

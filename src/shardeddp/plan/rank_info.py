@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, listed_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,11 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
     if unable:
         raise ConfigurationError(
             f"rank {unable[0].rank} (on {unable[0].host}) {unable[0].problem}"
-            + (f" (ranks like it: {_listed([it.rank for it in unable])})" if unable[1:] else "")
+            + (
+                f" (ranks like it: {listed_ranks([it.rank for it in unable])})"
+                if unable[1:]
+                else ""
+            )
         )
     first, nodes = infos[0], ranks_by_node(infos)
     expected = [first.ranks_per_node] * first.num_nodes
@@ -153,8 +157,4 @@ def _describe(infos: Sequence[RankInfo]) -> str:
 
 
 def _count(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({_listed(ranks)})"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({listed_ranks(ranks)})"
