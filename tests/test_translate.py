@@ -174,9 +174,10 @@ def test_a_misspelt_argument_of_another_strategy_is_named() -> None:
     assert "did you mean limit_all_gathers?" in made.notes[0].text
 
 
-def test_a_misspelt_argument_is_named() -> None:
+@pytest.mark.parametrize("name", ["shard_sise", "SHARD_SIZE"])
+def test_a_misspelt_argument_is_named(name: str) -> None:
     with pytest.raises(TypeError, match="did you mean shard_size") as refused:
-        ShardedDP("hybrid_shard", shard_sise=4)
+        ShardedDP("hybrid_shard", **{name: 4})
     line = "ShardedDP(sharding_strategy='hybrid_shard', shard_size=4)"
     assert str(refused.value).endswith(f"The line to write: {line}")
 

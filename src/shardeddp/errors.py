@@ -46,13 +46,33 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name: the closest known names, or all."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    if not by_lower:
+    every = list(dict.fromkeys(known))
+    if not every:
         return "there are none."
-    matches = get_close_matches(name.lower(), by_lower, n=3)
-    if matches:
-        return f"did you mean {' or '.join(repr(by_lower[match]) for match in matches)}?"
-    return f"there are {listing(by_lower.values())}."
+    if near := closest(name, every, count=3):
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"there are {listing(every)}."
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """Return a suggestion of names, for the end of a message; empty without names."""
+    return "".join(f"; did you mean {name}?" for name in names)
+
+
+def closest(
+    name: object, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6
+) -> list[str]:
+    """Return the known names that are closest to another one in any case, the closest first.
+
+    Args:
+        name: Unknown name.
+        known: Names to choose from; of those that differ in case alone, the last one counts.
+        count: Greatest number of names to return.
+        cutoff: Least similarity of a name, from 0 to 1 (equal), as `difflib` measures it.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = get_close_matches(str(name).lower(), by_lower, n=count, cutoff=cutoff)
+    return [by_lower[match] for match in matches]
 
 
 # -- Errors

@@ -2,11 +2,10 @@
 
 import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from math import inf
 from typing import Any
 
-from shardeddp.errors import UsageError
+from shardeddp.errors import UsageError, closest, did_you_mean
 
 GIB = 1 << 30
 
@@ -101,8 +100,7 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
     needs = ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")
     missing = [need for need in needs if need not in given]
     if missing:
-        near = get_close_matches(key, (*GPUS, *_ALIASES), n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(closest(key, (*GPUS, *_ALIASES), cutoff=0.4))
         raise UsageError(
             f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint or '.'} For another GPU also "
             f"give {', '.join('--' + need.replace('_', '-') for need in missing)} (from Python: "

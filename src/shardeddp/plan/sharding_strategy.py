@@ -1,11 +1,10 @@
 """Sharding strategies: how many ranks share, when units reshard, when gradients are reduced."""
 
-import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, closest, did_you_mean
 from shardeddp.plan.topology import Topology, divisors
 
 
@@ -214,11 +213,10 @@ def find_sharding(sharding_strategy: str) -> ShardingStrategy:
     name = str(sharding_strategy).lower()
     if name in SHARDING_STRATEGIES:
         return SHARDING_STRATEGIES[name]
-    near = difflib.get_close_matches(name, (*SHARDING_STRATEGIES, AUTO), n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = closest(name, (*SHARDING_STRATEGIES, AUTO), cutoff=0.4)
     raise ConfigurationError(
         f"sharding_strategy={sharding_strategy!r} is not known; expected one of "
-        f"{', '.join((*SHARDING_STRATEGIES, AUTO))}{hint}"
+        f"{', '.join((*SHARDING_STRATEGIES, AUTO))}{did_you_mean(map(repr, near))}"
     )
 
 

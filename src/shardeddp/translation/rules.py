@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shardeddp.errors import closest, did_you_mean
 from shardeddp.translation.calls import Expression, has_expression
 
 
@@ -170,13 +170,3 @@ def apply_rules(
 def not_known(name: str, known: Iterable[str]) -> str:
     """Return the end of a message on an unknown name, with the closest known one."""
     return f"not known{did_you_mean(closest(name, known))}"
-
-
-def did_you_mean(names: Iterable[str]) -> str:
-    """Return a suggestion of names, for the end of a message; empty without names."""
-    return "".join(f"; did you mean {name}?" for name in names)
-
-
-def closest(name: object, known: Iterable[str]) -> list[str]:
-    """Return a list of the known name that is closest to another one; empty if none is close."""
-    return difflib.get_close_matches(str(name), list(known), n=1)

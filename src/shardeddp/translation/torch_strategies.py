@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, cast
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, closest, did_you_mean
 from shardeddp.translation.calls import Call, Expression, described, has_expression
 from shardeddp.translation.rules import (
     UNNEEDED,
@@ -17,8 +17,6 @@ from shardeddp.translation.rules import (
     Translation,
     always,
     any_value,
-    closest,
-    did_you_mean,
     is_flag,
     lost,
     not_understood,

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardeddp.errors import closest, did_you_mean
 from shardeddp.translation.calls import OpaqueValueError, described, python_code
-from shardeddp.translation.rules import Translation, apply_rules, closest, did_you_mean, in_order
+from shardeddp.translation.rules import Translation, apply_rules, in_order
 from shardeddp.translation.strategies import RULES, settle
 
 

@@ -4,7 +4,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from types import FunctionType
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch import nn
 
-from shardeddp.errors import ConfigurationError, listing, nearest
+from shardeddp.errors import ConfigurationError, closest, listing, nearest
 from shardeddp.torch_private import content_of_fsdp_policy
 from shardeddp.wrap.tree import (
     class_of,
@@ -537,7 +536,7 @@ def _resolve_string(value: str) -> Policy:
     _reject_module_name(value)
     # Classes are capitalized, so a lower-case word is a misspelt preset. A list still takes
     # lower-case classes.
-    misspelt = get_close_matches(value.lower(), _PRESETS, n=1, cutoff=0.7)
+    misspelt = closest(value, _PRESETS, cutoff=0.7)
     if (
         misspelt
         or not all(part.isidentifier() for part in value.split("."))
