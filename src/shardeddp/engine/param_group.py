@@ -16,7 +16,7 @@ from shardeddp.plan.memory import GroupPlan, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
-from shardeddp.tensor.unsharded import OURS, derived_class, divide_gradients, swap_bodies
+from shardeddp.tensor.unsharded import SHARDED, derived_class, divide_gradients, swap_bodies
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.flat_buffers import PlannedGroup
 from shardeddp.wrap.tree import ParameterSpec
@@ -450,7 +450,7 @@ class FlatGroup:
                 stacklevel=2,
             )
         # Weak: autograd's references to unsharded parameters are hidden from the garbage collector.
-        vars(self.unsharded[index])[OURS[2]] = weakref.ref(sharded)
+        vars(self.unsharded[index])[SHARDED] = weakref.ref(sharded)
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.tensor.unsharded import (
-    OURS,
+    DTYPE,
+    FQN,
     ReleasedParameter,
     UnshardedParameter,
     derived_class,
@@ -455,7 +456,7 @@ class GatheredBuffer:
         # .data: a version counter of its own, as in an unsharded model.
         values = self._placeholders[index].data
         parameter: Any = make_subclass(usable, values, spec.parameter.requires_grad)
-        vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
+        vars(parameter).update({FQN: spec.fqn, DTYPE: spec.dtype})
         _set_attribute(parameter, "__class__", released)
         return parameter
 

@@ -22,7 +22,7 @@ from shardeddp.tensor.shard_tensor import (
     refuse_recorded_write,
 )
 from shardeddp.tensor.unsharded import (
-    OURS,
+    FQN,
     ReleasedParameter,
     UnshardedBase,
     outside_of,
@@ -234,7 +234,7 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
     with without_torch_function():
         leaves = [getattr(node, "variable", None) for node in _nodes(outputs)]
         numels = {
-            vars(leaf)[OURS[0]]: leaf.numel()
+            vars(leaf)[FQN]: leaf.numel()
             for leaf in leaves
             if isinstance(leaf, UnshardedBase) and leaf._version == int(version)
         }

@@ -72,12 +72,14 @@ def _refuse_backward(gradients: tuple[Any, ...]) -> None:
 
 # -- Classes of an unsharded parameter
 
-OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
-"""Keys of an unsharded parameter's dictionary.
+FQN = "_shardeddp_fqn"
+"""Key of an unsharded parameter's dictionary: its name. A summoned parameter has it, too."""
 
-Its name, its dtype outside of the unit, and a weak reference to its sharded parameter.
-"""
+DTYPE = "_shardeddp_dtype"
+"""Key of an unsharded parameter's dictionary: its dtype outside of the unit."""
 
+SHARDED = "_shardeddp_sharded"
+"""Key of an unsharded parameter's dictionary: a weak reference to its sharded parameter."""
 
 MEMORY_OF = "_shardeddp_memory_of"
 """Key of a summoned parameter's dictionary: name of a parameter that shares its memory, or ""."""
@@ -138,7 +140,7 @@ class WholeParameter(nn.Parameter):
             if self._has_already(data):
                 return
             raise RuntimeError(
-                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = "
+                f"{self.__dict__[FQN]} is sharded and cannot be given other memory (.data = "
                 f"...): expected {tuple(self.shape)}, {self.dtype} on {self.device}, found "
                 f"{tuple(data.shape)}, {data.dtype} on {data.device}. Change values in place, and "
                 f"shape, dtype or device before the model is sharded"
@@ -148,7 +150,7 @@ class WholeParameter(nn.Parameter):
             return
         is_ours = isinstance(self, UnshardedBase)
         memory_of = sharded_of(self).memory_of if is_ours else vars(self)[MEMORY_OF]
-        keep_shared_memory(vars(self)[OURS[0]], memory_of)
+        keep_shared_memory(vars(self)[FQN], memory_of)
         if is_ours:
             sharded_of(self).note_memory_of(data)
             sharded_of(self).leave_values()
@@ -171,7 +173,7 @@ class WholeParameter(nn.Parameter):
         """Copy the values of a tensor; the parameter keeps its memory."""
         if not isinstance(source, torch.Tensor) or args or kwargs:
             raise RuntimeError(
-                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). "
+                f"{self.__dict__[FQN]} is sharded and cannot be given other memory (set_). "
                 f"Write values into it (copy_), or change its memory before the model is sharded"
             )
         self.data = source.detach()
@@ -181,7 +183,7 @@ class WholeParameter(nn.Parameter):
         self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
     ) -> Any:
         raise RuntimeError(
-            f"{self.__dict__[OURS[0]]} is sharded and keeps its shape (as_strided_): "
+            f"{self.__dict__[FQN]} is sharded and keeps its shape (as_strided_): "
             f"as_strided() gives a view of another one"
         )
 
@@ -192,7 +194,7 @@ class WholeParameter(nn.Parameter):
         forward, where the parameter may have a lower one.
         """
         same_place = data.shape == self.shape and data.device == self.device
-        if not same_place or data.dtype != self.__dict__.get(OURS[1]):
+        if not same_place or data.dtype != self.__dict__.get(DTYPE):
             return False
         return torch.equal(data.detach().to(self.dtype), self.detach())
 
@@ -301,7 +303,7 @@ class UnshardedBase(nn.Parameter):
         return sharded_of(self).__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
-        reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
+        reference = vars(self).get(SHARDED)  # none yet while the parameter is being made
         found = {} if reference is None else sharded_of(self).user_attributes()
         if name not in found:
             raise AttributeError(
@@ -434,10 +436,10 @@ def _divided(divisor: int, gradient: torch.Tensor) -> torch.Tensor:
 
 def sharded_of(unsharded: nn.Parameter) -> Any:
     """Return the sharded parameter, a ``ShardTensor``, of an unsharded one."""
-    sharded = unsharded.__dict__[OURS[2]]()
+    sharded = unsharded.__dict__[SHARDED]()
     if sharded is None:
         raise RuntimeError(
-            f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and "
+            f"parameter {unsharded.__dict__[FQN]} was kept from inside its unit's forward, and "
             f"its model is gone"
         )
     return sharded
