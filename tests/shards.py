@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Mesh
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.plan.topology import Topology
-from shardeddp.tensor.autograd import extend_functions
-from shardeddp.tensor.collectives import extend_collectives
+from shardeddp.tensor.autograd import patch_functions
+from shardeddp.tensor.collectives import patch_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.flat_buffers import plan_unit
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -68,8 +68,8 @@ def shard(
     mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True
 ) -> dict[str, Pair]:
     """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
-    extend_functions()  # on all ranks alike: some may have trained a model before
-    extend_collectives()
+    patch_functions()  # on all ranks alike: some may have trained a model before
+    patch_collectives()
     parameters = {
         name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()
     }

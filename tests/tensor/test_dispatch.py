@@ -11,7 +11,7 @@ from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardeddp.tensor.collectives import extend_collectives
+from shardeddp.tensor.collectives import patch_collectives
 from shards import SIZES, Case, check_same, compare, make_mesh, make_pairs
 from world import Worlds, on_ranks
 
@@ -325,7 +325,7 @@ def test_reshaping_in_place_is_refused_with_a_way_out() -> None:
 
 @on_ranks(2)
 def test_collectives_run_under_the_dispatcher_of_compilers() -> None:
-    extend_collectives()
+    patch_collectives()
     tensor = torch.ones(3)
     with enable_python_dispatcher():
         dist.all_reduce(tensor)

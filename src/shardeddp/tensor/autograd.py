@@ -107,12 +107,12 @@ def with_unsharded(inputs: Any) -> list[Any]:
 # ``apply`` is the one way into a graph that ``__torch_function__`` does not see. The forward of a
 # function would compute with a shard, its backward return a gradient that is never averaged, and a
 # kernel read memory that does not exist. All calls of ``apply``, also by references that were taken
-# at import, pass their arguments through one private function of torch; that one is extended here.
+# at import, pass their arguments through one private function of torch; that one is patched here.
 #
 # A backward that builds a graph (adjoint methods, reversible layers) requests gradients with
 # respect to the arguments of its forward, while the code it runs may use the parameters themselves.
 # In one process the two are one leaf. So a request for the gradient of such an argument becomes one
-# for that of the parameter: torch's way into its engine, private as well, is extended for that, and
+# for that of the parameter: torch's way into its engine, private as well, is patched for that, and
 # for `backward(inputs=...)`: a sharded parameter there means all of its uses. So it does for its
 # node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
 
@@ -121,8 +121,11 @@ _NAMED = 5  # parameters in a message
 _AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # autograd's text, by shape
 
 
-def extend_functions() -> None:
-    """Let every ``autograd.Function`` see full tensors from now on."""
+def patch_functions() -> None:
+    """Patch torch so that every ``autograd.Function`` of the process sees full tensors from now on.
+
+    Later calls change nothing; the patches stay for as long as the process lives.
+    """
     replaced = function_arguments, engine_run, node_of_tensor, will_execute, described_gradient
     unwrap, run, found_node, executes, gradient = (each.current for each in replaced)
     if unwrap.__module__ == __name__:

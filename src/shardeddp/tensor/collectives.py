@@ -39,8 +39,10 @@ from shardeddp.torch_private import all_operation_names, coalesces, put_in_front
 
 
 @cache
-def extend_collectives() -> dict[str, torch.library.Library]:
-    """Let the operations of torch.distributed see all tensors of parameters from now on.
+def patch_collectives() -> dict[str, torch.library.Library]:
+    """Patch the operations of torch.distributed to see all tensors of parameters from now on.
+
+    In the whole process; later calls change nothing.
 
     Returns:
         Libraries that own the kernels; cached for as long as the process lives.
