@@ -151,14 +151,14 @@ def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
         Lines of the table. A row of several units shows the figures of one of them. Trainable
         parameters have a column only if some are frozen.
     """
-    runs = [list(run) for _, run in groupby(rows, key=_figures)]
+    equal = [list(units) for _, units in groupby(rows, key=_figures)]
     total = _total(rows)
     any_frozen = total.trainable_numel != total.numel
     footers = _cells(total, any_frozen)
-    figures = [_cells(run[0], any_frozen) for run in runs]
+    figures = [_cells(units[0], any_frozen) for units in equal]
     names = Column(
         heading="unit",
-        cells=[_run_name(run) for run in runs],
+        cells=[_row_name(units) for units in equal],
         footer=f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})",
         is_number=False,
     )
@@ -166,7 +166,7 @@ def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
         Column(heading=heading, cells=[each[heading] for each in figures], footer=footer)
         for heading, footer in footers.items()
     ]
-    folded = any(len(run) > 1 for run in runs)
+    folded = any(len(units) > 1 for units in equal)
     legend = ["(Nx): N units with these figures each"] if folded else []
     return [title, *text_table([names, *numbers], width), *legend]
 
@@ -238,11 +238,11 @@ def _percent(part: int, whole: int) -> str:
     return "<0.1%" if share < 0.05 else f"{share:.1f}%"
 
 
-def _run_name(run: Sequence[UnitRow]) -> str:
-    """Return the name of a row: ``layers.0 ... layers.31 (32x)``."""
-    if len(run) == 1:
-        return run[0].name
-    return f"{run[0].name} ... {run[-1].name} ({len(run)}x)"
+def _row_name(units: Sequence[UnitRow]) -> str:
+    """Return the name of a row for some units: ``layers.0 ... layers.31 (32x)``."""
+    if len(units) == 1:
+        return units[0].name
+    return f"{units[0].name} ... {units[-1].name} ({len(units)}x)"
 
 
 # -- Messages about a sharded model

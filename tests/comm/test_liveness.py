@@ -46,7 +46,7 @@ LOOKS = """
 WALKS = """
     import copy, gc, threading, time
     from unittest import mock
-    from shardeddp.comm.liveness import LivenessProbe, place_of
+    from shardeddp.comm.liveness import LivenessProbe, code_line_of
 
     class Garbage:
         def __init__(self):
@@ -60,7 +60,7 @@ WALKS = """
     deadline = time.monotonic() + {seconds}
 
     def look():
-        probe, check = mock.Mock(_trains=main), mock.Mock(on_sample=place_of)
+        probe, check = mock.Mock(_trains=main), mock.Mock(on_sample=code_line_of)
         while time.monotonic() < deadline:
             Garbage(), Garbage()
             places.add(LivenessProbe._sample(probe, check))

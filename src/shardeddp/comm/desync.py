@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, HostReduction
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.host_group import HostGroup
-from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
+from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, code_line_of
 from shardeddp.comm.propagation import ErrorPropagation, break_off, waits_on_device
 from shardeddp.comm.transfers import count_begun, wait_for
 from shardeddp.errors import DesyncError
@@ -124,7 +124,7 @@ class CallFingerprints:
             return
         if self._is_inherited:
             ranks = sorted([self._rank, *self._others])
-            raise in_forked_process(f"{operation} at {place_of(sys._getframe())}", ranks)
+            raise in_forked_process(f"{operation} at {code_line_of(sys._getframe())}", ranks)
         if self.thread not in (None, threading.get_ident()) and not is_in_backward():
             raise DesyncError(
                 f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
@@ -169,7 +169,7 @@ class CallFingerprints:
             raise RuntimeError(f"{self._failure}. {error}") from error.__cause__
 
     def _describe(self, operation: str) -> str:
-        where = place_of(sys._getframe())
+        where = code_line_of(sys._getframe())
         return (
             f"{operation} at {where} on rank {self._rank} needs ranks {self._others} to do the same"
         )
@@ -339,7 +339,7 @@ class DesyncCheck:
             "needs": _needed(frame),
             "target": _target_of_send(frame),
             "handle": handle,
-            "what": f"{_WAIT if handle and operation == _PYTHON else operation} at {place_of(frame)}",
+            "what": f"{_WAIT if handle and operation == _PYTHON else operation} at {code_line_of(frame)}",
             "advice": advice,
         }
 
@@ -570,7 +570,7 @@ def _is_passed_through(frame: FrameType) -> bool:
 
 def _describe(frame: FrameType | None) -> tuple[str, str]:
     """Return the operation for which a thread waits, in its caller's words, and its advice."""
-    place, callee, within, collective = place_of(frame), None, None, None
+    place, callee, within, collective = code_line_of(frame), None, None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is CallFingerprints.call.__code__:
             return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals[

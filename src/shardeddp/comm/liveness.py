@@ -155,13 +155,13 @@ class LivenessProbe:
             frame = sys._current_frames().get(self._trains)
             if check is not None:
                 check.on_sample(frame)
-            return place_of(frame)
+            return code_line_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:
         self._client.write(f"answer/{self._rank}", json.dumps(answer))
 
 
-def place_of(*frames: FrameType | None) -> str:
+def code_line_of(*frames: FrameType | None) -> str:
     """Return the innermost line of the user's own code, else the innermost line of all.
 
     Args:

@@ -44,7 +44,7 @@ from shardeddp.comm.desync import (
 )
 from shardeddp.comm.group_pool import GroupPool
 from shardeddp.comm.host_group import HostGroup, grid_of
-from shardeddp.comm.liveness import LivenessProbe, place_of
+from shardeddp.comm.liveness import LivenessProbe, code_line_of
 from shardeddp.comm.propagation import drain_threads_at_exit
 from shardeddp.comm.run_state import RunState
 from shardeddp.comm.step_clock import StepClock
@@ -526,7 +526,7 @@ def _describe(
     operation: str,
 ) -> str:
     """Describe the operations of the ranks at a sync point; called by all ranks that reach it."""
-    place = f"{operation} at {place_of(sys._getframe())}"
+    place = f"{operation} at {code_line_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}
     with suppress(LostStoreError):

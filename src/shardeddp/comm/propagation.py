@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardeddp.comm.backends import disconnect
-from shardeddp.comm.liveness import LivenessProbe, place_of
+from shardeddp.comm.liveness import LivenessProbe, code_line_of
 from shardeddp.comm.rendezvous import has_agent_store
 from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
@@ -264,7 +264,7 @@ def _explain_by(error: BaseException, cause: Exception | None) -> None:
 
 def _place_of_error(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return place_of(*reversed(frames))
+    return code_line_of(*reversed(frames))
 
 
 def break_off() -> None:

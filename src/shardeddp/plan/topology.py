@@ -193,7 +193,7 @@ class Topology:
 
     def shard_groups(self) -> list[list[int]]:
         """Return the shard groups, by tensor rank and replica."""
-        return self._runs_of(self.shard_size)
+        return self._neighbours(self.shard_size)
 
     def subgroups(self, size: int) -> list[list[int]]:
         """Split every shard group into groups of ``size`` nearby ranks.
@@ -207,7 +207,7 @@ class Topology:
                 f"group; use one of {divisors(self.shard_size)[1:-1]}"
             )
         if self.nearest is None:
-            return self._runs_of(size)
+            return self._neighbours(size)
         place = {rank: index for index, rank in enumerate(self.nearest)}
         near = [sorted(group, key=place.__getitem__) for group in self.shard_groups()]
         return [
@@ -233,7 +233,8 @@ class Topology:
         """Ranks of each tensor rank, in the order of the data axis."""
         return [self._ranks[place :: self.tensor_size] for place in range(self.tensor_size)]
 
-    def _runs_of(self, size: int) -> list[list[int]]:
+    def _neighbours(self, size: int) -> list[list[int]]:
+        """Return groups of ``size`` ranks that follow each other on the data axis, by tensor rank."""
         return [
             list(ranks[first : first + size])
             for ranks in self._axes

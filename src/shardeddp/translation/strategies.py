@@ -118,11 +118,11 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
     if given.get("timeout") is None:
         made.note("timeout", f"ranks of ShardedDP wait 600 s for each other, of {strategy} 1800 s: "
                              f"timeout=1800.0 keeps that")  # fmt: skip
-    settle(made)
+    complete(made)
 
 
-def settle(made: Translation) -> None:
-    """Remove options that do not go with the sharding strategy."""
+def complete(made: Translation) -> None:
+    """Add the sharding strategy that the options imply, and remove those that do not go with it."""
     if "shard_size" in made.options:
         made.options.setdefault("sharding_strategy", "hybrid_shard")
     whole = made.options.get("sharding_strategy") in ("no_shard", "shard_optimizer")

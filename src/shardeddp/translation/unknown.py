@@ -9,7 +9,7 @@ from typing import Any
 from shardeddp.errors import closest, did_you_mean
 from shardeddp.translation.calls import OpaqueValueError, described, python_code
 from shardeddp.translation.rules import Translation, apply_rules, in_order
-from shardeddp.translation.strategies import RULES, settle
+from shardeddp.translation.strategies import RULES, complete
 
 
 def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Iterable[str]) -> str:
@@ -46,7 +46,7 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
         else:
             lines.append(f"{name} (of {owner}): leave it out{said or '; nothing is needed for it'}")
     before = len(made.notes)
-    settle(made)
+    complete(made)
     lines += [f"{it.key}: leave it out; {it.text}" for it in made.notes[before:]]
     listed = "".join(f"\n  {text}" for text in lines)
     line = _line(made.options, "ShardedDP({})")
