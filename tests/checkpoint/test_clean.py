@@ -1,4 +1,4 @@
-"""Only checkpoints of this package are deleted, and only what a dead process has left is swept."""
+"""Only checkpoints of this package are deleted, and only what a dead process has left is removed."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardeddp.checkpoint import clean, directory, durable
-from shardeddp.checkpoint.clean import remove, sweep
+from shardeddp.checkpoint.clean import remove, remove_leftovers
 from shardeddp.checkpoint.manifest import MANIFEST
 from support.small_checkpoints import fill, put, save, step_of, working_entries
 
@@ -203,7 +203,7 @@ def test_a_deletion_that_the_system_refuses_is_a_warning(
     assert step_of(root / "x.ckpt") == 1
 
 
-def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None:
+def test_a_cleanup_removes_what_was_abandoned_and_nothing_else(root: Path) -> None:
     put(root / f".tmp-checkpoint-{ID}", step=2)
     # What an exchange has put in the place of a staging directory.
     (root / f".tmp-checkpoint-{OTHER_ID}").touch()
@@ -221,19 +221,19 @@ def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None
     }
     for name in foreign:
         (root / name).mkdir()
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert set(os.listdir(root)) == {"x.ckpt", *foreign}
     assert step_of(root / "x.ckpt") == 1
 
 
-def test_what_others_have_put_into_it_stays_in_a_sweep(root: Path) -> None:
+def test_what_others_have_put_into_it_stays_in_a_cleanup(root: Path) -> None:
     for name in (f".tmp-checkpoint-{ID}", f".tmp-file-{ID}", f".del-{ID}"):
         put(root / name, step=1)
         (root / name / "notes.txt").write_text("mine")
     put(root / f".old-x.ckpt-{ID}", step=1)
     (root / f".old-x.ckpt-{ID}" / "notes.txt").write_text("mine")
     put(root / "x.ckpt", step=2)
-    left = sweep(root)
+    left = remove_leftovers(root)
     assert len(left) == 4
     assert all("notes.txt in " in each for each in left)
     assert len(list(root.rglob("notes.txt"))) == 4
@@ -241,14 +241,14 @@ def test_what_others_have_put_into_it_stays_in_a_sweep(root: Path) -> None:
     assert step_of(root / "x.ckpt") == 2
 
 
-def test_a_sweep_gives_a_replaced_checkpoint_its_name_back_if_that_is_free(root: Path) -> None:
+def test_a_cleanup_gives_a_replaced_checkpoint_its_name_back_if_that_is_free(root: Path) -> None:
     put(root / f".old-lost.ckpt-{ID}", step=1)
     put(root / f".tmp-checkpoint-{ID}", step=2)
     put(root / f".old-there.ckpt-{ID}", step=3)
     put(root / "there.ckpt", step=4)
     (root / f".old-file.ckpt-{ID}").write_text("a plain checkpoint")
     (root / f".old-link.ckpt-{ID}").symlink_to("nothing")
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert step_of(root / "lost.ckpt") == 1
     assert step_of(root / "there.ckpt") == 4
     assert set(os.listdir(root)) == {"lost.ckpt", "there.ckpt", "file.ckpt", "link.ckpt"}
@@ -258,12 +258,12 @@ def test_a_restored_name_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch)
     put(root / f".old-x.ckpt-{ID}", step=1)
     flushed: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert os.listdir(root) == ["x.ckpt"]
     assert flushed == [root.stat().st_ino]
 
 
-def test_what_vanishes_during_a_sweep_is_not_mentioned(
+def test_what_vanishes_during_a_cleanup_is_not_mentioned(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / f".tmp-checkpoint-{ID}").mkdir()
@@ -275,7 +275,7 @@ def test_what_vanishes_during_a_sweep_is_not_mentioned(
         return opened(path, *args, **options)
 
     monkeypatch.setattr(os, "open", vanish)
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
 
 
 @contextlib.contextmanager
@@ -298,12 +298,12 @@ def process_that_is_saving(target: Path) -> Iterator[int]:
         os.close(writer)
 
 
-def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(root: Path) -> None:
+def test_what_a_living_process_writes_is_left_to_it_and_removed_when_it_is_dead(root: Path) -> None:
     with process_that_is_saving(root / "x.ckpt"):
         own = directory.stage(root / "y.ckpt")
-        assert sweep(root) == ()
+        assert remove_leftovers(root) == ()
         assert len(working_entries(root)) == 2
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert working_entries(root) == [own.path.name]
     own.discard()
 
@@ -322,7 +322,7 @@ def test_what_another_host_writes_is_left_and_both_hosts_are_named(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = of_another_host(monkeypatch, root / "x.ckpt")
-    (why,) = sweep(root)
+    (why,) = remove_leftovers(root)
     assert "far_away" in why
     assert durable.kernel()[0] in why
     assert path.is_dir()
@@ -330,17 +330,17 @@ def test_what_another_host_writes_is_left_and_both_hosts_are_named(
 
 
 @pytest.mark.parametrize("hours", [-5, 5], ids=["behind", "ahead"])
-def test_what_another_host_has_left_is_swept_by_the_clock_of_the_file_system(
+def test_what_another_host_has_left_is_removed_by_the_clock_of_the_file_system(
     root: Path, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     path = of_another_host(monkeypatch, root / "x.ckpt")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)  # this host's clock is wrong
-    assert len(sweep(root)) == 1
+    assert len(remove_leftovers(root)) == 1
     assert working_entries(root) == [path.name]
     for entry in [*path.iterdir(), path]:
         os.utime(entry, (now - 1000, now - 1000))
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert os.listdir(root) == []
 
 
@@ -349,35 +349,35 @@ def test_a_new_file_of_another_host_is_left_too(
 ) -> None:
     name = f".tmp-file-elsewhere-{'0' * 8}-{ID}"
     (root / name).write_text("half of a file")
-    assert "elsewhere" in sweep(root)[0]
+    assert "elsewhere" in remove_leftovers(root)[0]
     assert os.listdir(root) == [name]
     os.utime(root / name, (0, 0))
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert os.listdir(root) == []
 
 
-def test_what_this_host_has_left_is_swept_at_once(root: Path) -> None:
+def test_what_this_host_has_left_is_removed_at_once(root: Path) -> None:
     staging = directory.stage(root / "x.ckpt")
     staging.close()
     assert durable.kernel()[1] in staging.path.name
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert os.listdir(root) == []
 
 
-def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_cleans_up_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / f".del-{ID}").mkdir()
     with durable.held(root):
-        assert sweep(root) == ()
+        assert remove_leftovers(root) == ()
     with monkeypatch.context() as patch:
         patch.setattr(clean, "lock", lambda descriptor: None)
-        (why,) = sweep(root)
+        (why,) = remove_leftovers(root)
         assert "its file system has no locks" in why
     assert os.listdir(root) == [f".del-{ID}"]
-    assert sweep(root) == ()
+    assert remove_leftovers(root) == ()
     assert os.listdir(root) == []
 
 
-def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(
+def test_what_a_cleanup_cannot_delete_is_told_and_the_rest_is_removed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / f".tmp-checkpoint-{ID}").mkdir()
@@ -390,36 +390,36 @@ def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(
         return delete(path, *args)
 
     monkeypatch.setattr(directory, "delete_parts", refuse_one)
-    assert "Permission denied" in sweep(root)[0]
+    assert "Permission denied" in remove_leftovers(root)[0]
     assert os.listdir(root) == [f".tmp-checkpoint-{ID}"]
 
 
-def test_a_sweep_of_what_does_not_exist_does_nothing(root: Path) -> None:
-    assert sweep(root / "missing") == ()
+def test_a_cleanup_of_what_does_not_exist_does_nothing(root: Path) -> None:
+    assert remove_leftovers(root / "missing") == ()
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_sweeps_beside_saves_destroy_none_of_them(
+def test_cleanups_beside_saves_destroy_none_of_them(
     root: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
         monkeypatch.setattr(directory, "swap", lambda first, second: False)
     ended = threading.Event()
-    sweeps: list[tuple[str, ...]] = []
+    cleanups: list[tuple[str, ...]] = []
 
-    def sweep_on() -> None:
+    def clean_on() -> None:
         while not ended.is_set():
-            sweeps.append(sweep(root))
+            cleanups.append(remove_leftovers(root))
 
-    sweeper = threading.Thread(target=sweep_on)
-    sweeper.start()
+    cleanup = threading.Thread(target=clean_on)
+    cleanup.start()
     try:
         for step in range(1, 61):
             save(root / "last.ckpt", step, durability="process")
             assert step_of(root / "last.ckpt") == step
     finally:
         ended.set()
-        sweeper.join()
-    assert len(sweeps) > 60
-    sweep(root)
+        cleanup.join()
+    assert len(cleanups) > 60
+    remove_leftovers(root)
     assert os.listdir(root) == ["last.ckpt"]

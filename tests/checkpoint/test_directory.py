@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardeddp.checkpoint import directory
-from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.errors import CheckpointError
 from support.small_checkpoints import (
@@ -312,7 +312,7 @@ def test_a_commit_that_cannot_be_flushed_is_undone(
 
 
 @pytest.mark.parametrize("kind", ["ours", "a plain file"])
-def test_a_sweep_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
+def test_a_cleanup_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     target = tmp_path / "last.ckpt"
@@ -320,18 +320,18 @@ def test_a_sweep_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
     staging = staged(target, step=2)
     fsync, parent = os.fsync, tmp_path.stat().st_ino
 
-    def sweep_and_fail(descriptor: int) -> None:
+    def clean_and_fail(descriptor: int) -> None:
         if os.fstat(descriptor).st_ino == parent:
             monkeypatch.setattr(os, "fsync", fsync)
-            sweep(tmp_path)
+            remove_leftovers(tmp_path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", sweep_and_fail)
+    monkeypatch.setattr(os, "fsync", clean_and_fail)
     with pytest.raises(CheckpointError, match="committing"):
         staging.commit(manifest_of(2))
     staging.discard()
-    # What is replaced is locked against sweeps and comes back; a link cannot be, so the new one stays.
+    # What is replaced is locked against cleanups and comes back; a link cannot be, so the new one stays.
     if kind == "a plain file":
         assert target.is_file()
     else:
@@ -339,25 +339,25 @@ def test_a_sweep_during_a_commit_that_is_undone_leaves_one_checkpoint_at_least(
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_what_a_sweep_has_deleted_first_needs_no_deletion_after_the_commit(
+def test_what_a_cleanup_has_deleted_first_needs_no_deletion_after_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     make_file(tmp_path / "x.ckpt")
     staging = staged(tmp_path / "x.ckpt", step=2)
     rename = os.rename
 
-    def sweep_and_rename(source: Path, target: Path) -> None:
+    def clean_and_rename(source: Path, target: Path) -> None:
         if target.name.startswith(".del-"):
             monkeypatch.setattr(os, "rename", rename)
-            sweep(tmp_path)
+            remove_leftovers(tmp_path)
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", sweep_and_rename)
+    monkeypatch.setattr(os, "rename", clean_and_rename)
     assert len(staging.commit(manifest_of(2))) == (not swaps)
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
-def test_what_cannot_be_deleted_after_the_commit_is_told_and_swept_later(
+def test_what_cannot_be_deleted_after_the_commit_is_told_and_removed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path / "x.ckpt", step=1)
@@ -372,7 +372,7 @@ def test_what_cannot_be_deleted_after_the_commit_is_told_and_swept_later(
     assert "could not be deleted (Permission denied)" in notes[-1]
     assert step_of(tmp_path / "x.ckpt") == 2
     assert len(os.listdir(tmp_path)) == 2
-    assert sweep(tmp_path) == ()
+    assert remove_leftovers(tmp_path) == ()
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 

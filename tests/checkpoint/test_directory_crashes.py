@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardeddp.checkpoint import directory
-from shardeddp.checkpoint.clean import remove, sweep
+from shardeddp.checkpoint.clean import remove, remove_leftovers
 from shardeddp.checkpoint.find import find_checkpoints
 from support.crashes import Outcome, count_calls, has_strace, run, run_traced, traced_calls
 from support.small_checkpoints import put, save, step_of, working_entries
@@ -42,10 +42,10 @@ class Stage:
     def save(self) -> object:
         return save(self.target, step=2)
 
-    def check(self, outcome: Outcome, before_sweep: bool = True) -> int:
-        """Which step is there; the same before and after the sweep, and nothing else."""
-        found = step_of(self.target) if before_sweep else None
-        left = sweep(self.root)
+    def check(self, outcome: Outcome, before_cleanup: bool = True) -> int:
+        """Which step is there; the same before and after the cleanup, and nothing else."""
+        found = step_of(self.target) if before_cleanup else None
+        left = remove_leftovers(self.root)
         step = step_of(self.target)
         assert found in (None, step)
         assert step in {"done": (2,), "refused": (1,), "killed": (1, 2)}[outcome]
@@ -76,7 +76,7 @@ def kill_everywhere(stage: Stage, points: list[int], swaps: bool) -> list[int]:
         stage.reset()
         outcome = run(stage.save, n, fault=None)
         assert outcome == "killed", f"call {n}"
-        steps.append(stage.check(outcome, before_sweep=swaps))
+        steps.append(stage.check(outcome, before_cleanup=swaps))
     return steps
 
 
@@ -128,7 +128,7 @@ def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stag
         gone.append(not stage.target.exists())
         assert gone[-1] or step_of(stage.target) == 1
         assert len(find_checkpoints(stage.root).checkpoints) == (not gone[-1])
-        sweep(stage.root)
+        remove_leftovers(stage.root)
         assert working_entries(stage.root) == []
         assert stage.target.exists() is not gone[-1]
     assert gone == sorted(gone)
@@ -136,7 +136,7 @@ def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stag
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_call_of_a_sweep_loses_nothing(stage: Stage, tmp_path: Path) -> None:
+def test_a_kill_at_any_call_of_a_cleanup_loses_nothing(stage: Stage, tmp_path: Path) -> None:
     crashed = tmp_path / "crashed"
     put(crashed / f".old-last.ckpt-{'a' * 32}", step=1)
     put(crashed / f".tmp-checkpoint-{'a' * 32}", step=2)
@@ -148,11 +148,11 @@ def test_a_kill_at_any_call_of_a_sweep_loses_nothing(stage: Stage, tmp_path: Pat
         shutil.copytree(crashed, stage.root)
 
     reset()
-    count = count_calls(lambda: sweep(stage.root))
+    count = count_calls(lambda: remove_leftovers(stage.root))
     for n in range(1, count + 1):
         reset()
-        assert run(lambda: sweep(stage.root), n, fault=None) == "killed"
-        sweep(stage.root)
+        assert run(lambda: remove_leftovers(stage.root), n, fault=None) == "killed"
+        remove_leftovers(stage.root)
         assert [path.name for path in stage.root.iterdir()] == ["last.ckpt"]
         assert step_of(stage.target) == 1
 
@@ -177,7 +177,7 @@ def test_a_kill_at_any_system_call_of_a_save_leaves_the_old_checkpoint_or_the_ne
     for name, n in points:
         stage.reset()
         outcome = run_traced(stage.save, log, "%file,%desc", f"{name}:signal=KILL:when={n}")
-        steps.append(stage.check(outcome, before_sweep=swaps))
+        steps.append(stage.check(outcome, before_cleanup=swaps))
     assert set(steps) == {1, 2}
 
 

@@ -164,7 +164,7 @@ def test_nothing_but_a_checkpoint_is_replaced_or_deleted(folder: RemotePath) -> 
     assert {"notes.ckpt/thesis.txt", "table"} <= {*objects(folder)}
 
 
-def test_a_sweep_deletes_what_killed_saves_have_left_a_day_ago_and_nothing_else(
+def test_a_cleanup_deletes_what_killed_saves_have_left_a_day_ago_and_nothing_else(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(folder / "last.ckpt", 1)
@@ -173,10 +173,10 @@ def test_a_sweep_deletes_what_killed_saves_have_left_a_day_ago_and_nothing_else(
             (folder / checkpoint / ("ab" * 16) / part).put(b"cut short")
         (folder / checkpoint / ("cd" * 16) / "thesis.txt").put(b"mine")
     before = objects(folder)
-    assert clean.sweep(folder) == ()  # it may still be written to
+    assert clean.remove_leftovers(folder) == ()  # it may still be written to
     assert objects(folder) == before
     monkeypatch.setattr(remote_directory, "ABANDONED_S", -1.0)
-    assert clean.sweep(folder) == ()
+    assert clean.remove_leftovers(folder) == ()
     assert {*before} - {*objects(folder)} == {name for name in before if "abab" in name}
     assert step_in(folder / "last.ckpt") == 1
     assert [it.name for it in find_checkpoints(folder).checkpoints] == ["last.ckpt"]
@@ -217,9 +217,9 @@ def test_of_a_hundred_faults_none_makes_a_partial_checkpoint(folder: RemotePath)
         assert held in expected
         found = [it.step for it in find_checkpoints(folder).checkpoints]
         assert found == ([] if held is None else [held])
-    # Whatever failed saves have left, a later sweep finds.
+    # Whatever failed saves have left, a later cleanup finds.
     remote_directory.ABANDONED_S, kept = -1.0, remote_directory.ABANDONED_S
-    clean.sweep(folder)
+    clean.remove_leftovers(folder)
     remote_directory.ABANDONED_S = kept
     assert len({name.split("/")[1] for name in objects(folder) if FOLDER.search(name)}) == 1
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from shardeddp import CheckpointError, CheckpointOptions, ConfigurationError, ShardedDP
-from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.find import find_checkpoints, read_manifest
 from shardeddp.checkpoint.items import records_of
@@ -267,13 +267,13 @@ def test_replicas_that_differ_are_named_and_no_file_is_saved(world: Worlds, tmp_
     assert os.listdir(tmp_path) == []
 
 
-def test_a_sweep_leaves_a_file_that_is_being_written_and_takes_one_that_was_left(
+def test_a_cleanup_leaves_a_file_that_is_being_written_and_takes_one_that_was_left(
     tmp_path: Path,
 ) -> None:
     (tmp_path / f".tmp-file-{0:032x}").write_text("left by a killed run")
     with new_files([tmp_path / "a.ckpt"]) as [file]:
         file.write(b"new")
-        assert sweep(tmp_path) == ()
+        assert remove_leftovers(tmp_path) == ()
         assert not (tmp_path / f".tmp-file-{0:032x}").exists()
     assert os.listdir(tmp_path) == ["a.ckpt"]
 

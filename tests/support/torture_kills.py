@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
 from shardeddp.comm import propagation
 from support.torture_training import (
@@ -218,9 +218,9 @@ class Runner:
         ]
         returned = max((int(step) for what, step in noted if what == "returned"), default=0)
         begun = max((int(step) for what, step in noted if what == "begun"), default=0)
-        swept_by_hand = not trial.resumes
-        if swept_by_hand:
-            assert sweep(checkpoints) == ()
+        cleaned_by_hand = not trial.resumes
+        if cleaned_by_hand:
+            assert remove_leftovers(checkpoints) == ()
         found = find_checkpoints(checkpoints)
         assert found.skipped == {}, f"what looks like a checkpoint is none: {found.skipped}"
         path = found.checkpoints[-1].path if found.checkpoints else None

@@ -76,16 +76,16 @@ def remove(target: AnyPath, roots: Sequence[AnyPath] = (), *, written: bool = Fa
         warnings.warn(f"The checkpoint {str(target)!r} was not deleted: {kept}", stacklevel=2)
 
 
-def sweep(directory: AnyPath) -> tuple[str, ...]:
+def remove_leftovers(directory: AnyPath) -> tuple[str, ...]:
     """Remove leftovers of killed processes from a directory; files of living ones stay.
 
-    In a store, only leftovers of a day ago and earlier. One process sweeps a directory at a time,
+    In a store, only leftovers of a day ago and earlier. One process cleans up a directory at a time,
     the others return at once. The directory need not exist.
 
     Returns:
         Sentences on failures; files that other processes are writing are not mentioned.
     """
-    return directory_at(directory).sweep()
+    return directory_at(directory).remove_leftovers()
 
 
 def directory_at(path: AnyPath) -> CheckpointDirectory:
@@ -132,34 +132,34 @@ class LocalDirectory:
         os.unlink(path)
         return None
 
-    def sweep(self) -> tuple[str, ...]:
+    def remove_leftovers(self) -> tuple[str, ...]:
         """Delete what killed processes have left in this directory, or give it its name back."""
         with disk_errors("cleaning up", self.path):
-            return _sweep(self.path) if exists(self.path) else ()
+            return _remove_leftovers(self.path) if exists(self.path) else ()
 
 
-def _sweep(directory: Path) -> tuple[str, ...]:
+def _remove_leftovers(directory: Path) -> tuple[str, ...]:
     with opened_directory(directory) as here:
         ours = lock(here)
         if ours is False:
-            return ()  # another process is sweeping
+            return ()  # another process is cleaning up
         if ours is None:
             return (f"{directory} was not cleaned up: its file system has no locks.",)
-        sweeper = _Sweeper(directory, here)
+        cleanup = _Cleanup(directory, here)
         for name in sorted(os.listdir(here)):
             match = WORKING_NAME.fullmatch(name)
             if match is None:
                 continue
             if match["kind"] != "tmp":
-                sweeper.clean(name, match["name"], None)
+                cleanup.clean(name, match["name"], None)
             elif staged := STAGED.fullmatch(match["name"]):
                 elsewhere = staged["kernel"] not in (None, kernel()[1])
-                sweeper.clean(name, None, staged["host"] if elsewhere else None)
-        return tuple(sweeper.left)
+                cleanup.clean(name, None, staged["host"] if elsewhere else None)
+        return tuple(cleanup.left)
 
 
-class _Sweeper:
-    """Sweep of a directory that is open and locked."""
+class _Cleanup:
+    """Cleanup of a directory that is open and locked."""
 
     def __init__(self, directory: Path, descriptor: int) -> None:
         self._directory = directory

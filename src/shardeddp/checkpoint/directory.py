@@ -63,13 +63,13 @@ from shardeddp.errors import CheckpointError, first_three
 # and deleted, manifest first; files in it that belong to no checkpoint are kept. Where the system
 # cannot swap names, the old one is called ``.old-<name>-<uuid>`` between two renames. A process
 # that dies at any point leaves the old checkpoint or the new one, and entries with names of these
-# three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
+# three forms. A cleanup gives ``.old`` its name back if that is free, and deletes the rest.
 #
 # The process that writes a staging directory holds a lock on it (on the directory itself: no lock
 # file remains). The kernel frees it however that process ends, so a staging directory that can be
 # locked is abandoned. A process id would be no such proof: ids are used again, and differ between
 # containers. Not every file system shares locks between hosts. So names of staging entries contain
-# the host and its kernel, and a sweep on another host leaves entries that were written to in the
+# the host and its kernel, and a cleanup on another host leaves entries that were written to in the
 # last quarter of an hour, by the clock of the file system.
 
 STAGED = re.compile(
@@ -141,7 +141,7 @@ class LocalStaging:
         return tuple(notes)
 
     def discard(self) -> None:
-        """Delete the directory, if it was not committed. The next sweep tries again."""
+        """Delete the directory, if it was not committed. The next cleanup tries again."""
         try:
             with contextlib.suppress(OSError):
                 delete(self.path)
@@ -174,7 +174,7 @@ def stage(
 
     Raises:
         CheckpointError: The target is anything else, or the file system refuses.
-        ValueError: The target has no name of its own, or one that a sweep would delete.
+        ValueError: The target has no name of its own, or one that a cleanup would delete.
     """
     with disk_errors("making a temporary directory for", target):
         parent, name = resolve(target)
@@ -244,7 +244,7 @@ def _staging(folder: Path, kind: str) -> LocalPath:
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:
-    """Make and lock a directory; None if a sweep has locked or deleted it in between."""
+    """Make and lock a directory; None if a cleanup has locked or deleted it in between."""
     make_directory(path, permissions)
     try:
         descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW)
@@ -343,7 +343,7 @@ def delete_atomically(
             directory of that name or a similar one.
 
     Returns:
-        Sentences on remains; the next sweep tries again.
+        Sentences on remains; the next cleanup tries again.
     """
     try:
         renamed = path.with_name(f".del-{uuid.uuid4().hex}")
@@ -355,7 +355,7 @@ def delete_atomically(
         kept = _free(path.with_name(name))
         os.rename(renamed, kept)
     except FileNotFoundError:
-        return ()  # a sweep has come first
+        return ()  # a cleanup has come first
     except OSError as error:
         return (left_text(path, error),)
     return (f"{first_three(others)} in {name} is no part of a checkpoint, and is left in {kept}.",)
@@ -446,14 +446,14 @@ def new_files(
 
 
 def _open_locked(folder: Path, permissions: Permissions) -> BinaryIO:
-    """Open a new file under a working name, locked against sweeps by other processes."""
+    """Open a new file under a working name, locked against cleanups by other processes."""
     while True:
         path = _staging(folder, "file")
         os.close(create_exclusively(path, permissions))
         try:
             file = open(path, "r+b")  # noqa: SIM115 - the caller closes it
         except FileNotFoundError:
-            continue  # a sweep has come in between
+            continue  # a cleanup has come in between
         if lock(file.fileno()) is not False and exists(path):
             return file
         file.close()

@@ -29,7 +29,7 @@ from shardeddp.errors import CheckpointError, first_three
 # one, in one step. After that the folder of the former one is deleted.
 #
 # A process that dies at any point leaves the old checkpoint or the new one, and folders that no
-# manifest names. No lock can show that a folder is still written to, so a sweep takes it for
+# manifest names. No lock can show that a folder is still written to, so a cleanup takes it for
 # abandoned when its newest object is a day old. Interrupted multipart uploads have no name;
 # lifecycle rules of the bucket delete them.
 
@@ -84,7 +84,7 @@ class RemoteStaging:
         return _delete(replaced)
 
     def discard(self) -> None:
-        """Delete the files. If the manifest may exist, all stay: a later sweep can tell."""
+        """Delete the files. If the manifest may exist, all stay: a later cleanup can tell."""
         if not self.attempted:
             with contextlib.suppress(OSError):
                 _delete([self.path / name for name in self.path.list() if is_part(name)])
@@ -130,7 +130,7 @@ class RemoteDirectory:
             self.path.delete()
         return None
 
-    def sweep(self) -> tuple[str, ...]:
+    def remove_leftovers(self) -> tuple[str, ...]:
         """Delete what killed saves have left in this folder, if it is a day old or older."""
         left = list[str]()
         if self.path.protocol in READ_ONLY:
@@ -164,7 +164,7 @@ class RemoteDirectory:
     def _remove_sharded(self) -> tuple[str, ...]:
         """Delete a sharded checkpoint, the manifest first; return sentences on remains."""
         parts = list[RemotePath]()
-        with contextlib.suppress(CheckpointError):  # its files are left for a sweep
+        with contextlib.suppress(CheckpointError):  # its files are left for a cleanup
             stored = read_manifest_alone(self.path)
             parts = [self.path / stored.folder / name for name in stored.files]
         (self.path / MANIFEST).delete()

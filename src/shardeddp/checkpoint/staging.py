@@ -60,7 +60,7 @@ class CheckpointDirectory(Protocol):
         """
         ...
 
-    def sweep(self) -> tuple[str, ...]:
+    def remove_leftovers(self) -> tuple[str, ...]:
         """Delete what killed processes have left among the checkpoints in here.
 
         Returns:

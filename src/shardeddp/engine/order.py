@@ -235,7 +235,7 @@ class OrderAgreement:
         mesh: Process groups of the messages and gathers.
         sharding: Sharding strategy: whether forwards and backwards gather.
         reducer: Reducer of the gradients.
-        apart: True if ranks are known to use different units.
+        uses_different_units: True if ranks are known to use different units.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class OrderAgreement:
         sharding: ShardingStrategy,
         reducer: Reducer,
         *,
-        apart: bool = False,
+        uses_different_units: bool = False,
     ) -> None:
         self._progresses = progresses
         self._mesh = mesh
         self._reducer = reducer
-        self._apart = apart
+        self._uses_different_units = uses_different_units
         # True in an evaluation, when each rank has its own number of passes.
         self._open = False
         self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
@@ -333,7 +333,11 @@ class OrderAgreement:
 
     def upcoming(self, kind: str, depth: int) -> list[int]:
         """Return the next ``depth`` units of all ranks; empty if ranks agree visit by visit."""
-        return [] if self._apart or self.agrees(kind) else self._orders[kind].upcoming(depth)
+        return (
+            []
+            if self._uses_different_units or self.agrees(kind)
+            else self._orders[kind].upcoming(depth)
+        )
 
     def at_end(self, kind: str) -> bool:
         """Return whether the last visit ends the pass on all ranks."""
@@ -362,7 +366,7 @@ class OrderAgreement:
     def agrees(self, kind: str) -> bool:
         """Return whether ranks send messages about the visits of a pass of this kind."""
         return self._involves_others(kind) and (
-            self._apart or self._open or kind not in self._alike
+            self._uses_different_units or self._open or kind not in self._alike
         )
 
     def _involves_others(self, kind: str) -> bool:
@@ -441,9 +445,9 @@ class OrderAgreement:
         rows, announced = self._send(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
         if not self._open and sum(map(bool, (*forward, *backward))) > 1:
-            self._apart = True
+            self._uses_different_units = True
             if self._mesh.experts is not None:
-                self._refuse_apart(forward, backward)
+                self._refuse_different_units(forward, backward)
         with torch.no_grad():
             self._reducer.issue(
                 [index for index, state in enumerate(reduced[:-1]) if state == Reduced.DUE]
@@ -467,7 +471,7 @@ class OrderAgreement:
         self._all_have_ended = not (forwards or backwards)
         return not self._all_have_ended
 
-    def _refuse_apart(self, *visits: Sequence[int]) -> NoReturn:
+    def _refuse_different_units(self, *visits: Sequence[int]) -> NoReturn:
         """Refuse different units on ranks that divide experts: they send tokens in every layer."""
         labels = [*(it.unit.label for it in self._progresses), _END]
         reached = [labels[index] for each in visits for index, flag in enumerate(each) if flag]
@@ -479,7 +483,12 @@ class OrderAgreement:
         Rows of :class:`_Field`, and bytes of forwards.
         """
         in_backward, awaited = is_backward(kind), dict[int, list[int]]()
-        if wanted is not None and kind in self._known and self._apart and not self._open:
+        if (
+            wanted is not None
+            and kind in self._known
+            and self._uses_different_units
+            and not self._open
+        ):
             awaited = self._forwards.awaited()
             if self._is_planned or wanted.index not in awaited:
                 self._unforeseen.add(kind)

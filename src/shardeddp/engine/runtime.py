@@ -139,7 +139,11 @@ class Runtime:
         self._prefetch = options.forward_prefetch, options.backward_prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
         self.agreement = OrderAgreement(
-            self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
+            self.progresses,
+            mesh,
+            sharding,
+            self._reducer,
+            uses_different_units=options.uneven_units,
         )
         self._keeps_graph = False  # the running backward records a graph (create_graph)
         self._has_warned = False  # of the graph that gradients lose

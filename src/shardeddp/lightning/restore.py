@@ -528,5 +528,5 @@ def _read_by_plugin(
 
 def clear_away(folders: Iterable[str | Location]) -> None:
     """Delete leftovers of killed runs in checkpoint directories; call it on one rank."""
-    for note in (note for folder in folders for note in clean.sweep(folder)):
+    for note in (note for folder in folders for note in clean.remove_leftovers(folder)):
         warnings.warn(note, stacklevel=2)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
 from shardeddp.comm import all_gather_bytes
 from shardeddp.errors import CheckpointError
@@ -51,7 +51,7 @@ def check(target: Path, step: int, texts: list[str]) -> bool:
     failed = texts[0] != ""
     assert step_of(target) == step - failed, texts[0]
     if dist.get_rank() == 0:
-        assert sweep(target.parent) == ()
+        assert remove_leftovers(target.parent) == ()
         found = os.listdir(target.parent)
         assert found == [target.name], f"{found} is left"
     dist.barrier()
@@ -228,7 +228,7 @@ class Stage:
 
     def check(self) -> int:
         before = step_of(self.checkpoints / TARGET)
-        assert sweep(self.checkpoints) == ()
+        assert remove_leftovers(self.checkpoints) == ()
         assert [name for name in os.listdir(self.checkpoints) if WORKING_NAME.fullmatch(name)] == []
         assert [it.step for it in find_checkpoints(self.checkpoints).checkpoints] == [before]
         return before

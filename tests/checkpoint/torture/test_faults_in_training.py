@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
@@ -23,9 +23,9 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 
-def nothing_is_swept(folder: Path) -> bool:
+def nothing_is_left_over(folder: Path) -> bool:
     entries = sorted(folder.iterdir())
-    return sweep(folder) == () and sorted(folder.iterdir()) == entries
+    return remove_leftovers(folder) == () and sorted(folder.iterdir()) == entries
 
 
 def train(
@@ -68,10 +68,10 @@ def test_a_full_disk_on_one_rank_stops_the_training_on_all(
     text, steps = results[0]
     assert str(folder) in text and "No space left" in text, text
     assert 2 < steps < 40
-    assert nothing_is_swept(folder)
+    assert nothing_is_left_over(folder)
     path = find_checkpoints(folder).checkpoints[-1].path
     assert (
         world(2).run(train, str(folder), asynchronous, steps + 6, None, str(path))
         == [("", steps + 6)] * 2
     )
-    assert nothing_is_swept(folder)
+    assert nothing_is_left_over(folder)
