@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, Options
+from shardeddp.config import MixedPrecision, parse_options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
@@ -128,7 +128,7 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
     """ShardedDP's engine with a strategy, every block a unit."""
 
     def build(model: Llama, device: torch.device, dtypes: Dtypes) -> Engine:
-        asked = Options(sharding_strategy=strategy)
+        asked = parse_options({"sharding_strategy": strategy})
         # A machine has eight devices, or as many as there are ranks.
         world_size = dist.get_world_size()
         per_node = min(8, world_size)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model import GPT  # noqa: E402
 from shardeddp.comm import Mesh  # noqa: E402
-from shardeddp.config import Options  # noqa: E402
+from shardeddp.config import parse_options  # noqa: E402
 from shardeddp.engine.runtime import Runtime  # noqa: E402
 from shardeddp.engine.shard_model import shard_model  # noqa: E402
 from shardeddp.optim.attach import attach_optimizer  # noqa: E402
@@ -75,7 +75,7 @@ class Contestant:
                 timedelta(minutes=1),
             )
             units = build_units(self.model, resolve_policy("auto"))
-            self.runtime = shard_model(units, mesh, Options(sharding_strategy=strategy))
+            self.runtime = shard_model(units, mesh, parse_options({"sharding_strategy": strategy}))
         self.optimizers = make_optimizers(self.model, name)
         if self.runtime is not None:
             for optimizer in self.optimizers:

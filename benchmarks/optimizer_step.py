@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from shardeddp.comm import Mesh
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
@@ -71,7 +71,7 @@ def measure(
         mesh = Mesh(
             Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1)
         )
-        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, Options())
+        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, parse_options({}))
         sharded = list(model.parameters())
         with runtime.step("training_step") as outputs:
             outputs.append(model())

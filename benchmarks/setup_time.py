@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from fresh_ranks import become_rank, in_turn
 from shardeddp.comm import Mesh
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.engine.deferred_init import Materializer
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.shard_model import shard_model
@@ -96,7 +96,7 @@ def ours(setting: Setting) -> tuple[float, float]:
     dist.barrier()
     start = time.perf_counter()
     units = build_units(model, resolve_policy([Block]))
-    shard_model(units, mesh, Options(), recording=recording)
+    shard_model(units, mesh, parse_options({}), recording=recording)
     usable = time.perf_counter() - start
     return usable - sum(filling), usable
 

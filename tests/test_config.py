@@ -1,12 +1,15 @@
 """Options of the strategy are taken in every way that is said to work, and refused by name in any other."""
 
+import pickle
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from shardeddp import CheckpointOptions, ConfigurationError, ShardedDP
-from shardeddp.config import resolve_timeout
+from shardeddp import CheckpointOptions, ConfigurationError, CPUOffload, MixedPrecision, ShardedDP
+from shardeddp.config import parse_options, resolve_timeout
+from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.wrap import ClassPolicy, NamePolicy
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -93,3 +96,46 @@ def test_values_of_another_kind_are_refused_by_the_name_of_their_option(
     name = inner.get([*options][-1], [*options][-1])
     with pytest.raises(ConfigurationError, match=name):
         ShardedDP(**options)
+
+
+def test_what_users_write_is_parsed_to_the_values_that_are_read() -> None:
+    options = parse_options(
+        {
+            "sharding_strategy": "HYBRID_SHARD_ZERO2",
+            "auto_wrap_policy": ["Block"],
+            "mixed_precision": "bf16",
+            "cpu_offload": True,
+            "activation_checkpointing": "Block",
+            "forward_prefetch": True,
+            "timeout": 1,
+            "plan_only": "a100-80",
+        }
+    )
+    expected = {
+        "sharding_strategy": "hybrid_shard",
+        "reshard_after_forward": False,
+        "auto_wrap_policy": ClassPolicy(["Block"]),
+        "mixed_precision": MixedPrecision(param_dtype="bf16"),
+        "cpu_offload": CPUOffload(params=True, optimizer=True),
+        "forward_prefetch": 1,
+        "timeout": timedelta(seconds=1),
+        "plan_only": "A100-80",
+    }
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert options.activation_checkpointing is not None
+    assert options.activation_checkpointing.modules == ClassPolicy(["Block"])
+    assert vars(pickle.loads(pickle.dumps(options))) == vars(options)
+
+
+def test_options_with_another_sharding_keep_all_others() -> None:
+    experts = {"experts": "layers.*.experts", "expert_parallel_size": 2, "timeout": 5}
+    sharded = {"sharding_strategy": "hsdp", "shard_size": 2, "reduce_every_backward": False}
+    former = parse_options({**experts, **sharded})
+    options = former.with_sharding("ZeRO2", None)
+    assert options.sharding == choose_sharding("shard_grad_op", reduce_every_backward=False)
+    assert list(options.candidates) == [options.sharding_strategy] == ["shard_grad_op"]
+    assert options.shard_size is None
+    assert options.experts == NamePolicy(["layers.*.experts"])
+    assert options.timeout == timedelta(seconds=5)
+    with pytest.raises(ConfigurationError, match="shard_size=2 goes with sharding_strategy='hybr"):
+        former.with_sharding("full_shard", 2)

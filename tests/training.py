@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, OptimizerScope, Options
+from shardeddp.config import MixedPrecision, OptimizerScope, Options, parse_options
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
@@ -100,14 +100,16 @@ class Sharding:
     @property
     def asked(self) -> Options:
         """How a user asks for it."""
-        return Options(
-            sharding_strategy=self.strategy,
-            reshard_after_forward=self.regather,
-            reduce_every_backward=self.reduce_every_backward,
-            optimizer_shard="world" if self.split else "group",
-            forward_prefetch=self.prefetch,
-            backward_prefetch=self.prefetch,
-            uneven_units=self.uneven,
+        return parse_options(
+            {
+                "sharding_strategy": self.strategy,
+                "reshard_after_forward": self.regather,
+                "reduce_every_backward": self.reduce_every_backward,
+                "optimizer_shard": "world" if self.split else "group",
+                "forward_prefetch": self.prefetch,
+                "backward_prefetch": self.prefetch,
+                "uneven_units": self.uneven,
+            }
         )
 
     @property

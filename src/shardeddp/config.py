@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import MappingProxyType, UnionType
 from typing import (
@@ -520,78 +520,74 @@ OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "check
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Checked and resolved options of a strategy.
+    """Resolved options of a strategy, made by :func:`parse_options`.
 
-    ``ShardedDP`` describes them, as its arguments of the same names; a field has a docstring where
-    it differs. Components of the strategy and of the engine read their fields of this object. Two
-    objects are equal if they shard a model alike; fields without influence on that are not
-    compared.
+    ``ShardedDP`` describes them for users, as its arguments of the same names. Components of the
+    strategy and of the engine read their fields of this object. Two objects are equal if they shard
+    a model alike; fields without influence on that are not compared.
 
     Raises:
         ConfigurationError: An option is invalid, or does not work with another one.
     """
 
     sharding_strategy: str = field(default="full_shard", compare=False)
-    """Name in lower case; names of other libraries are translated."""
+    """Our own name in lower case, or ``auto``; the engine reads ``sharding``."""
     shard_size: ShardSizeOption = field(default=None, compare=False)
+    """Size as asked for, for choices and messages; the engine reads ``sharding``."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
     mixed_precision: MixedPrecision | None = None
+    """None: autocast alone decides on dtypes."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Its ``modules`` are a policy."""
     cpu_offload: CPUOffload = CPUOffload()
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
+    """Override that holds for every strategy chosen later; None: the default of each."""
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
     optimizer_scope: Mapping[str, OptimizerScope] = field(
         default_factory=dict[str, OptimizerScope], compare=False
     )
+    """By class name or import path; a scope given here counts before the one that is known."""
     tensor_parallel_size: int = 1
+    """Size of the innermost axis of the mesh; 1: there is none."""
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
+    """Plan as given: its names are matched once there is a model."""
     expert_parallel_size: int = 1
+    """Number of expert ranks; 1: the mesh of expert parameters is that of all others."""
     experts: Policy | None = None
+    """None: stacked experts with the forward of transformers."""
     forward_prefetch: int = 1
+    """Number of units."""
     backward_prefetch: int = 1
+    """Number of units."""
     reduce_every_backward: bool | None = field(default=None, compare=False)
+    """Override that holds for every strategy chosen later; None: the default of each."""
     uneven_batches: UnevenBatches = field(default="error", compare=False)
     uneven_units: bool = False
+    """True: ranks agree on every pass, also where they have been alike."""
     state_dict_type: StateDictType = field(default="auto", compare=False)
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
     process_group_backend: str | None = field(default=None, compare=False)
+    """None: by the kind of device, once that is known."""
     timeout: timedelta = field(default=timedelta(seconds=600), compare=False)
+    """Limit of the rendezvous, of collectives and of messages on the host."""
     debug: bool = False
+    """True: the mesh compares the collectives of user code; it cannot be changed later."""
     plan_only: bool | str = field(default=False, compare=False)
     """A GPU has its name in the planner's table."""
     start_method: StartMethod = field(default="popen", compare=False)
 
-    # Derived from several options, or from one that has more than one type.
-    sharding: ShardingStrategy = field(init=False)
-    """Resolved sharding strategy; under ``auto`` the first candidate, until one is chosen."""
-    candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
+    # Derived from options, and the only fields without a default: see `option_names`.
+    sharding: ShardingStrategy
+    """What the engine does; under ``auto`` the first candidate, until one is chosen."""
+    candidates: Mapping[str, ShardingStrategy] = field(compare=False, repr=False)
     """Sharding strategies by name that ``auto`` chooses from; without it, the only one."""
-    described_plan: str = field(init=False, repr=False)
+    described_plan: str = field(repr=False)
     """Text of the plan, for comparison: equal for equal styles of torch, which are objects."""
 
     def __post_init__(self) -> None:
         _check_backend(self.process_group_backend)
         check_size("tensor_parallel_size", self.tensor_parallel_size)
         check_size("expert_parallel_size", self.expert_parallel_size)
-        # Translate names and values of other libraries first.
-        known = sharding_of(self.sharding_strategy) or {}
-        strategy = known.get("sharding_strategy", self.sharding_strategy)
-        reshard = self.reshard_after_forward
-        reshard = known.get("reshard_after_forward") if reshard is None else reshard
-        offload = resolve_offload(self.cpu_offload)
-        choices: dict[str, Any] = {
-            "shard_size": self.shard_size,
-            "reduce_every_backward": self.reduce_every_backward,
-            "reshard_after_forward": reshard,
-            "offload_params": offload.params,
-            "optimizer_shard": self.optimizer_shard,
-        }
-        name = str(strategy).lower()
-        shardings = (
-            candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
-        )
-        sharding = next(iter(shardings.values()))
         check_fields(
             self,
             {
@@ -599,41 +595,20 @@ class Options:
                 "left, 'join' with the last"
             },
         )
-        self._check_axes(name == AUTO, sharding, offload)
-        resolved = {
-            "sharding_strategy": name,
-            "reshard_after_forward": reshard,
-            "cpu_offload": offload,
-            "mixed_precision": resolve_mixed_precision(self.mixed_precision),
-            "activation_checkpointing": resolve_activation_checkpointing(
-                self.activation_checkpointing
-            ),
-            "optimizer_scope": resolve_optimizer_scope(self.optimizer_scope),
-            "checkpoint_options": resolve_checkpoint_options(self.checkpoint_options),
-            "timeout": resolve_timeout(self.timeout),
-            "plan_only": _resolve_plan_only(self.plan_only),
-            "sharding": sharding,
-            "candidates": shardings,
-            "auto_wrap_policy": resolve_policy(self.auto_wrap_policy),
-            "experts": resolve_experts(self.experts, self.expert_parallel_size),
-            "forward_prefetch": resolve_prefetch("forward_prefetch", self.forward_prefetch),
-            "backward_prefetch": resolve_prefetch("backward_prefetch", self.backward_prefetch),
-            "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
-        }
-        for option, value in resolved.items():
-            object.__setattr__(self, option, value)
+        self._check_axes()
+        check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)
 
-    def _check_axes(self, is_auto: bool, sharding: ShardingStrategy, offload: CPUOffload) -> None:
+    def _check_axes(self) -> None:
         """Refuse options that do not work with tensor or expert parallelism."""
         untried = {
-            "cpu_offload": offload.params or offload.optimizer,
-            "optimizer_shard='world'": sharding.split_replicas,
-            "reshard_after_forward=<number>": sharding.regather_size is not None,
+            "cpu_offload": self.cpu_offload.params or self.cpu_offload.optimizer,
+            "optimizer_shard='world'": self.sharding.split_replicas,
+            "reshard_after_forward=<number>": self.sharding.regather_size is not None,
             "uneven_batches": self.uneven_batches != "error",
             "uneven_units": self.uneven_units,
         }
         planned = {
-            "sharding_strategy='auto'": is_auto,
+            "sharding_strategy='auto'": self.sharding_strategy == AUTO,
             "shard_size='auto'": self.shard_size == AUTO,
             "plan_only": self.plan_only is not False,
         }
@@ -643,11 +618,30 @@ class Options:
         _check_axis("tensor_parallel_size", self.tensor_parallel_size, untried, unnamed)
         _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
 
+    def with_sharding(self, name: str, shard_size: ShardSizeOption) -> Options:
+        """Return these options with another sharding strategy.
+
+        Args:
+            name: Name of the strategy, also one of other libraries.
+            shard_size: Its shard size; None: the default.
+
+        Raises:
+            ConfigurationError: The strategy is unknown, or does not work with another option.
+        """
+        asked = {"sharding_strategy": name, "shard_size": shard_size}
+        return replace(self, **asked | _resolve_sharding(vars(self) | asked))
+
     @property
     def order_of_gathers(self) -> list[str]:
         """Options that change the order of gathers, with their values; equal on all ranks."""
         names = "forward_prefetch", "backward_prefetch", "uneven_units"
         return [f"{name}={getattr(self, name)}" for name in names]
+
+
+def option_names() -> list[str]:
+    """Return the names of the options, which are the fields of :class:`Options` with a default."""
+    known = signature(Options).parameters.values()
+    return [it.name for it in known if it.default is not it.empty]
 
 
 def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -667,7 +661,7 @@ def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
 
 
 def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:
-    """Parse the options of a strategy.
+    """Parse the options of a strategy, as users write them.
 
     Args:
         given: Values by name; missing ones have their default.
@@ -675,12 +669,49 @@ def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Opt
 
     Raises:
         TypeError: A name is unknown, or an argument of another strategy; with the line to write.
-        ConfigurationError: An option is invalid, see :class:`Options`.
+        ConfigurationError: An option is invalid, or does not work with another one.
     """
-    names = [it.name for it in fields(Options) if it.init]
+    names = option_names()
     if unknown := [name for name in given if name not in (*names, *beside)]:
         raise TypeError(explain_unknown(unknown, given, (*names, *beside)))
-    return Options(**{name: given[name] for name in names if name in given})
+    values = {it.name: it.default for it in fields(Options) if it.default is not MISSING}
+    for name in names:
+        if name in given:
+            resolve = _RESOLVED_BY.get(name)
+            values[name] = resolve(given[name]) if resolve else given[name]
+    values["experts"] = resolve_experts(values["experts"], values["expert_parallel_size"])
+    values |= _resolve_sharding(values)
+    return Options(**values, described_plan=str(values["tensor_parallel_plan"]))
+
+
+def _resolve_sharding(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of :class:`Options` that follow from the sharding strategy.
+
+    Args:
+        values: Resolved values by name, but for the sharding strategy, which is the user's.
+
+    Raises:
+        ConfigurationError: The strategy is unknown, or does not work with another option.
+    """
+    given, reshard = values["sharding_strategy"], values["reshard_after_forward"]
+    known = sharding_of(given) or {"sharding_strategy": given}
+    strategy = known["sharding_strategy"]
+    reshard = known.get("reshard_after_forward") if reshard is None else reshard
+    choices: dict[str, Any] = {
+        "shard_size": values["shard_size"],
+        "reduce_every_backward": values["reduce_every_backward"],
+        "reshard_after_forward": reshard,
+        "offload_params": values["cpu_offload"].params,
+        "optimizer_shard": values["optimizer_shard"],
+    }
+    name = str(strategy).lower()
+    found = candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
+    return {
+        "sharding_strategy": name,
+        "reshard_after_forward": reshard,
+        "sharding": next(iter(found.values())),
+        "candidates": found,
+    }
 
 
 def _check_backend(name: str | None) -> None:
@@ -716,6 +747,21 @@ def resolve_prefetch(option: str, value: Any) -> int:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ConfigurationError(f"{option}={depth!r}: expected 0 (none) or a number of units")
     return depth
+
+
+_RESOLVED_BY: Mapping[str, Callable[[Any], Any]] = {
+    "auto_wrap_policy": resolve_policy,
+    "mixed_precision": resolve_mixed_precision,
+    "activation_checkpointing": resolve_activation_checkpointing,
+    "cpu_offload": resolve_offload,
+    "optimizer_scope": resolve_optimizer_scope,
+    "forward_prefetch": partial(resolve_prefetch, "forward_prefetch"),
+    "backward_prefetch": partial(resolve_prefetch, "backward_prefetch"),
+    "checkpoint_options": resolve_checkpoint_options,
+    "timeout": resolve_timeout,
+    "plan_only": _resolve_plan_only,
+}
+"""Functions from a user's value to the field, by option; other values are fields already."""
 
 
 def check_size(option: str, size: object) -> None:

@@ -22,7 +22,8 @@ from shardeddp.config import (
     CheckpointOptions,
     CPUOffload,
     MixedPrecision,
-    Options,
+    option_names,
+    parse_options,
 )
 from shardeddp.errors import ConfigurationError
 from shardeddp.translation.accelerate import translate_accelerate
@@ -100,11 +101,11 @@ def _of_mapping(content: Any, path: Path) -> Iterator[Migrated]:
 
 def _try(made: Translation) -> None:
     """Note an error that ShardedDP raises for the options, as far as no user code is imported."""
-    known = _names_of(Options)
+    known = option_names()
     given = {key: it for key, it in made.options.items() if key in known and _is_plain(it)}
     try:
         if not made.loses:
-            Options(**{key: _object(it) for key, it in given.items()})
+            parse_options({key: _object(it) for key, it in given.items()})
     except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
         made.lose("ShardedDP", f"refuses what is left: {error}")
 
@@ -193,7 +194,7 @@ _ENTRY = ("class_path", "init_args", "dict_kwargs")
 def _of_ours(arguments: Mapping[str, Any]) -> Translation:
     """Translate arguments of ShardedDP itself: foreign ones by their rules, misspelt ones lost."""
     made = Translation()
-    known = [*_names_of(Options), *OF_LIGHTNING, "precision_plugin"]
+    known = [*option_names(), *OF_LIGHTNING, "precision_plugin"]
     for key in in_order(arguments):
         value = arguments[key]
         ours = isinstance(value, Call) and value.path.startswith("shardeddp.")
@@ -207,7 +208,7 @@ def _of_ours(arguments: Mapping[str, Any]) -> Translation:
             made.lose(key, not_known(key, known))
         inner = value.arguments if isinstance(value, Call) else value
         if key in _WITH_FIELDS and isinstance(inner, Mapping):
-            names = _names_of(_WITH_FIELDS[key])
+            names = [it.name for it in fields(_WITH_FIELDS[key])]
             for name in cast("Mapping[str, Any]", inner):
                 if name not in names:
                     made.lose(f"{key}.{name}", not_known(name, names))
@@ -220,10 +221,6 @@ _WITH_FIELDS: dict[str, type] = {
     "cpu_offload": CPUOffload,
     "checkpoint_options": CheckpointOptions,
 }
-
-
-def _names_of(options: type) -> list[str]:
-    return [it.name for it in fields(options) if it.init]
 
 
 def _from_yaml(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardeddp.comm import Mesh
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
@@ -47,7 +47,7 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, end: str) -> list[bo
     )
     model = nn.Sequential(*[Unit(keeps) for _ in range(3)])
     specs = build_units(model, resolve_policy({Unit}))
-    runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
+    runtime = shard_model(specs, mesh, parse_options({"sharding_strategy": strategy}))
     optimizer = torch.optim.AdamW(model.parameters())
     attach_optimizer(optimizer)
     # From the second backward on, gradients are there before other ranks have answered.
@@ -80,7 +80,7 @@ def backward_without_the_model(strategy: str, shard_size: int) -> None:
     )
     model = nn.Sequential(Unit(""), Unit(""))
     specs = build_units(model, resolve_policy({Unit}))
-    runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
+    runtime = shard_model(specs, mesh, parse_options({"sharding_strategy": strategy}))
     with runtime.step() as outputs:
         outputs.append(model(torch.ones(2, 4, requires_grad=True)).sum())
     del model, specs, runtime

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.engine import unit as unit_module
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.unit import TRANSITIONS, UnitState
@@ -252,4 +252,4 @@ def test_verbs_of_a_unit_are_refused_in_the_wrong_state(verb: str) -> None:
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_a_negative_prefetch_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}_prefetch=-1: expected 0"):
-        Options(**{f"{name}_prefetch": -1})
+        parse_options({f"{name}_prefetch": -1})

@@ -19,7 +19,7 @@ from shardeddp import (
     MixedPrecision,
     ShardedDP,
 )
-from shardeddp.config import Options
+from shardeddp.config import option_names, parse_options
 from shardeddp.lightning.api import ParallelStrategy
 from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES, choose_sharding
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
@@ -82,34 +82,38 @@ def test_help_of_a_group_shows_its_fields_with_their_meaning(
 
 
 def test_the_signature_has_the_options_with_their_defaults() -> None:
-    options = [it.name for it in dataclasses.fields(Options) if it.init]
+    options = option_names()
     of_lightning = inspect.signature(ParallelStrategy).parameters
     assert options == [
         it for it in SIGNATURE if it not in of_lightning and it != "precision_plugin"
     ]
     # The strategy hands on what differs from its signature, so both have to have the same defaults.
-    assert vars(Options(**{name: SIGNATURE[name].default for name in options})) == vars(Options())
+    defaults = {name: SIGNATURE[name].default for name in options}
+    assert vars(parse_options(defaults)) == vars(parse_options({}))
 
 
 def test_options_are_equal_if_they_shard_alike() -> None:
-    assert Options(timeout=1, auto_wrap_policy=["Block"]) == Options(auto_wrap_policy=("Block",))  # type: ignore[arg-type]
-    assert Options(sharding_strategy="zero2") == Options(reshard_after_forward=False)
+    blocks = parse_options({"auto_wrap_policy": ["Block"]})
+    assert parse_options({"timeout": 1, "auto_wrap_policy": ("Block",)}) == blocks
+    zero2 = parse_options({"sharding_strategy": "zero2"})
+    assert zero2 == parse_options({"reshard_after_forward": False})
     plan = {"up": ColwiseParallel()}, {"up": ColwiseParallel()}, {"up": RowwiseParallel()}
-    found = [Options(tensor_parallel_size=2, tensor_parallel_plan=it) for it in plan]
+    split = [{"tensor_parallel_size": 2, "tensor_parallel_plan": it} for it in plan]
+    found = [*map(parse_options, split)]
     assert found[0] == found[1] != found[2]
-    assert Options(auto_wrap_policy=["Block"]) != Options(auto_wrap_policy=["Layer"])
-    again = dataclasses.replace(Options(sharding_strategy="HYBRID_SHARD_ZERO2"), debug=True)
+    assert parse_options({"auto_wrap_policy": ["Layer"]}) != blocks
+    hybrid = parse_options({"sharding_strategy": "HYBRID_SHARD_ZERO2"})
+    again = dataclasses.replace(hybrid, debug=True)
     assert again.sharding == choose_sharding("hybrid_shard", reshard_after_forward=False)
 
 
 def test_a_strategy_that_auto_has_chosen_makes_the_options_that_name_it() -> None:
     asked = {"reshard_after_forward": False, "timeout": 1}
-    auto = Options(sharding_strategy="Auto", **asked)  # type: ignore[arg-type]
+    auto = parse_options({"sharding_strategy": "Auto", **asked})
     assert list(auto.candidates) == ["full_shard", "hybrid_shard", "shard_grad_op"]
     for name in auto.candidates:
-        chosen = dataclasses.replace(auto, sharding_strategy=name)
-        named = Options(sharding_strategy=name, **asked)  # type: ignore[arg-type]
-        assert vars(chosen) == vars(named)
+        named = parse_options({"sharding_strategy": name, **asked})
+        assert vars(auto.with_sharding(name, None)) == vars(named)
 
 
 # -- configurations

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardeddp import ShardedDP
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.lightning.out_of_memory import advice, explain_memory
 from shardeddp.report import human_bytes
 from support.tasks import Block, TinyGpt, token_loader
@@ -110,11 +110,11 @@ def test_a_table_that_cannot_be_made_hides_nothing() -> None:
 
 def test_what_is_set_already_is_not_advised() -> None:
     gpu, host = torch.device("cuda"), torch.device("cpu")
-    plain = "\n".join(advice(Options(sharding_strategy="shard_grad_op"), gpu))
+    plain = "\n".join(advice(parse_options({"sharding_strategy": "shard_grad_op"}), gpu))
     for text in ("micro-batch", "activation_checkpointing", "full_shard", "CPUOffload(optimizer"):
         assert text in plain
-    done = Options(cpu_offload=True)
+    done = parse_options({"cpu_offload": True})
     assert "cpu_offload" not in "\n".join(advice(done, gpu))
-    assert "cpu_offload" not in "\n".join(advice(Options(), host))
-    kept = Options(reshard_after_forward=False)
+    assert "cpu_offload" not in "\n".join(advice(parse_options({}), host))
+    kept = parse_options({"reshard_after_forward": False})
     assert "reshard_after_forward=True" in "\n".join(advice(kept, gpu))

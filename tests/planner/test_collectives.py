@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, Options
+from shardeddp.config import MixedPrecision, parse_options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
@@ -101,7 +101,7 @@ def test_the_plan_lists_what_the_engine_sends(
     frozen: bool,
     micro_batches: int,
 ) -> None:
-    asked = Options(sharding_strategy=strategy, **options)
+    asked = parse_options({"sharding_strategy": strategy, **options})
     sharding = asked.sharding
     topology = sharding.topology(2, 4)
     model = Stack(frozen)

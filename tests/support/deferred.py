@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from shardeddp.config import Options
+from shardeddp.config import parse_options
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.wrap import SingleUnitPolicy, build_units
@@ -243,4 +243,4 @@ def shard(
 ) -> None:
     """Shard as one unit, with what is known of the model's making."""
     units = build_units(model, SingleUnitPolicy())
-    shard_model(units, Sharding().mesh(), Options(), recording=recording, load=load)
+    shard_model(units, Sharding().mesh(), parse_options({}), recording=recording, load=load)

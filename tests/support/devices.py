@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.config import CPUOffload, MixedPrecision, Options
+from shardeddp.config import CPUOffload, MixedPrecision, Options, parse_options
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
@@ -92,7 +92,7 @@ class Setting:
     @property
     def asked(self) -> Options:
         """How a user asks for it."""
-        return Options(sharding_strategy=self.strategy, cpu_offload=self.offload)
+        return parse_options({"sharding_strategy": self.strategy, "cpu_offload": self.offload})
 
     def mesh(self) -> Mesh:
         """The mesh of all ranks; for it a machine has all of them."""

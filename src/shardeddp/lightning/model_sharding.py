@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -287,7 +286,7 @@ class ModelSharding:
         """
         if not trainer.training:
             raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
-        options = replace(self._group.options, sharding_strategy=name, shard_size=shard_size)
+        options = self._group.options.with_sharding(name, shard_size)
         split, name = options.tensor_parallel_size, options.sharding_strategy
         experts = options.expert_parallel_size
         if AUTO in (name, options.shard_size) or split > 1 or experts > 1:

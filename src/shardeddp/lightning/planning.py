@@ -411,8 +411,7 @@ def choose_on_rank_zero(
     over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
     rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
     size = chosen.shard_size or options.shard_size
-    name = chosen.sharding_strategy
-    group.options = replace(options, sharding_strategy=name, shard_size=size)
+    group.options = options.with_sharding(chosen.sharding_strategy, size)
     return chosen
 
 
