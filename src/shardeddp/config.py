@@ -11,7 +11,6 @@ from types import MappingProxyType, UnionType
 from typing import (
     Any,
     Literal,
-    Protocol,
     TypeAlias,
     TypeGuard,
     TypeVar,
@@ -37,7 +36,7 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.translation.torch_strategies import options_of, prefetch_of, sharding_of
 from shardeddp.translation.unknown import explain_unknown
-from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
+from shardeddp.wrap import AutoPolicy, Modules, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
@@ -67,25 +66,6 @@ DTypeLike: TypeAlias = torch.dtype | str | None
 
 ModuleClasses: TypeAlias = Sequence[type[nn.Module] | str]
 """Module classes, or their names or import paths."""
-
-
-class ChoosesModules(Protocol):
-    """Protocol of policies; the command line builds one from a ``class_path``."""
-
-    def select(self, root: nn.Module) -> list[str]:
-        """Return the names of the chosen modules."""
-        ...
-
-
-Modules: TypeAlias = (
-    ChoosesModules
-    | str
-    | type[nn.Module]
-    | Sequence[type[nn.Module] | str]
-    | set[type[nn.Module] | str]
-    | Callable[[str, nn.Module], bool]
-)
-"""Modules of a model, in every notation: policy, class, name, sequence, set or function."""
 
 
 @dataclass(frozen=True, kw_only=True)

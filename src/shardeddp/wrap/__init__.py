@@ -2,6 +2,7 @@
 
 from shardeddp.wrap.policy import AutoPolicy as AutoPolicy
 from shardeddp.wrap.policy import ClassPolicy as ClassPolicy
+from shardeddp.wrap.policy import Modules as Modules
 from shardeddp.wrap.policy import NamePolicy as NamePolicy
 from shardeddp.wrap.policy import Policy as Policy
 from shardeddp.wrap.policy import PolicyLike as PolicyLike

@@ -476,15 +476,17 @@ def _mostly_equal(sizes: list[int]) -> bool:
 
 # -- Values of ``auto_wrap_policy``
 
-PolicyLike: TypeAlias = (
+Modules: TypeAlias = (
     Policy
     | str
     | type[nn.Module]
     | Sequence[type[nn.Module] | str]
     | set[type[nn.Module] | str]
     | Callable[[str, nn.Module], bool]
-    | None
 )
+"""Modules of a model, in every notation: policy, class, name, sequence, set or function."""
+
+PolicyLike: TypeAlias = Modules | None
 """Everything that ``resolve_policy`` understands."""
 
 _PRESETS: dict[str, type[Policy]] = {"auto": AutoPolicy, "none": SingleUnitPolicy}
