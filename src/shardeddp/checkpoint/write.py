@@ -232,16 +232,20 @@ class _Writing:
 
     def save(self) -> None:
         """Run all steps of the save."""
-        sizes = self._gather_to_first(
-            "planning the checkpoint", lambda: str(self.snapshot.nbytes).encode()
+        sizes = self._run(
+            gather_to_first,
+            "planning the checkpoint",
+            lambda: str(self.snapshot.nbytes).encode(),
         )
         try:
             needed = sum(map(int, sizes))
-            folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
-            self.folder = location(os.fsdecode(folders[0]))
-            reports = self._gather_to_first(f"writing {self.target}", self._write)
+            folders = self._run(
+                gather_results, "preparing the checkpoint", lambda: self._prepare(needed)
+            )
+            self.folder = location(os.fsdecode(bytes(folders[0])))
+            reports = self._run(gather_to_first, f"writing {self.target}", self._write)
             self._compare_replicas()
-            self._gather(f"committing {self.target}", lambda: self._commit(reports))
+            self._run(gather_results, f"committing {self.target}", lambda: self._commit(reports))
         except Exception:
             if self.staging is not None:
                 self.staging.discard()
@@ -252,13 +256,14 @@ class _Writing:
         """Rank of this process."""
         return 0 if self.group is None else self.group.rank
 
-    def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
-        return [action()] if self.group is None else gather_results(step, action, self.group)
-
-    def _gather_to_first(
-        self, step: str, action: Callable[[], bytes]
+    def _run(
+        self,
+        gather: Callable[[str, Callable[[], bytes], HostGroup], Sequence[bytes | memoryview]],
+        step: str,
+        action: Callable[[], bytes],
     ) -> Sequence[bytes | memoryview]:
-        return [action()] if self.group is None else gather_to_first(step, action, self.group)
+        """Run a step on all ranks and gather its results; of this process, if it saves alone."""
+        return [action()] if self.group is None else gather(step, action, self.group)
 
     def _compare_replicas(self) -> None:
         part, own = self.snapshot.part, self.own

@@ -258,7 +258,7 @@ class OrderAgreement:
         # Kinds of passes that have just left their recorded order.
         self._changed: set[str] = set()
         self._warned = False
-        self.gathers: bool = mesh.gather.size > 1 and any(
+        self.has_gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
         )
         """Whether forwards communicate with other ranks."""
@@ -280,7 +280,7 @@ class OrderAgreement:
 
     def open(self) -> None:
         """Allow each rank any number of passes until :meth:`close`."""
-        self._open = self.gathers
+        self._open = self.has_gathers
 
     def wait(self) -> None:
         """Take part in the passes of other ranks until all ranks call this."""
@@ -370,13 +370,13 @@ class OrderAgreement:
         )
 
     def _involves_others(self, kind: str) -> bool:
-        return self._gathers_in_backward if is_backward(kind) else self.gathers
+        return self._gathers_in_backward if is_backward(kind) else self.has_gathers
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Return whether this rank must gather the unit's parameters before it can use them."""
         unit = progress.unit
         return (
-            unit.gathers
+            unit.needs_gather
             if unit.state is UnitState.SHARDED
             else unit.state is UnitState.UNSHARDED and unit.stale
         )

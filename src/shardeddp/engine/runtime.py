@@ -393,14 +393,14 @@ class Runtime:
 
     def enter(self, progress: UnitProgress) -> None:
         """Begin a forward of the unit's module."""
-        if not (self._root.active or is_in_backward()) and progress.unit.gathers:
+        if not (self._root.active or is_in_backward()) and progress.unit.needs_gather:
             # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         self._enter(progress)
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit and prefetch the next ones."""
-        if progress.unit.gathers:
+        if progress.unit.needs_gather:
             refuse_traced(f"the forward of {progress.unit.label}")
         if are_transforms_active():
             self._enter_transformed(progress)
@@ -444,7 +444,7 @@ class Runtime:
             if self._root.active:
                 self._visit(progress, self._step_name)
                 continue
-            if progress.unit.gathers:
+            if progress.unit.needs_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
             self._ensure_unsharded(progress)
 

@@ -171,7 +171,7 @@ class Unit:
         return any(group.stale for group in self.groups)
 
     @property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """Whether unsharding communicates with other ranks."""
         return any(group.gathers for group in self.groups)
 

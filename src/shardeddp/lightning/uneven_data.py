@@ -51,7 +51,7 @@ class UnevenEvaluation:
         """
         loop, mesh = _loop_of(trainer), self._mesh
         divided = _DividingRanks.of(mesh)
-        if private.combined_loader(loop) is None or not (self._agreement.gathers or divided):
+        if private.combined_loader(loop) is None or not (self._agreement.has_gathers or divided):
             return
         lengths = [*_lengths(loop)]
         texts = all_gather_bytes(json.dumps(lengths).encode(), mesh.control)
@@ -61,7 +61,7 @@ class UnevenEvaluation:
             divided.refuse_lengths(texts)
             if None in lengths:
                 _compare_ends(trainer, loop, divided)
-        if mesh.experts is None and self._agreement.gathers:
+        if mesh.experts is None and self._agreement.has_gathers:
             self._agreement.open()
             self._restore = private.delay_ends(loop, self._wait)
 
