@@ -555,7 +555,7 @@ def train_handing(strategy: str, action: Action) -> Ended:
     model = HandsRows(action, 0, 2)
     trainer = make_trainer(make_strategy(strategy), max_steps=4)
     with pytest.MonkeyPatch.context() as soon:
-        soon.setattr(desync, "_TRANSFER_S", 2.0)
+        soon.setattr(desync, "TRANSFER_S", 2.0)
         ended = ended_with(lambda: trainer.fit(model, data), lambda: model.began)
     assert former.global_step == 1
     return ended

@@ -212,8 +212,11 @@ From then on it counts as standing still.
 _BUSY_S = 5.0
 """The same for a rank that waits in no known communication: it may be about to go on."""
 
-_TRANSFER_S = 8.0
-"""The same for a rank that waits for a user's transfer, where no other rank goes on."""
+TRANSFER_S = 8.0
+"""The same for a rank that waits for a user's transfer, where no other rank goes on.
+
+Tests set a shorter time.
+"""
 
 _NAMED = 8
 """Maximum number of ranks in a message."""
@@ -389,7 +392,7 @@ class DesyncCheck:
         first = not any(
             each and each["needs"] for rank, each in neighbours.items() if rank < self._rank
         )
-        if not report["needs"] or report["still_s"] < _TRANSFER_S or not first:
+        if not report["needs"] or report["still_s"] < TRANSFER_S or not first:
             return {}
         if not all(map(_stands, neighbours.values())):
             return {}
@@ -438,7 +441,7 @@ def _stands(report: dict[str, Any] | None) -> bool:
         return False
     if report["waits"]:
         return report["still_s"] >= ALARM_S
-    return report["handle"] and report["still_s"] >= _TRANSFER_S
+    return report["handle"] and report["still_s"] >= TRANSFER_S
 
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
