@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from shardeddp.comm import propagation
 from shardeddp.comm.propagation import wait_until_idle
 
 pytestmark = pytest.mark.timeout(60)
@@ -13,7 +14,10 @@ pytestmark = pytest.mark.timeout(60)
 NBYTES = 1 << 28
 
 
-def test_it_waits_for_a_thread_that_runs_and_not_for_one_that_sleeps() -> None:
+def test_it_waits_for_a_thread_that_runs_and_not_for_one_that_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(propagation, "LIMIT_S", 30.0)
     over = threading.Event()
     sleeper = threading.Thread(target=over.wait, daemon=True)
     sleeper.start()
@@ -28,10 +32,10 @@ def test_it_waits_for_a_thread_that_runs_and_not_for_one_that_sleeps() -> None:
     worker = threading.Thread(target=run)
     worker.start()
     began.wait()
-    wait_until_idle(limit_s=30.0)
+    wait_until_idle()
     assert ended.is_set()
     started = time.monotonic()
-    wait_until_idle(limit_s=30.0)
+    wait_until_idle()
     assert time.monotonic() - started < 15.0
     assert sleeper.is_alive()
     over.set()
@@ -39,7 +43,8 @@ def test_it_waits_for_a_thread_that_runs_and_not_for_one_that_sleeps() -> None:
     sleeper.join()
 
 
-def test_it_does_not_wait_for_ever() -> None:
+def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(propagation, "LIMIT_S", 0.1)
     over = threading.Event()
 
     def run() -> None:
@@ -50,7 +55,7 @@ def test_it_does_not_wait_for_ever() -> None:
     worker = threading.Thread(target=run)
     worker.start()
     started = time.monotonic()
-    wait_until_idle(limit_s=0.1)
+    wait_until_idle()
     passed = time.monotonic() - started
     over.set()
     worker.join()

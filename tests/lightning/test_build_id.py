@@ -4,20 +4,20 @@ import shutil
 import time
 from pathlib import Path
 
-from shardeddp.lightning.run_group import describe_release
+from shardeddp.lightning.run_group import describe_release, digest_of_code
 
 
-def test_a_release_is_its_files_wherever_they_are(tmp_path: Path) -> None:
+def test_a_digest_of_code_is_that_of_its_files_wherever_they_are(tmp_path: Path) -> None:
     package = tmp_path / "here"
     (package / "comm").mkdir(parents=True)
     (package / "comm" / "mesh.py").write_text("SIZE = 1\n")
-    release = describe_release(package)
+    found = digest_of_code(package)
     shutil.copytree(package, tmp_path / "there")
-    assert describe_release(tmp_path / "there") == release
+    assert digest_of_code(tmp_path / "there") == found
     (package / "comm" / "mesh.py").write_text("SIZE = 2\n")
-    assert describe_release(package) != release
+    assert digest_of_code(package) != found
     (tmp_path / "there" / "comm" / "mesh.py").rename(tmp_path / "there" / "mesh.py")
-    assert describe_release(tmp_path / "there") != release
+    assert digest_of_code(tmp_path / "there") != found
 
 
 def test_looking_at_all_files_of_the_package_takes_no_time_that_anybody_notices() -> None:

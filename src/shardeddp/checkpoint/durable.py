@@ -304,7 +304,7 @@ def swap(
     Args:
         first: One path.
         second: The other one.
-        renameat2: The system call; None: the system has none.
+        renameat2: The system call; None: the system has none. Tests alone pass it.
 
     Returns:
         False if the system or file system cannot do that; nothing has changed then.

@@ -318,15 +318,12 @@ def drain_threads_at_exit() -> None:
     atexit.register(wait_until_idle)
 
 
-def wait_until_idle(limit_s: float = LIMIT_S) -> None:
+def wait_until_idle() -> None:
     """Return when no other thread of this process runs or is about to.
 
-    Only Linux says so; elsewhere return after ``limit_s``.
-
-    Args:
-        limit_s: Maximum wait in seconds.
+    Only Linux says so; elsewhere return after ``LIMIT_S``.
     """
-    deadline, idle = time.monotonic() + limit_s, 0
+    deadline, idle = time.monotonic() + LIMIT_S, 0
     # Two samples: one may fall between two steps of a thread.
     while idle < 2 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)  # gives the interpreter to other threads

@@ -238,7 +238,7 @@ class StoreBarrier:
 
         Args:
             place: Name of this call; ranks that give different names are not together.
-            patience_s: Maximum wait for the other ranks.
+            patience_s: Maximum wait for the other ranks in seconds. Tests alone pass it.
         """
         self._calls += 1
         deadline = time.monotonic() + patience_s

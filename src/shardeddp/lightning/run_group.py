@@ -62,12 +62,13 @@ from shardeddp.plan.rank_info import RankInfo
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def describe_release(package: Path = _PACKAGE) -> str:
+def describe_release() -> str:
     """Return the version with a digest of the installed code; equal on ranks with equal code."""
-    return f"{own_release()} (installed code {_digest(package)})"
+    return f"{own_release()} (installed code {digest_of_code(_PACKAGE)})"
 
 
-def _digest(package: Path) -> str:
+def digest_of_code(package: Path) -> str:
+    """Return a digest of the Python files in a folder: their contents, and their paths in it."""
     digest = xxhash.xxh3_64()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
