@@ -13,6 +13,10 @@ One parameter of the user's model is, in the engine, up to five tensors:
 - the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of
   the sharded parameter.
 - the *local gradient*: that view itself; ``.grad`` of the local parameter.
+
+The file is long because it has one concept: nearly all of it is the class ``ShardTensor``, whose
+methods are what users and torch may ask of a parameter, one by one. Operations on it are elsewhere
+(``dispatch.py``, ``views.py``, ``autograd.py``).
 """
 
 from __future__ import annotations
