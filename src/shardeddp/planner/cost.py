@@ -165,6 +165,43 @@ def time_of_work(
     }
     work = {"forward": ahead, "backward": back + redone}
     waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
+    compute = {phase: work[phase] + waits[phase] for phase in work}
+    gathers, reductions = _exposed_by_kind(collectives, cluster, setting, c, compute)
+    issued = sum(it.times for it in collectives if it.phase != "layer")
+    exchanges = sum(
+        time_collective(it, cluster, c) * it.times for it in collectives if it.phase == "layer"
+    )
+    rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
+    return Step(
+        compute=(ahead + back) * count,
+        recompute=redone * count,
+        gathers=gathers,
+        reductions=reductions,
+        optimizer=setting.optimizer_nbytes / (rate * 1e9),
+        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
+        + c.step_ms * 1e-3
+        + c.collective_us * 1e-6 * issued,
+        exchanges=exchanges,
+    )
+
+
+def _exposed_by_kind(
+    collectives: Sequence[Collective],
+    cluster: Cluster,
+    setting: StepSetting,
+    c: Constants,
+    compute: Mapping[str, float],
+) -> tuple[float, float]:
+    """Return the seconds of a step's all-gathers, and of its reductions, that nothing hides.
+
+    Args:
+        collectives: Collectives of one optimizer step.
+        cluster: Cluster with the rates of its links.
+        setting: Micro-batches, prefetch and overlap of the step.
+        c: Fitted or measured constants.
+        compute: Seconds of a micro-batch's forward and backward, with waits for the host.
+    """
+    count = setting.micro_batches
     # Per phase, for all-gathers and for reductions: seconds, and slowdown of overlapped compute.
     times: dict[str, list[tuple[float, float]]] = {
         phase: [
@@ -200,26 +237,11 @@ def time_of_work(
         last = [*map(_sum_of, zip(each, once, strict=True))]
         for repeats, parts in ((count - 1, each), (1, last)):
             seconds, costs = _sum_of(parts)
-            exposed = _exposed(seconds, costs, work[phase] + waits[phase]) * repeats
+            exposed = _exposed(seconds, costs, compute[phase]) * repeats
             share = parts[0][0] / seconds if seconds else 0.0
             gathers += share * exposed
             reductions += (1 - share) * exposed
-    issued = sum(it.times for it in collectives if it.phase != "layer")
-    exchanges = sum(
-        time_collective(it, cluster, c) * it.times for it in collectives if it.phase == "layer"
-    )
-    rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
-    return Step(
-        compute=(ahead + back) * count,
-        recompute=redone * count,
-        gathers=gathers,
-        reductions=reductions,
-        optimizer=setting.optimizer_nbytes / (rate * 1e9),
-        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
-        + c.step_ms * 1e-3
-        + c.collective_us * 1e-6 * issued,
-        exchanges=exchanges,
-    )
+    return gathers, reductions
 
 
 def _forward(
