@@ -128,7 +128,7 @@ def test_all_groups_count_into_one_record() -> None:
 
 
 @on_ranks(2)
-def test_a_lane_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
+def test_a_stream_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
     mesh = make_mesh(2)
     tensor = torch.tensor([float(mesh.rank + 1)])
     handle = mesh.reduce_stream.issue(lambda: mesh.reduce.all_reduce_(tensor))

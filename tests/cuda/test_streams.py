@@ -157,21 +157,21 @@ def test_nothing_is_freed_before_it_has_been_used(name: str, micro_batches: int)
     )
 
 
-def test_a_lane_whose_tickets_wait_for_nothing_is_noticed() -> None:
+def test_a_stream_whose_handles_wait_for_nothing_is_noticed() -> None:
     setting = SETTINGS["wider"]
     found = losses(setting, slow_mesh(setting, UsesBeforeArrival), stack())
     with pytest.raises(AssertionError, match="not close"):
         torch.testing.assert_close(found, train_plain(STEPS), rtol=1e-4, atol=0)
 
 
-def test_a_lane_that_does_not_queue_up_behind_compute_is_noticed() -> None:
+def test_a_stream_that_does_not_queue_up_behind_compute_is_noticed() -> None:
     setting = SETTINGS["wider"]
     found = losses(setting, slow_mesh(setting, FillsBeforeUse), slow_compute(stack()))
     with pytest.raises(AssertionError, match="not close"):
         torch.testing.assert_close(found, train_plain(STEPS), rtol=1e-4, atol=0)
 
 
-def test_lanes_do_not_wait_for_the_host() -> None:
+def test_streams_do_not_wait_for_the_host() -> None:
     """The opposite mistake: a stream that blocks the host overlaps with nothing."""
     setting = SETTINGS["wider"]
     training = Training(setting, stack(), slow_mesh(setting))

@@ -91,6 +91,14 @@ def test_gradients_that_users_assign_are_ordered(
     assert outcome.violations == []
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_of_views_that_leave_their_unit_is_unmapped_in_order(
+    world: Worlds, strategy: str
+) -> None:
+    [[outcome]] = world(1).run(outcomes_of, [Scenario(strategy=strategy, keeps=True)])
+    assert outcome.violations == []
+
+
 # -- Mutants
 
 FULL = Scenario()
@@ -140,6 +148,13 @@ MUTANTS = {
         line="self._mesh.gather_stream.follow_compute()",
         kind="use after unmap",
         told=["on compute", "GatheredBuffer.release", "of gather_stream"],
+    ),
+    "gathered memory that a view keeps is unmapped before compute is done": Mutant(
+        place="shardeddp.engine.storage:GatheredBuffer.release",
+        line="self.flat.record_stream(torch.cuda.current_stream(self._device))",
+        scenario=replace(FULL, keeps=True),
+        kind="use after unmap",
+        told=["on compute", "of gather_stream"],
     ),
     "a main shard on the host is gathered before it has arrived": Mutant(
         place=GROUP + "_copy_main_shard",

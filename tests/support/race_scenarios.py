@@ -37,9 +37,13 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, WIDTH, bias=False)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.keeps = False
+        self.kept: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (rows, WIDTH) to the same."""
+        if self.keeps:
+            self.kept = self.down.weight.detach()[0]
         return x + self.down(self.norm(self.up(x)).relu())
 
 
@@ -68,6 +72,9 @@ class Scenario:
     assigns: bool = False
     """Gradients are assigned before the backward, which adds to them."""
 
+    keeps: bool = False
+    """A view of a parameter is used after its unit's forward, and dropped at once."""
+
     ranks: int = 8
 
     def __str__(self) -> str:
@@ -82,6 +89,7 @@ class Scenario:
             "snapshots",
             "between",
             "assigns",
+            "keeps",
         ):
             if getattr(self, name) != getattr(Scenario, name):
                 told.append(f"{name}={getattr(self, name)}")
@@ -109,6 +117,7 @@ class Net(LightningModule):
         self.input = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.output = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks[1].keeps = scenario.keeps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shape (rows, WIDTH) to the same."""
@@ -131,6 +140,10 @@ class Net(LightningModule):
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         loss = self(batch).square().mean()
         self.losses.append(loss.detach())
+        block: Any = self.blocks[1]
+        if block.keeps:
+            loss = loss + 1e-3 * block.kept.square().sum()
+            block.kept = None
         if self.scenario.outside:
             weight = self.blocks[1].down.weight
             loss = loss + 1e-3 * weight.square().sum()

@@ -753,7 +753,11 @@ def virtual_device() -> Iterator[Checker]:
             (torch.Tensor, "cuda", lambda it, *_, **options: it.to(DEVICE, **options)),
             (torch.Tensor, "pin_memory", pinned),
             (torch.Tensor, "is_pinned", is_pinned),
-            (torch.Tensor, "record_stream", checker.record_stream),
+            (
+                torch.Tensor,
+                "record_stream",
+                lambda tensor, stream: checker.record_stream(tensor, stream),
+            ),
             (torch.UntypedStorage, "resize_", resized),
             (engine_storage, "slice_storage", checker.part),
             (torch.cuda, "Stream", checker.make_stream),

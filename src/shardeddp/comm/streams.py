@@ -12,8 +12,9 @@ class StreamHandle:
 
     Args:
         pending: Collective at its end.
-        done: Event recorded on the stream after the collective, for compute's stream; None on CPU.
-        device: Device of the stream; None on CPU.
+        done: Event recorded on the stream after the collective, for compute's stream; None on CPU,
+            and if nothing was issued.
+        device: Device of the stream; None as for ``done``.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class CudaStream:
 
     def follow_compute(self) -> None:
         """Order later work of the stream after everything that compute has enqueued.
+
+        Inside of another stream's action, that stream takes the role of compute.
 
         To be called before memory is released that was allocated on the stream and that compute
         has used. Later allocations of the stream follow compute anyway; but with expandable

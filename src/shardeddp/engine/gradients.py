@@ -368,12 +368,13 @@ class GroupGradients:
     def drop_waiting(self) -> None:
         """Drop gradients that have not been reduced.
 
-        Reductions in flight read none of them: :meth:`reduce` has packed theirs into a buffer of
-        its own, and ``Reducer.abort`` has finished them before. Partial sums are read by these
-        reductions alone.
+        Reductions in flight read none of them: :meth:`reduce` has packed theirs, and
+        ``Reducer.abort`` has finished them before, those that read partial sums too.
         """
         store_gradients(self._unsharded, [None] * len(self._unsharded))
         self._outside = {}
+        # The reduce stream may have allocated partial sums that compute has used.
+        self._memory.mesh.reduce_stream.follow_compute()
         self._forget_partial()
 
     # -- Reduction
@@ -459,6 +460,8 @@ class GroupGradients:
             Flag per parameter: True if its sum, which no `.grad` has, was copied.
         """
         self.kept_by_others = False
+        # Compute allocated it, and has waited for all reductions into it at the end of the last
+        # backward (`ReductionQueue.finish`).
         self._memory.shard = None
         shard, _ = self._memory.open_shard()
         former, self._views = self._views, self._views_of(shard)
@@ -524,9 +527,9 @@ class GroupGradients:
             self._packed.add(i)
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        # `sources` alone holds them now, to the end of this function. Autograd orders gradients
-        # from other streams before its caller's (and records them there), and that stream packs:
-        # memory freed at the end is written after these reads.
+        # `left` and `sources` hold them to the end of this function. They were written in the stream
+        # that packs, which is that of the forward: memory freed here is written after these reads.
+        # Forwards in side streams are left to their users (docs/decisions, 69).
         store_gradients(self._unsharded, [None] * len(left))
         empty += slots[len(self._unsharded) :]  # padding
         if empty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from enum import Enum
 from functools import partial
 
 import torch
@@ -20,6 +21,25 @@ from shardeddp.tensor.unsharded import SHARDED, derived_class, divide_gradients,
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.flat_buffers import PlannedGroup
 from shardeddp.wrap.tree import ParameterSpec
+
+
+class GatherSource(Enum):
+    """Memory from which a gather fills the gathered buffer."""
+
+    NOTHING = "nothing"
+    """The buffer has the values already: it is the main shard, retained, or another group's."""
+
+    KEPT_PART = "kept part"
+    """This rank's part of the last gather, for the backward (hpZ)."""
+
+    MAIN_SHARD = "main shard"
+    """The main shard, cast to the dtype of the buffer."""
+
+    REPLICA_PART = "replica part"
+    """The shard in the compute dtype, if replicas split it."""
+
+    REPLICA_SLICES = "replica slices"
+    """The same, after the main shards have changed: replicas exchange their slices of it first."""
 
 
 class FlatGroup:
@@ -118,10 +138,20 @@ class FlatGroup:
         return self._versions() != self._gathered_versions
 
     @property
-    def gathers(self) -> bool:
+    def needs_gather(self) -> bool:
         """Whether unsharding communicates, because the buffer does not hold the values already."""
-        retains = self.planned.is_retained
-        return not (self.plan.resident or self._lender or (retains and not self.stale))
+        return self._source() is not GatherSource.NOTHING
+
+    def _source(self) -> GatherSource:
+        if self.plan.resident or self._lender is not None:
+            return GatherSource.NOTHING
+        if self.stale:
+            return GatherSource.MAIN_SHARD if self._part is None else GatherSource.REPLICA_SLICES
+        if self.planned.is_retained:
+            return GatherSource.NOTHING
+        if self._kept_part is not None:
+            return GatherSource.KEPT_PART
+        return GatherSource.MAIN_SHARD if self._part is None else GatherSource.REPLICA_PART
 
     @property
     def trainable(self) -> bool:
@@ -169,15 +199,15 @@ class FlatGroup:
         (``RELEASED_MEMORY`` of storage.py); device allocators do that themselves.
         """
         self.keep_writes()
-        if not self.gathers:
+        source = self._source()
+        reads_main = source in (GatherSource.MAIN_SHARD, GatherSource.REPLICA_SLICES)
+        if self.plan.on_host and reads_main:
+            # Allocated on the copy stream, so that the copy waits for no earlier gather.
+            self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
+        if source is GatherSource.NOTHING:
             handle = StreamHandle(CollectiveHandle(), None)
-        elif self._kept_part is not None and not self.stale:
-            handle = self._mesh.gather_stream.issue(self._gather_parts)
         else:
-            if self.plan.on_host and (self._part is None or self.stale):
-                # Allocated on the copy stream, so that the copy waits for no earlier gather.
-                self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
-            handle = self._mesh.gather_stream.issue(self._gather_shards)
+            handle = self._mesh.gather_stream.issue(partial(self._gather_from, source))
         if self.buffer.fills_kept_memory:
             handle.wait()  # users may read or write their views at any time
         self._note_gather()
@@ -221,20 +251,21 @@ class FlatGroup:
         if is_released:
             lender.release(before_backward=lender._kept_part is not None)
 
-    def _gather_shards(self) -> CollectiveHandle:
+    def _gather_from(self, source: GatherSource) -> CollectiveHandle:
         # Allocation and copy run on the gather stream, after compute's last use of the buffer.
-        flat, own = self.buffer.allocate(), self._own_shard()
+        flat, mesh = self.buffer.allocate(), self._mesh
+        if source is GatherSource.KEPT_PART:
+            assert self._kept_part is not None
+            self._part_of_gathered().copy_(self._kept_part)
+            return mesh.regather.all_gather_(flat)
         if self._part is None:
-            self._copy_main_shard(own)
-            return self._mesh.gather.all_gather_(flat)
-        if not self.stale:
+            self._copy_main_shard(self._own_shard())
+            return mesh.gather.all_gather_(flat)
+        if source is GatherSource.REPLICA_PART:
             return self._gather_split(self._part)
-        self._copy_main_shard(
-            self._part.view(self._mesh.gather_slices.size, -1)[self._mesh.gather_slices.rank]
-        )
-        return self._mesh.gather_slices.all_gather_(self._part).then(
-            partial(self._gather_split, self._part)
-        )
+        slices = mesh.gather_slices
+        self._copy_main_shard(self._part.view(slices.size, -1)[slices.rank])
+        return slices.all_gather_(self._part).then(partial(self._gather_split, self._part))
 
     def _copy_in(self) -> CollectiveHandle:
         self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)
@@ -254,12 +285,6 @@ class FlatGroup:
     def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
         self._own_shard().copy_(part)
         return self._mesh.gather.all_gather_(self.buffer.allocate())
-
-    def _gather_parts(self) -> CollectiveHandle:
-        assert self._kept_part is not None
-        flat = self.buffer.allocate()
-        self._part_of_gathered().copy_(self._kept_part)
-        return self._mesh.regather.all_gather_(flat)
 
     def _part_of_gathered(self) -> torch.Tensor:
         return self.buffer.part_of(self._mesh.regather.rank, self._mesh.regather.size)

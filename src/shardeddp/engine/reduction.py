@@ -323,7 +323,8 @@ class Reduction:
         self._in_buffer = False
         self._memory.close_buffer()
         # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
-        # reduce stream's read of them now.
+        # reduce stream's read of them now. Or the reduce stream has (`keep_partial`), which followed
+        # what compute did with them when this reduction was issued.
         self._partial = None
 
     def _finish_following(self) -> None:
@@ -364,7 +365,7 @@ class Reduction:
     def _after_replicas(self) -> CollectiveHandle:
         if not self._plan.adds:
             self._absorb()
-        return CollectiveHandle(keep=(self._output,))
+        return CollectiveHandle()
 
     def _absorb(self) -> None:
         """Write averages to the gradient shard; on the copy stream if it is in host memory."""

@@ -97,9 +97,8 @@ class Runtime:
                                                                            _leave_transformed,
                                                                            _reshard_after_backward,
                                                                            _reshard_unused
-    released           allocate                                allocated   _gather_shards,
-                                                                           _gather_split,
-                                                                           _gather_parts, activate
+    released           allocate                                allocated   _gather_from,
+                                                                           _gather_split, activate
     allocated, bound   bind                                    bound       activate
     allocated, bound   unbind                                  allocated   release
     any                release                                 released    release
@@ -114,8 +113,9 @@ class Runtime:
     Callers of a buffer's verbs are methods of :class:`FlatGroup`; a buffer of a single rank is
     bound when it is made, for good.
 
-    An error takes any phase straight to idle; after a transfer error the phase stays, since no
-    collective would complete. :class:`OrderAgreement` gathers and releases units for other ranks.
+    An error takes any phase to idle: of a forward at once, of a backward with the next forward or
+    backward. After a transfer error the phase stays, since no collective would complete.
+    :class:`OrderAgreement` gathers and releases units for other ranks.
 
     Args:
         units: Units of the model, the root unit first.

@@ -359,6 +359,10 @@ class GatheredBuffer:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
         if self._outlived or self.fills_kept_memory:
+            # Its last holder may drop it right after compute has used it, and no stream follows
+            # compute then: the allocator waits for compute, too, before the memory is unmapped.
+            if self.flat.is_cuda:
+                self.flat.record_stream(torch.cuda.current_stream(self._device))
             (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
         self._storages = {}
         flat, self.flat = self.flat if self._in_turn else None, None

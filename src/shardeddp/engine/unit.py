@@ -86,14 +86,13 @@ class Unit:
 
     Its callers decide when: the runtime gathers and releases it, the order agreement does if ranks
     use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
-    ``summon_full_params`` borrows its parameters (``summon.py``). All of them go through the
-    transitions below. One operation needs none: a write to a parameter outside of a step refills
-    gathered memory that users hold, as modules keep their tensors (``FlatGroup.refill_views``).
+    ``summon_full_params`` borrows its parameters (``summon.py``). They change its state
+    by the transitions below. Two operations change none: reductions, and a write to a parameter
+    outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
 
     Args:
         plan: Module and parameters of the unit, and the flat buffers that are made for them.
         mesh: Process groups and streams of the gathers and reductions.
-        reshard: Time of resharding; gathered buffers keep their memory if that is never.
     """
 
     def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:
@@ -173,7 +172,7 @@ class Unit:
     @property
     def needs_gather(self) -> bool:
         """Whether unsharding communicates with other ranks."""
-        return any(group.gathers for group in self.groups)
+        return any(group.needs_gather for group in self.groups)
 
     @property
     def is_viewed(self) -> bool:

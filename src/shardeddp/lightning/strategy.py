@@ -682,7 +682,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
+        """Zero the loss of a repeated batch (``uneven_batches="join"``); begin the axes' checks."""
         runtime = self.runtime
         self._callbacks.zero_repeated_loss(closure_loss)
         self._tensor_ranks.begin_backward(closure_loss, runtime.mesh)

@@ -415,7 +415,7 @@ class LocalStates(OutsideStates):
         ]
         numbers = {self._local(it): number for number, each in enumerate(together) for it in each}
         for segment in set(self._segments.values()):
-            segment.tensor.grad = None
+            segment.tensor.grad = None  # `begin_step` has waited for the last copy to it
             pairs = pairwise(map(numbers.get, segment.shards))
             self._divide(segment, [place for place, (a, b) in enumerate(pairs, 1) if a != b])
         for each in together:

@@ -366,7 +366,7 @@ def backward_moments(
         behind = sharing[place + 1 :]
         if staged:
             return sum(behind[:1])
-        # Streams keep the order, so the host issues both at once, up to the reducer's limit.
+        # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
         return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
 
     # The root's reduction, after the last inner unit.

@@ -1,4 +1,4 @@
-"""Rank infos: the node and the network of each rank, checked against the environment."""
+"""Rank infos: the node and the network of each rank, checked against each other."""
 
 from __future__ import annotations
 

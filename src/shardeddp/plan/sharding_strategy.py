@@ -49,7 +49,7 @@ class ShardingStrategy:
     F, B: before a unit's forward, before its backward: ``Runtime._visit``, which also prefetches,
     lets ``FlatGroup.unshard`` issue an all-gather in the shard group (``Mesh.gather``). f, b: after
     them, ``Runtime.leave`` and ``Runtime._reshard_after_backward`` let ``FlatGroup.release`` free
-    the buffer. "If changed" is ``FlatGroup.gathers``.
+    the buffer. "If changed" is ``FlatGroup.needs_gather``.
 
     S: ``Reduction`` issues a reduce-scatter in the shard group (``Mesh.reduce``).
     R: ``Reduction._reduce_across_replicas`` issues an all-reduce of its output in the replicate
@@ -58,8 +58,8 @@ class ShardingStrategy:
 
     Under ``split_replicas`` shards are 1 / (shard group x replicate group): R is a reduce-scatter,
     and a gather of a changed shard begins among its replicas (``Mesh.gather_slices``, in
-    ``FlatGroup._gather_shards``). Under ``regather_size`` the gather of B is in a part of the shard
-    group (``Mesh.regather``, in ``FlatGroup._gather_parts``).
+    ``FlatGroup._gather_from``). Under ``regather_size`` the gather of B is in a part of the shard
+    group (``Mesh.regather``, ``GatherSource.KEPT_PART``).
     """
 
     shard_size: int | ShardSize
