@@ -1,6 +1,7 @@
 """Options of the strategy are taken in every way that is said to work, and refused by name in any other."""
 
 import pickle
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_what_users_write_is_parsed_to_the_values_that_are_read() -> None:
     assert options.activation_checkpointing is not None
     assert options.activation_checkpointing.modules == ClassPolicy(["Block"])
     assert vars(pickle.loads(pickle.dumps(options))) == vars(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mixed_precision", "bf16"),
+        ("timeout", 5),
+        ("cpu_offload", True),
+        ("backward_prefetch", -1),
+        ("optimizer_scope", {"Lion": "all"}),
+        ("auto_wrap_policy", {"Block"}),
+    ],
+)
+def test_options_hold_resolved_values_only(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        replace(parse_options({}), **{name: value})
 
 
 def test_options_with_another_sharding_keep_all_others() -> None:

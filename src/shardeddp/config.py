@@ -515,14 +515,17 @@ class Options:
     shard_size: ShardSizeOption = field(default=None, compare=False)
     """Size as asked for, for choices and messages; the engine reads ``sharding``."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
+    """Modules that become units."""
     mixed_precision: MixedPrecision | None = None
     """None: autocast alone decides on dtypes."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Its ``modules`` are a policy."""
     cpu_offload: CPUOffload = CPUOffload()
+    """State in host memory; no effect on CPUs."""
     reshard_after_forward: bool | int | None = field(default=None, compare=False)
     """Override that holds for every strategy chosen later; None: the default of each."""
     optimizer_shard: OptimizerShard = field(default="group", compare=False)
+    """Ranks that split the optimizer; the engine reads ``sharding``."""
     optimizer_scope: Mapping[str, OptimizerScope] = field(
         default_factory=dict[str, OptimizerScope], compare=False
     )
@@ -542,10 +545,13 @@ class Options:
     reduce_every_backward: bool | None = field(default=None, compare=False)
     """Override that holds for every strategy chosen later; None: the default of each."""
     uneven_batches: UnevenBatches = field(default="error", compare=False)
+    """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
     """True: ranks agree on every pass, also where they have been alike."""
     state_dict_type: StateDictType = field(default="auto", compare=False)
+    """Format of saves; loads find out what they read."""
     checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
+    """Further options of saves and loads."""
     process_group_backend: str | None = field(default=None, compare=False)
     """None: by the kind of device, once that is known."""
     timeout: timedelta = field(default=timedelta(seconds=600), compare=False)
@@ -555,6 +561,7 @@ class Options:
     plan_only: bool | str = field(default=False, compare=False)
     """A GPU has its name in the planner's table."""
     start_method: StartMethod = field(default="popen", compare=False)
+    """Method of the launcher, where the cluster environment starts no ranks."""
 
     # Derived from options, and the only fields without a default: see `option_names`.
     sharding: ShardingStrategy
@@ -575,6 +582,12 @@ class Options:
                 "left, 'join' with the last"
             },
         )
+        for name, resolve in _RESOLVED_BY.items():
+            value = getattr(self, name)
+            if resolve(value) != value:
+                raise ConfigurationError(
+                    f"Options.{name}={value!r}: expected a resolved value, as parse_options() makes"
+                )
         self._check_axes()
         check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)
 
