@@ -13,7 +13,7 @@ DIRECT = ReductionPlan(
     target=ReduceTarget.ACROSS_REPLICAS,
     kept=[False, False],
     packs_into_shard=True,
-    leaves_output=False,
+    output_in_buffer=False,
     scale=0.5,
 )
 
@@ -22,7 +22,7 @@ DIRECT = ReductionPlan(
     ("changes", "message"),
     [
         ({"kept": [False, True]}, "beside the gradient shard"),
-        ({"kept": [False, True], "leaves_output": True}, "beside the gradient shard"),
+        ({"kept": [False, True], "output_in_buffer": True}, "beside the gradient shard"),
         ({"target": ReduceTarget.IN_PARTIAL_SUMS}, "beside the gradient shard"),
         ({"target": ReduceTarget.IN_SHARD}, "no scale"),
         ({"packs_into_shard": False}, "no scale"),
@@ -35,6 +35,6 @@ def test_an_impossible_plan_is_refused(changes: dict[str, Any], message: str) ->
 
 def test_gradients_that_are_kept_go_through_the_buffer() -> None:
     plan = replace(
-        DIRECT, kept=[True, False], packs_into_shard=False, leaves_output=True, scale=None
+        DIRECT, kept=[True, False], packs_into_shard=False, output_in_buffer=True, scale=None
     )
     assert plan.adds and plan.kind == "mean"

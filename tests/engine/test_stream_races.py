@@ -203,7 +203,7 @@ MUTANTS = {
         told=["dist.all_reduce(tensor", "of reduce_stream"],
     ),
     "replicas share the gradient buffer itself": Mutant(
-        place="shardeddp.engine.reduction:GradientMemory.leave_buffer",
+        place="shardeddp.engine.reduction:GradientMemory.copy_out_of_buffer",
         line="output if output is self.shard else output.clone()",
         becomes="output",
         scenario=WIDER,

@@ -401,7 +401,7 @@ class GroupGradients:
             self._partly_used |= self._packed
         partial = self._take_partial() if plan.target is ReduceTarget.ACROSS_REPLICAS else None
         output = shard
-        if plan.leaves_output:
+        if plan.output_in_buffer:
             output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank]
         return Reduction(plan, self._memory, buffer, output, partial)
 
@@ -423,7 +423,7 @@ class GroupGradients:
             target=target,
             kept=kept,
             packs_into_shard=packs_into_shard,
-            leaves_output=accumulates
+            output_in_buffer=accumulates
             or self._mesh.topology.split_replicas
             or not memory.plan.averages_in_shard,
             scale=1.0 / replicate.size if scales else None,

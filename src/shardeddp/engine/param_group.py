@@ -35,7 +35,7 @@ class GatherSource(Enum):
     MAIN_SHARD = "main shard"
     """The main shard, cast to the dtype of the buffer."""
 
-    REPLICA_PART = "replica part"
+    REPLICA_SHARD = "replica shard"
     """The shard in the compute dtype, if replicas split it."""
 
     REPLICA_SLICES = "replica slices"
@@ -85,11 +85,11 @@ class FlatGroup:
             # scale of other parameters' gradients, that of one rank, wherever it is read.
             for unsharded in self.unsharded:
                 divide_gradients(unsharded, mesh.tensor.size)
-        self._part = (
+        self._replica_shard = (
             torch.empty(
                 layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device
             )
-            if planned.has_replica_part
+            if planned.has_replica_shard
             else None
         )
         """Shard of one replica, of which each replica has a slice as main shard; ``param_dtype``.
@@ -146,12 +146,18 @@ class FlatGroup:
         if self.plan.resident or self._lender is not None:
             return GatherSource.NOTHING
         if self.stale:
-            return GatherSource.MAIN_SHARD if self._part is None else GatherSource.REPLICA_SLICES
+            return (
+                GatherSource.MAIN_SHARD
+                if self._replica_shard is None
+                else GatherSource.REPLICA_SLICES
+            )
         if self.planned.is_retained:
             return GatherSource.NOTHING
         if self._kept_part is not None:
             return GatherSource.KEPT_PART
-        return GatherSource.MAIN_SHARD if self._part is None else GatherSource.REPLICA_PART
+        return (
+            GatherSource.MAIN_SHARD if self._replica_shard is None else GatherSource.REPLICA_SHARD
+        )
 
     @property
     def trainable(self) -> bool:
@@ -164,7 +170,9 @@ class FlatGroup:
         owns = self._lender is None
         gathered = self.buffer.flat if owns and not self.plan.resident else None
         parts = [
-            it for it in (gathered, self._part, self._kept_part, self._arriving) if it is not None
+            it
+            for it in (gathered, self._replica_shard, self._kept_part, self._arriving)
+            if it is not None
         ]
         return self.gradients.held() + HeldMemory(
             main_nbytes=self.main_shard.nbytes if owns and not self.plan.on_host else 0,
@@ -192,7 +200,7 @@ class FlatGroup:
                           main shard is on the host           stream follows the gather stream
         ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute
                           on compute's stream (hpZ)           has waited for the gather that read it
-        ``_part``         at setup, if replicas split shards  with the unit
+        ``_replica_shard`` at setup, if replicas split shards  with the unit
         ================  ==================================  =====================================
 
         A released block of host memory is kept for the next gather of its size
@@ -208,7 +216,7 @@ class FlatGroup:
             handle = StreamHandle(CollectiveHandle(), None)
         else:
             handle = self._mesh.gather_stream.issue(partial(self._gather_from, source))
-        if self.buffer.fills_kept_memory:
+        if self.buffer.fills_outlived_memory:
             handle.wait()  # users may read or write their views at any time
         self._note_gather()
         return handle
@@ -258,14 +266,16 @@ class FlatGroup:
             assert self._kept_part is not None
             self._part_of_gathered().copy_(self._kept_part)
             return mesh.regather.all_gather_(flat)
-        if self._part is None:
+        if self._replica_shard is None:
             self._copy_main_shard(self._own_shard())
             return mesh.gather.all_gather_(flat)
-        if source is GatherSource.REPLICA_PART:
-            return self._gather_split(self._part)
+        if source is GatherSource.REPLICA_SHARD:
+            return self._gather_split(self._replica_shard)
         slices = mesh.gather_slices
-        self._copy_main_shard(self._part.view(slices.size, -1)[slices.rank])
-        return slices.all_gather_(self._part).then(partial(self._gather_split, self._part))
+        self._copy_main_shard(self._replica_shard.view(slices.size, -1)[slices.rank])
+        return slices.all_gather_(self._replica_shard).then(
+            partial(self._gather_split, self._replica_shard)
+        )
 
     def _copy_in(self) -> CollectiveHandle:
         self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)

@@ -88,7 +88,7 @@ class GradientMemory:
             # that read.
             release_storage(self._buffer)
 
-    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
+    def copy_out_of_buffer(self, output: torch.Tensor) -> torch.Tensor:
         """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
         return output if output is self.shard else output.clone()
 
@@ -193,7 +193,7 @@ class ReductionPlan:
     packs_into_shard: bool
     """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
 
-    leaves_output: bool
+    output_in_buffer: bool
     """True if the output of the reduce-scatter stays in this rank's slice of the buffer.
 
     It is added to the shard, changes dtype or device, or is divided among replicas. False: the
@@ -208,7 +208,7 @@ class ReductionPlan:
 
     def __post_init__(self) -> None:
         # Packed into the shard, or left there as output, gradients overwrite those in it.
-        overwrites = self.packs_into_shard or not self.leaves_output
+        overwrites = self.packs_into_shard or not self.output_in_buffer
         if overwrites and (self.target is ReduceTarget.IN_PARTIAL_SUMS or any(self.kept)):
             raise ValueError(f"expected gradients beside the gradient shard, found {self}")
         if self.scale is not None and not (
@@ -343,7 +343,7 @@ class Reduction:
         elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
             if self._partial is not None:
                 self._output.add_(self._partial)
-            self._output = memory.leave_buffer(self._output)
+            self._output = memory.copy_out_of_buffer(self._output)
             self._following.append(
                 memory.mesh.replicate_stream.issue(
                     lambda: self._reduce_across_replicas().then(self._after_replicas)
@@ -351,7 +351,7 @@ class Reduction:
             )
         elif not self._plan.adds:
             if memory.plan.on_host:
-                self._output = memory.leave_buffer(self._output)
+                self._output = memory.copy_out_of_buffer(self._output)
             self._absorb()
         return CollectiveHandle()
 

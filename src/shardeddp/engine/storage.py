@@ -243,7 +243,7 @@ class GatheredBuffer:
         # its storage. Empty while in use.
         self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
         # The whole memory of that gather, also while a later one fills it.
-        self._kept: StorageWeakRef | None = None
+        self._outlived_memory: StorageWeakRef | None = None
         self._lender = lender
         self._in_turn = in_turn and device.type == "cpu"
         if memory is not None:
@@ -266,9 +266,13 @@ class GatheredBuffer:
         return self.flat
 
     def _allocate(self) -> torch.Tensor:
-        kept = None if self._kept is None else storage_of_weak_reference(self._kept.cdata)
+        kept = (
+            None
+            if self._outlived_memory is None
+            else storage_of_weak_reference(self._outlived_memory.cdata)
+        )
         if kept is None:
-            self._kept = None
+            self._outlived_memory = None
             if self._in_turn:
                 kept = RELEASED_MEMORY.take(self.layout.padded_numel * self.dtype.itemsize)
         numel = 0 if kept is not None else self.layout.padded_numel
@@ -277,9 +281,9 @@ class GatheredBuffer:
             return flat if kept is None else flat.set_(kept)
 
     @property
-    def fills_kept_memory(self) -> bool:
+    def fills_outlived_memory(self) -> bool:
         """Whether the buffer has memory of an earlier gather, which views hold."""
-        return self._kept is not None
+        return self._outlived_memory is not None
 
     def part_of(self, rank: int, size: int) -> torch.Tensor:
         """Return one of ``size`` equal parts; 1D, padded_numel // size."""
@@ -358,17 +362,17 @@ class GatheredBuffer:
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
-        if self._outlived or self.fills_kept_memory:
+        if self._outlived or self.fills_outlived_memory:
             # Its last holder may drop it right after compute has used it, and no stream follows
             # compute then: the allocator waits for compute, too, before the memory is unmapped.
             if self.flat.is_cuda:
                 self.flat.record_stream(torch.cuda.current_stream(self._device))
-            (self._lender or self)._kept = StorageWeakRef(self.flat.untyped_storage())
+            (self._lender or self)._outlived_memory = StorageWeakRef(self.flat.untyped_storage())
         self._storages = {}
         flat, self.flat = self.flat if self._in_turn else None, None
         # No transfer refers to it, and no borrowing buffer.
         if flat is not None and sys.getrefcount(flat) == _LOCAL and RELEASED_MEMORY.give(flat):
-            (self._lender or self)._kept = None
+            (self._lender or self)._outlived_memory = None
 
     def _move(self, verb: str) -> None:
         sources, target = BUFFER_TRANSITIONS[verb]

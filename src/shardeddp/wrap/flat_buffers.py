@@ -37,7 +37,7 @@ class PlannedGroup:
         return self.plan.resident or self.reshard is Reshard.NEVER
 
     @property
-    def has_replica_part(self) -> bool:
+    def has_replica_shard(self) -> bool:
         """True if replicas split the shard, and each keeps its part in the compute dtype."""
         return self.topology.split_replicas and self.lender is None
 
