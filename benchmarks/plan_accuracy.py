@@ -151,7 +151,7 @@ def as_run(row: dict[str, Any]) -> Run:
     topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
     units = [costs_of(unit, topology) for unit in found.units]
     accumulation = run.get("grad_accum") or 1
-    trained = sum(group.shard_nbytes for unit in units for group in unit)
+    trained = sum(group.slice_nbytes for unit in units for group in unit)
     setting = StepSetting(
         micro_batches=accumulation,
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from shardeddp import CheckpointOptions, ConfigurationError, CPUOffload, MixedPrecision, ShardedDP
 from shardeddp.config import parse_options, resolve_timeout
@@ -137,11 +138,26 @@ def test_what_users_write_is_parsed_to_the_values_that_are_read() -> None:
         ("backward_prefetch", -1),
         ("optimizer_scope", {"Lion": "all"}),
         ("auto_wrap_policy", {"Block"}),
+        ("forward_prefetch", True),
+        ("activation_checkpointing", "auto"),
+        ("sharding_strategy", "no_shard"),  # `sharding` is that of another one
+        ("cpu_offload", CPUOffload(params=True)),  # the same
     ],
 )
 def test_options_hold_resolved_values_only(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=name):
+    with pytest.raises(ConfigurationError, match=f"{name}|Options.sharding=|Options.candidates="):
         replace(parse_options({}), **{name: value})
+
+
+def test_a_policy_may_have_any_equality() -> None:
+    class Odd(NamePolicy):
+        def __eq__(self, other: object) -> Any:
+            return torch.zeros(2)
+
+        __hash__ = NamePolicy.__hash__
+
+    policy = Odd(["*"])
+    assert parse_options({"auto_wrap_policy": policy}).auto_wrap_policy is policy
 
 
 def test_options_with_another_sharding_keep_all_others() -> None:

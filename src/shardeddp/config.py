@@ -451,7 +451,8 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
     if not isinstance(options, ActivationCheckpointing):
         options = ActivationCheckpointing(modules="auto" if value is True else cast(Modules, value))
     check_save_ops(options.save_ops)
-    return replace(options, modules=resolve_modules(options.modules))
+    modules = resolve_modules(options.modules)
+    return options if modules is options.modules else replace(options, modules=modules)
 
 
 def resolve_modules(modules: Any) -> Policy:
@@ -582,14 +583,25 @@ class Options:
                 "left, 'join' with the last"
             },
         )
-        for name, resolve in _RESOLVED_BY.items():
-            value = getattr(self, name)
-            if resolve(value) != value:
-                raise ConfigurationError(
-                    f"Options.{name}={value!r}: expected a resolved value, as parse_options() makes"
-                )
+        self._check_resolved()
         self._check_axes()
         check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)
+
+    def _check_resolved(self) -> None:
+        """Refuse values that :func:`parse_options` would change, and derived ones of other options."""
+        own = {name: resolve(getattr(self, name)) for name, resolve in _RESOLVED_BY.items()}
+        self._expect(own | {"experts": resolve_experts(self.experts, self.expert_parallel_size)})
+        self._expect(_resolve_sharding(vars(self)))
+
+    def _expect(self, expected: Mapping[str, Any]) -> None:
+        for name, value in expected.items():
+            found = getattr(self, name)
+            # A policy of users may have any __eq__.
+            if found is not value and (type(found) is not type(value) or found != value):
+                raise ConfigurationError(
+                    f"Options.{name}={found!r}: expected {value!r}, as parse_options() makes it; "
+                    f"with_sharding() changes the sharding strategy"
+                )
 
     def _check_axes(self) -> None:
         """Refuse options that do not work with tensor or expert parallelism."""
@@ -672,6 +684,7 @@ def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Opt
         if name in given:
             resolve = _RESOLVED_BY.get(name)
             values[name] = resolve(given[name]) if resolve else given[name]
+    check_size("expert_parallel_size", values["expert_parallel_size"])
     values["experts"] = resolve_experts(values["experts"], values["expert_parallel_size"])
     values |= _resolve_sharding(values)
     return Options(**values, described_plan=str(values["tensor_parallel_plan"]))

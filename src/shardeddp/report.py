@@ -325,7 +325,7 @@ def unit_row(unit: Unit) -> UnitRow:
         num_parameters=len(numels),
         numel=sum(numel for _, numel in numels),
         trainable_numel=sum(numel for is_trained, numel in numels if is_trained),
-        nbytes_per_rank=sum(cost.layout.slice_numel * cost.main_itemsize for cost in costs),
+        nbytes_per_rank=sum(cost.main_nbytes for cost in costs),
         padding_numel=sum(cost.layout.padding_numel * cost.parts for cost in costs),
     )
 

@@ -358,6 +358,25 @@ def test_memory_of_two_parameters_is_planned_and_held_once(strategy: str) -> Non
     assert full == (0 if strategy == "no_shard" else WIDTH * WIDTH * 4)
 
 
+@on_ranks(4)
+def test_replicas_that_split_the_optimizer_have_one_part_of_shared_memory() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+    model[1].weight.data = model[0].weight.data
+    sharding = Sharding(strategy="hybrid_shard", shard_size=2, split=True)
+    runtime = sharding.apply(model)
+    (progress,) = runtime.progresses
+    planned = plan_memory([progress.unit.costs()], sharding.sharding, prefetch=1)
+    held = progress.unit.held()
+    nbytes = WIDTH * WIDTH * 4
+    assert planned.main_shard_nbytes == held.main_nbytes == nbytes // 4
+    assert planned.retained_nbytes == held.in_flight_nbytes == nbytes // 2
+    runtime.mesh.traffic.reset()
+    with runtime.step("validation_step"), torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    # A quarter from the other replica, and a half from the other rank of the shard group.
+    assert runtime.mesh.traffic.nbytes["all_gather"] == nbytes // 4 + nbytes // 2
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_evaluation_leaves_nothing_behind() -> None:

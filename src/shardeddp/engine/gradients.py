@@ -373,8 +373,9 @@ class GroupGradients:
         """
         store_gradients(self._unsharded, [None] * len(self._unsharded))
         self._outside = {}
-        # The reduce stream may have allocated partial sums that compute has used.
-        self._memory.mesh.reduce_stream.follow_compute()
+        if self._memory.partial is not None:
+            # The reduce stream may have allocated them, and compute has used them.
+            self._memory.mesh.reduce_stream.follow_compute()
         self._forget_partial()
 
     # -- Reduction

@@ -69,6 +69,7 @@ def collectives_of_step(
             shard, replicas, near = group.shard_size, group.replicas, group.parts
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
+            full = 0 if group.plan.borrows else full  # the lender gathers
             times = 1 if retained else micro_batches
             # Frozen parameters do not change, so their retained values are not gathered again.
             if group.split > 1 and group.trainable:
