@@ -43,7 +43,7 @@ from typing_extensions import override
 from host_time import RankZero
 from shardeddp import ShardedDP
 from shardeddp.checkpoint.snapshot import take_snapshot
-from shardeddp.comm import backends, mesh, store
+from shardeddp.comm import backends, group_pool, mesh, store
 from shardeddp.comm.backends import NativeCollectives
 from shardeddp.comm.host_group import HostGroup
 
@@ -198,7 +198,7 @@ def counting() -> Iterator[Counts]:
     with contextlib.ExitStack() as stack:
         replace = lambda *arguments: stack.enter_context(patch.object(*arguments))  # noqa: E731
         replace(dist, "new_group", group(dist.new_group))
-        replace(mesh, "new_group_of_its_ranks", group(mesh.new_group_of_its_ranks))
+        replace(group_pool, "new_group_of_its_ranks", group(group_pool.new_group_of_its_ranks))
         replace(store._StoreWorker, "ask", ask)
         for name in ("set", "compare_set", "multi_get", "add"):
             replace(dist.PrefixStore, name, text(getattr(dist.PrefixStore, name)))
