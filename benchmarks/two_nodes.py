@@ -49,7 +49,7 @@ from torch import nn
 
 from linked_nodes import NUM_NODES, LinkedNodes, MissingMeans, address, sent_nbytes, shape
 from shardeddp import ShardedDP
-from step_time import Language, TorchFSDP2, TorchHSDP, Unsynchronised
+from step_time import Language, TorchFSDP2, Unsynchronised
 from step_time import Setting as ModelSetting
 
 RANKS_PER_NODE = 2
@@ -62,9 +62,9 @@ FLOOR = "floor"
 STRATEGIES: dict[str, Any] = {
     FLOOR: Unsynchronised,
     "fsdp2": TorchFSDP2,
-    "full_shard": lambda: ShardedDP("full_shard"),
-    "hsdp": TorchHSDP,
-    "hybrid_shard": lambda: ShardedDP("hybrid_shard"),
+    "full_shard": lambda _: ShardedDP("full_shard"),
+    "hsdp": lambda setting: TorchFSDP2(setting, RANKS_PER_NODE),
+    "hybrid_shard": lambda _: ShardedDP("hybrid_shard"),
 }
 HYBRID_OF = {"full_shard": "hybrid_shard", "fsdp2": "hsdp"}
 BACKWARD_SHARE = 2 / 3
@@ -158,15 +158,15 @@ def measure(name: str, setting: Setting, folder: Path) -> None:
     steps = (setting.warmup + setting.steps) * len(setting.of(name)) + 1
     model = ModelSetting(
         ranks=RANKS, dim=setting.dim, blocks=setting.blocks, batch=setting.batch, length=setting.length, steps=steps,
-        warmup=0, rounds=1,
+        warmup=0, rounds=1, precision="32-true", checkpointing=False, offload=False, parts=False,
     )  # fmt: skip
     module = Language(model)
     for block in module.gpt.blocks:
         block.get_submodule("mlp").register_forward_hook(partial(pause_after, setting.pause / 3e3))
     data = torch.randint(0, 256, (RANKS * setting.batch * steps, setting.length + 1))
     trainer = L.Trainer(
-        accelerator="cpu", devices=RANKS_PER_NODE, num_nodes=NUM_NODES, strategy=STRATEGIES[name](), max_steps=steps,
-        callbacks=[stages], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", devices=RANKS_PER_NODE, num_nodes=NUM_NODES, strategy=STRATEGIES[name](model),
+        max_steps=steps, callbacks=[stages], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=setting.batch))

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -565,3 +566,86 @@ def test_a_rule_leaves_a_source_that_keeps_it_alone(rule: Rule, texts: dict[str,
 
 def test_every_rule_is_proven_in_both_directions() -> None:
     assert {rule for rule, _ in BREAKS} == {rule for rule, _ in KEEPS} == set(RULES)
+
+
+# -- Names that programs beside the package take from it: slow tests and benchmarks seldom run
+
+
+def taken_names(path: Path) -> Iterator[tuple[str, str]]:
+    """Modules and names in them that a file imports, reads or replaces."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules: dict[str, str] = {}  # by their name in the file
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for name in node.names:
+                yield node.module, name.name
+                modules[name.asname or name.name] = f"{node.module}.{name.name}"
+    for node in ast.walk(tree):  # names that are something else in a function
+        if isinstance(node, ast.arg):
+            modules.pop(node.arg, None)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            modules.pop(node.id, None)
+    replacing = {"setattr", "object", "delattr"}  # of monkeypatch, of unittest.mock.patch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield modules.get(node.value.id, ""), node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            owner, name = node.args[:2]
+            is_replaced = isinstance(node.func, ast.Name) and node.func.id == "replace"
+            is_replaced |= isinstance(node.func, ast.Attribute) and node.func.attr in replacing
+            if is_replaced and isinstance(owner, ast.Name) and isinstance(name, ast.Constant):
+                yield modules.get(owner.id, ""), str(name.value)
+
+
+@cache
+def names_of(file: Path) -> set[str]:
+    """Names that a file defines or imports at its top level; with those of its folder's modules."""
+    found = {it.stem for it in file.parent.iterdir()} if file.stem == "__init__" else set[str]()
+    nodes = [*ast.parse(file.read_text(encoding="utf-8")).body]
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {it.asname or it.name for it in node.names}
+        else:
+            found |= {it.id for it in ast.walk(node) if isinstance(it, ast.Name)}
+            nodes += [it for it in ast.iter_child_nodes(node) if isinstance(it, ast.stmt)]
+    return found
+
+
+def lost_names(path: Path) -> list[str]:
+    """Names that a file takes from the package, or from files beside it, and that are not there."""
+    lost: list[str] = []
+    for module, name in taken_names(path):
+        is_ours = module.split(".")[0] == "shardeddp"
+        place = (ROOT / "src" if is_ours else path.parent).joinpath(*module.split("."))
+        for file in (place.with_suffix(".py"), place / "__init__.py") if module else ():
+            if file.is_file() and name not in names_of(file) and not name.startswith("__"):
+                lost.append(f"{module}.{name}")
+    return lost
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+def test_names_that_other_programs_take_from_the_package_are_there(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    lost = {str(path.relative_to(ROOT)): found for path in files if (found := lost_names(path))}
+    assert lost == {}
+
+
+def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("here = 1\n")
+    text = """
+    from beside import gone, here
+    from shardeddp.comm import desync
+    from shardeddp.plan.layout import FlatLayout, Lost
+    desync.TRANSFER_S, desync.NOWHERE
+    soon.setattr(desync, "_TRANSFER_S", 2.0)
+    """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(text))
+    assert sorted(lost_names(path)) == [
+        "beside.gone",
+        "shardeddp.comm.desync.NOWHERE",
+        "shardeddp.comm.desync._TRANSFER_S",
+        "shardeddp.plan.layout.Lost",
+    ]
