@@ -588,7 +588,7 @@ class Options:
         check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)
 
     def _check_resolved(self) -> None:
-        """Refuse values that :func:`parse_options` would change, and derived ones of other options."""
+        """Refuse values that :func:`parse_options` would change or derive in another way."""
         own = {name: resolve(getattr(self, name)) for name, resolve in _RESOLVED_BY.items()}
         self._expect(own | {"experts": resolve_experts(self.experts, self.expert_parallel_size)})
         self._expect(_resolve_sharding(vars(self)))

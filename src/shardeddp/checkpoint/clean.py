@@ -79,8 +79,8 @@ def remove(target: AnyPath, roots: Sequence[AnyPath] = (), *, written: bool = Fa
 def remove_leftovers(directory: AnyPath) -> tuple[str, ...]:
     """Remove leftovers of killed processes from a directory; files of living ones stay.
 
-    In a store, only leftovers of a day ago and earlier. One process cleans up a directory at a time,
-    the others return at once. The directory need not exist.
+    In a store, only leftovers of a day ago and earlier. One process cleans up a directory at a
+    time, the others return at once. The directory need not exist.
 
     Returns:
         Sentences on failures; files that other processes are writing are not mentioned.

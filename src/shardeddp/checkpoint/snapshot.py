@@ -47,7 +47,8 @@ class HostMemory:
     allocated in powers of two: one block for 140 GB would take 256 GB.
 
     Args:
-        chunk_nbytes: Size of a chunk; a single larger tensor gets a larger one. Tests alone pass it.
+        chunk_nbytes: Size of a chunk; a single larger tensor gets a larger one. Tests alone pass
+            it.
     """
 
     def __init__(self, chunk_nbytes: int = _CHUNK_NBYTES) -> None:

@@ -528,9 +528,9 @@ class GroupGradients:
             self._packed.add(i)
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        # `left` and `sources` hold them to the end of this function. They were written in the stream
-        # that packs, which is that of the forward: memory freed here is written after these reads.
-        # Forwards in side streams are left to their users (docs/decisions, 69).
+        # `left` and `sources` hold them to the end of this function. They were written in the
+        # stream that packs, which is that of the forward: memory freed here is written after these
+        # reads. Forwards in side streams are left to their users (docs/decisions, 69).
         store_gradients(self._unsharded, [None] * len(left))
         empty += slots[len(self._unsharded) :]  # padding
         if empty:

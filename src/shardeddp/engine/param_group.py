@@ -140,24 +140,18 @@ class FlatGroup:
     @property
     def needs_gather(self) -> bool:
         """Whether unsharding communicates, because the buffer does not hold the values already."""
-        return self._source() is not GatherSource.NOTHING
+        # Asked in each forward of a unit: only a retained one has to look at its versions.
+        has_values = self.planned.is_retained and (self.plan.resident or not self.stale)
+        return not (has_values or self._lender)
 
     def _source(self) -> GatherSource:
-        if self.plan.resident or self._lender is not None:
+        if not self.needs_gather:
             return GatherSource.NOTHING
-        if self.stale:
-            return (
-                GatherSource.MAIN_SHARD
-                if self._replica_shard is None
-                else GatherSource.REPLICA_SLICES
-            )
-        if self.planned.is_retained:
-            return GatherSource.NOTHING
-        if self._kept_part is not None:
+        if self._kept_part is not None and not self.stale:
             return GatherSource.KEPT_PART
-        return (
-            GatherSource.MAIN_SHARD if self._replica_shard is None else GatherSource.REPLICA_SHARD
-        )
+        if self._replica_shard is None:
+            return GatherSource.MAIN_SHARD
+        return GatherSource.REPLICA_SLICES if self.stale else GatherSource.REPLICA_SHARD
 
     @property
     def trainable(self) -> bool:
@@ -200,7 +194,7 @@ class FlatGroup:
                           main shard is on the host           stream follows the gather stream
         ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute
                           on compute's stream (hpZ)           has waited for the gather that read it
-        ``_replica_shard`` at setup, if replicas split shards  with the unit
+        replica shard     at setup, if replicas split shards  with the unit
         ================  ==================================  =====================================
 
         A released block of host memory is kept for the next gather of its size
@@ -266,16 +260,15 @@ class FlatGroup:
             assert self._kept_part is not None
             self._part_of_gathered().copy_(self._kept_part)
             return mesh.regather.all_gather_(flat)
-        if self._replica_shard is None:
+        if source is GatherSource.MAIN_SHARD:
             self._copy_main_shard(self._own_shard())
             return mesh.gather.all_gather_(flat)
+        shard, slices = self._replica_shard, mesh.gather_slices
+        assert shard is not None
         if source is GatherSource.REPLICA_SHARD:
-            return self._gather_split(self._replica_shard)
-        slices = mesh.gather_slices
-        self._copy_main_shard(self._replica_shard.view(slices.size, -1)[slices.rank])
-        return slices.all_gather_(self._replica_shard).then(
-            partial(self._gather_split, self._replica_shard)
-        )
+            return self._gather_split(shard)
+        self._copy_main_shard(shard.view(slices.size, -1)[slices.rank])
+        return slices.all_gather_(shard).then(partial(self._gather_split, shard))
 
     def _copy_in(self) -> CollectiveHandle:
         self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)

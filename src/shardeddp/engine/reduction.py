@@ -40,7 +40,10 @@ class GradientMemory:
         anything else holds a gradient in it."""
 
         self.partial: torch.Tensor | None = None
-        """Sums of earlier micro-batches before the reduction across replicas; 1D, padded_numel // shard_size."""
+        """Sums of earlier micro-batches before the reduction across replicas.
+
+        1D, padded_numel // shard_size.
+        """
 
         self._layout = plan.layout
         self._main_shard = main_shard
@@ -323,8 +326,8 @@ class Reduction:
         self._in_buffer = False
         self._memory.close_buffer()
         # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
-        # reduce stream's read of them now. Or the reduce stream has (`keep_partial`), which followed
-        # what compute did with them when this reduction was issued.
+        # reduce stream's read of them now. Or the reduce stream has (`keep_partial`), which
+        # followed what compute did with them when this reduction was issued.
         self._partial = None
 
     def _finish_following(self) -> None:

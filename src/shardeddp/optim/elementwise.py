@@ -111,9 +111,9 @@ class HostCopies:
     def end_step(self) -> None:
         """Copy the new values to the shards."""
         for segment, _ in self._segments:
-            # The copy reads host memory in compute's stream. The next `begin_step` synchronizes that
-            # stream before the optimizer writes there again; memory that `follow` drops meanwhile
-            # is pinned, and its allocator waits for the copy before it is used anew.
+            # The copy reads host memory in compute's stream. The next `begin_step` synchronizes
+            # that stream before the optimizer writes there again; memory that `follow` drops
+            # meanwhile is pinned, and its allocator waits for the copy before it is used anew.
             segment.shard.copy_(segment.tensor, non_blocking=True)
             # `parameters_changed` counts one more version.
             self._versions[segment.tensor] = [version + 1 for version in _versions(segment)]

@@ -133,8 +133,8 @@ class _AllToAll:
             torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device)
             for pieces in targets
         ]
-        # Compute allocates both, and waits for the transfer in the other stream before it reads what
-        # arrived: memory freed at the end of this function is written after both reads.
+        # Compute allocates both, and waits for the transfer in the other stream before it reads
+        # what arrived: memory freed at the end of this function is written after both reads.
         self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
         for buffer, pieces in zip(arriving, targets, strict=True):
             for arrived, piece in zip(
