@@ -10,8 +10,10 @@ from torch import nn
 from torch._higher_order_ops import scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
+from shardeddp.plan.topology import Topology
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.wrap import resolve_policy
+from shardeddp.wrap.flat_buffers import costs_of
 
 WIDTH, LENGTH = 16, 8
 
@@ -110,3 +112,21 @@ def of_calls(call: Callable[..., torch.Tensor]) -> Work:
         Calling(call), step, policy=policy, micro_batch=2, tokens=LENGTH, precision="32-true"
     )
     return counts.work[0]
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "bf16"])
+def test_memory_that_two_parameters_share_is_counted_once(precision: str, on_meta: bool) -> None:
+    device = "meta" if on_meta else "cpu"
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(3)])
+    model[2].weight.data = model[0].weight.data
+
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, WIDTH, dtype=model[0].weight.dtype))
+
+    policy = resolve_policy("auto")
+    traced = profile(model, step, policy=policy, micro_batch=2, tokens=2, precision=precision)
+    costs = costs_of(traced.units[0], Topology(world_size=2, shard_size=2))
+    assert [cost.plan.borrows for cost in costs if cost.layout.numel] == [False, True, False]
+    itemsize = 2 if precision == "bf16-true" else 4
+    assert sum(cost.main_nbytes for cost in costs) == 2 * WIDTH * WIDTH * itemsize // 2

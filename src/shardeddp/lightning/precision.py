@@ -37,7 +37,13 @@ from shardeddp.lightning.api import (
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.torch_private import compiled_only_inside
 from shardeddp.wrap import ClassPolicy
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    has_forward,
+    unit_children,
+    with_one_dtype_of_memory,
+)
 
 # -- Plugins: stock precisions with global gradient clipping
 
@@ -242,7 +248,8 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         )
 
     units = [
-        replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units
+        replace(unit, parameters=with_one_dtype_of_memory(map(assigned, unit.parameters)))
+        for unit in units
     ]
     copied = [spec for unit in units for spec in unit.parameters if spec.is_forward_copy]
     _prepare_copies(root, copied, by_autocast=dtypes.param_dtype is None)
@@ -282,22 +289,6 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autoc
         if id(module) in names:
             own = tuple(names[id(module)])
             compute_with_copies(module, own, inner, by_autocast=id(module) in cast)
-
-
-def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
-    """Return the specs with one dtype for parameters that share memory.
-
-    If autocast would cast only some of them, all keep their own dtype.
-    """
-    dtypes: dict[int, set[torch.dtype]] = {}
-    for spec in specs:
-        dtypes.setdefault(spec.memory, set()).add(spec.param_dtype)
-    return tuple(
-        spec
-        if len(dtypes[spec.memory]) == 1
-        else replace(spec, compute_in=None, is_forward_copy=False)
-        for spec in specs
-    )
 
 
 def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:

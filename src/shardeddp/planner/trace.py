@@ -45,7 +45,12 @@ from shardeddp.torch_private import (
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    extent_nbytes,
+    with_one_dtype_of_memory,
+)
 
 # -- counted work
 
@@ -542,14 +547,20 @@ _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
-    """Replace parameters and buffers by fake tensors, without memory; tied ones stay tied."""
+    """Replace parameters and buffers by fake tensors; tied and shared ones stay so."""
     made: dict[int, torch.Tensor] = {}
+    memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
     kept: list[torch.Tensor] = []  # so that no other tensor gets its id
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
         cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        key, offset = (storage_of(tensor), tensor.dtype), tensor.storage_offset()
+        numel = offset + extent_nbytes(tensor) // tensor.element_size() if tensor.numel() else 0
         with mode:
-            fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast)
+            if key not in memory or memory[key].numel() < numel:
+                whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+                memory[key] = torch.empty(max(numel, whole), dtype=cast)
+            fresh = memory[key].as_strided(tensor.shape, tensor.stride(), int(offset))
         if isinstance(tensor, nn.Parameter):
             fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
         return fresh
@@ -604,10 +615,7 @@ def profile(
     recorders: list[_Recorder] = []
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
-    units = [
-        replace(unit, parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters))
-        for unit in build_units(module, policy, split)
-    ]
+    units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
     free = {storage_of(it) for it in (*module.parameters(), *module.buffers())}
     wrapped = [*_wrapped(units)]
 
@@ -731,15 +739,25 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
     )
 
 
-def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
-    """Set the engine's main and compute dtype of a parameter; gradients are reduced in float32.
+def _with_dtypes(unit: UnitSpec, precision: str) -> UnitSpec:
+    """Set the engine's main and compute dtype of parameters; gradients are reduced in float32.
 
     The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
     bfloat16.
     """
-    if precision == "bf16" and spec.dtype.is_floating_point:
-        main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
-        parameter = nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
-        return replace(spec, parameter=parameter, compute_in=torch.bfloat16)
-    is_cast = precision == "bf16-mixed" and is_cast_by_autocast(spec)
-    return replace(spec, compute_in=torch.bfloat16 if is_cast else None)
+    mains: dict[int, nn.Parameter] = {}  # in float32, by parameter
+
+    def assigned(spec: ParameterSpec) -> ParameterSpec:
+        if precision == "bf16" and spec.dtype.is_floating_point:
+            main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
+            parameter = nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
+            mains[id(spec.parameter)] = parameter
+            first = spec.shares_memory_with
+            lender = None if first is None else mains[id(first)]
+            return replace(
+                spec, parameter=parameter, shares_memory_with=lender, compute_in=torch.bfloat16
+            )
+        is_cast = precision == "bf16-mixed" and is_cast_by_autocast(spec)
+        return replace(spec, compute_in=torch.bfloat16 if is_cast else None)
+
+    return replace(unit, parameters=with_one_dtype_of_memory(map(assigned, unit.parameters)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -156,6 +156,23 @@ class UnitSpec:
     def label(self) -> str:
         """Name for messages."""
         return self.name or "(root)"
+
+
+def with_one_dtype_of_memory(specs: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+    """Return the specs with one dtype for parameters that share memory.
+
+    If autocast would cast only some of them, all keep their own dtype.
+    """
+    specs = tuple(specs)
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for spec in specs:
+        dtypes.setdefault(spec.memory, set()).add(spec.param_dtype)
+    return tuple(
+        spec
+        if len(dtypes[spec.memory]) == 1
+        else replace(spec, compute_in=None, is_forward_copy=False)
+        for spec in specs
+    )
 
 
 def extent_nbytes(tensor: torch.Tensor) -> int:
