@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.reduction import GradientMemory
+from shardeddp.engine.reduction import GradientMemory, ReduceOver
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.optim.attach import attach_optimizer
@@ -435,7 +435,7 @@ def test_buffers_are_planned_where_the_engine_has_them(
         for parameter in unit.unsharded_parameters():
             parameter.grad = torch.zeros_like(parameter)
         unit.begin_backward()
-        unit.reduce_gradients(across_replicas=True)
+        unit.reduce_gradients(ReduceOver.ALL)
         assert unit.held().in_flight_nbytes == gathered + cost.buffer_nbytes
     finally:
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardeddp.engine.order import PassKind
 from training import WIDTH, Sharding, Trial, another_order, batch
 from world import on_ranks
 
@@ -147,7 +148,8 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
             for order in ([0, 1], [2, 3, 1]):  # as a discriminator's backward and a generator's
                 routed(trial.model, 0, 0, [[order]]).backward()
         asked = [
-            runtime.agreement.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")
+            runtime.agreement.agrees(kind)
+            for kind in (PassKind("training_step"), PassKind(backward=0), PassKind(backward=1))
         ]
         assert asked == [False] * 3 and calls == [], step
 

@@ -368,14 +368,14 @@ def _holding(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> nn.Mo
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a module with copies; pickle finds its class's forward by this name."""
     copies: ForwardCopies = self.__dict__[_COPIES]
-    if not copies.are_current(self) or _is_watched(args, kwargs):
+    if not copies.are_current(self) or _is_intercepted(args, kwargs):
         return type(self).forward(copies.without(self), *args, **kwargs)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         copies.note_use()
     return type(self).forward(copies.shadow(self), *args, **kwargs)
 
 
-def _is_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_intercepted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a tensor subclass or a mode of the user intercepts functions of torch."""
     given = (*args, *kwargs.values())
     return has_torch_function(given) and (

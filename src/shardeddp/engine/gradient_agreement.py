@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import or_
+from typing import NamedTuple
 
 import torch
 
@@ -24,19 +25,27 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import ask_for_highest_alike
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import GradientLevel, UnitProgress
+from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
 from shardeddp.tensor.backward import store_gradients, stored_gradients
 from shardeddp.tensor.shard_tensor import any_completion_hooks
 
-Kind = tuple[str, bool]
-"""Kind of backwards with equal findings: number in the step, and whether it synchronises."""
+
+class BackwardKind(NamedTuple):
+    """Backwards that are expected to have equal findings."""
+
+    number: int
+    """Number of earlier backwards in the step."""
+
+    over: ReduceOver
+    """Ranks over which gradients are averaged; not ``NONE``."""
 
 
 @dataclass(frozen=True)
 class Findings:
     """State of gradients after a backward, of one rank or the maximum over all ranks."""
 
-    watched: bool
+    are_read: bool
     """Whether gradients are read between micro-batches."""
 
     left: tuple[bool, ...]
@@ -48,7 +57,7 @@ class Findings:
     viewed: tuple[bool, ...]
     """Flag per unit: code outside of the engine refers to gathered memory of its parameters."""
 
-    gradients: tuple[int, ...]
+    codes: tuple[int, ...]
     """Twice the gradient's level per parameter, plus 1 if earlier micro-batches used it.
 
     Earlier ones are those since the last maximum: other ranks do not know their findings.
@@ -57,16 +66,16 @@ class Findings:
     @property
     def levels(self) -> list[int]:
         """:class:`GradientLevel` of each parameter."""
-        return [each // 2 for each in self.gradients]
+        return [each // 2 for each in self.codes]
 
     @property
     def used(self) -> list[bool]:
         """Flag per parameter: it gets a gradient."""
-        return [bool(each) for each in self.gradients]
+        return [bool(each) for each in self.codes]
 
     def encode(self) -> list[int]:
         """Encode the findings as integers; their element-wise maximum is that of the findings."""
-        return [*map(int, (self.watched, *self.left, *self.entered, *self.viewed)), *self.gradients]
+        return [*map(int, (self.are_read, *self.left, *self.entered, *self.viewed)), *self.codes]
 
     @staticmethod
     def decode(values: Sequence[int], units: int) -> Findings:
@@ -78,10 +87,10 @@ class Findings:
 
 
 @dataclass
-class _Open:
+class _Unsettled:
     """State of the last backward until its result is read."""
 
-    kind: Kind
+    kind: BackwardKind
     expected: Findings | None
     """Result of the previous backward of this kind; None: there was none."""
 
@@ -117,35 +126,35 @@ class GradientAgreement:
         self._mesh = mesh
         self._queue = queue
         self._to_host = to_host
-        self._across_replicas = True
+        self._over = ReduceOver.ALL
         self._sharded = [
             sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
         ]
-        self._expected: dict[Kind, Findings] = {}
-        self._open: _Open | None = None
+        self._expected: dict[BackwardKind, Findings] = {}
+        self._open: _Unsettled | None = None
         # Since the last result: indices of parameters that this rank has used, and gradients
         # installed on parameters that had none before.
         self._earlier: set[int] = set()
         self._installed: dict[int, torch.Tensor] = {}
-        self._is_watched = False
+        self._are_read = False
 
     def forget_expectations(self) -> None:
         """Drop all expectations, because ranks train other parameters from now on."""
         self._expected.clear()
 
-    def agree(self, kind: Kind) -> None:
+    def agree(self, kind: BackwardKind) -> None:
         """Agree on the gradients of a backward and install them; reductions may be in flight."""
         self._close()
         for progress in self._progresses:
             progress.unit.keep_writes()  # on all ranks, even if some have not read their writes
-        _, self._across_replicas = kind
-        expected, opened = self._expected.get(kind), _Open(kind, None, None, {})
+        self._over = kind.over
+        expected, opened = self._expected.get(kind), _Unsettled(kind, None, None, {})
         if expected is None:
             opened.result = self._start(opened, ahead=False)
             self._take_result(opened)
             return
         opened.expected = expected
-        if self._across_replicas:
+        if self._over is ReduceOver.ALL:
             opened.result = self._start(opened, ahead=True)
         else:
             levels = self._findings().levels
@@ -179,13 +188,13 @@ class GradientAgreement:
         if opened is None:
             return
         if opened.result is None:
-            self._is_watched |= reading
+            self._are_read |= reading
             if not stepping:
                 return
             opened.result = self._start(opened, ahead=False)
         self._take_result(opened, within_backward=False)
 
-    def _start(self, opened: _Open, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
+    def _start(self, opened: _Unsettled, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
         """Start the maximum over all ranks, and the comparison of values written by users."""
         opened.written, options = (
             self._mesh.run.written.take(),
@@ -202,7 +211,7 @@ class GradientAgreement:
             ahead=ahead,
         )
 
-    def _take_result(self, opened: _Open, *, within_backward: bool = True) -> None:
+    def _take_result(self, opened: _Unsettled, *, within_backward: bool = True) -> None:
         """Install the gradients of all ranks' findings; a collective if any rank has some left."""
         assert opened.result is not None
         self._close()
@@ -212,9 +221,11 @@ class GradientAgreement:
             self._mesh.run.written.tell_of_differences(opened.written, self._mesh.control)
         if self._mesh.control.size > 1:
             self._expected[opened.kind] = found
-        if found.watched:  # micro-batches that do not synchronise agree at once, too
-            self._expected = {kind: each for kind, each in self._expected.items() if kind[1]}
-        self._take_back(found.used)
+        if found.are_read:  # micro-batches that do not synchronise agree at once, too
+            self._expected = {
+                kind: each for kind, each in self._expected.items() if kind.over is ReduceOver.ALL
+            }
+        self._uninstall(found.used)
         if not opened.is_applied or found != expected:
             left = found.left
             if expected is not None:
@@ -226,7 +237,7 @@ class GradientAgreement:
         if within_backward:
             self._run_hooks(found)
 
-    def _take_back(self, used: Sequence[bool]) -> None:
+    def _uninstall(self, used: Sequence[bool]) -> None:
         """Remove gradients of parameters that no rank has used."""
         gradients = stored_gradients(self._sharded)
         in_vain = [
@@ -248,15 +259,15 @@ class GradientAgreement:
         left = [
             any(
                 group.gradients.waiting()
-                or (self._across_replicas and group.gradients.has_partial_sums)
+                or (self._over is ReduceOver.ALL and group.gradients.has_partial_sums)
                 for group in progress.unit.groups
             )
             for progress in self._progresses
         ]
         sums = chain.from_iterable(gradients.sums() for gradients in self._gradients())
-        levels = chain.from_iterable(progress.gradients() for progress in self._progresses)
+        levels = chain.from_iterable(progress.gradient_levels() for progress in self._progresses)
         return Findings(
-            self._is_watched or self._has_hooks(),
+            self._are_read or self._has_hooks(),
             tuple(left),
             tuple([progress.entered for progress in self._progresses]),
             tuple([progress.unit.is_viewed for progress in self._progresses]),
@@ -281,7 +292,7 @@ class GradientAgreement:
     def _reduce(self, left: Sequence[bool]) -> None:
         for progress, is_left in zip(self._progresses, left, strict=True):
             if is_left:
-                self._queue.issue(progress, self._across_replicas)
+                self._queue.issue(progress, self._over)
 
     def _apply(self, found: Findings, also: Sequence[bool] = ()) -> None:
         """Install the gradients of a backward, and update the progress of units.
@@ -296,7 +307,7 @@ class GradientAgreement:
         installed = [*map(or_, found.used, also)] if also else found.used
         has_any = [level > GradientLevel.NONE for level in found.levels]
         # Partial sums await the reduction across replicas and are not visible to users.
-        keeps_partial = not self._across_replicas and self._mesh.has_replicas
+        keeps_partial = self._over is not ReduceOver.ALL and self._mesh.has_replicas
         end = 0
         for progress, entered, viewed in zip(
             self._progresses, found.entered, found.viewed, strict=True

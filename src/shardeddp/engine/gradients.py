@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.reduction import GradientMemory, ReduceTarget, Reduction, ReductionPlan
+from shardeddp.engine.reduction import (
+    GradientMemory,
+    ReduceOver,
+    ReduceTarget,
+    Reduction,
+    ReductionPlan,
+)
 from shardeddp.engine.storage import local_view
 from shardeddp.plan.memory import GroupPlan, HeldMemory
 from shardeddp.tensor.backward import (
@@ -103,9 +109,8 @@ class GroupGradients:
         # agree.
         self._summed: set[int] = set()
         self._partly_used: set[int] = set()  # indices of parameters in the partial sums
-        # Gradients that the last backward has left for a later one to complete: sums of the shard
-        # group (True) or this rank's own (False). None: it has left none.
-        self._sums_are_shared: bool | None = None
+        # Ranks over which the last backward has averaged; a later one completes the average.
+        self._averaged_over = ReduceOver.ALL
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -139,12 +144,11 @@ class GroupGradients:
         self._packed = set()
         self._reduced = False
 
-    def take_assigned(self, reduces: bool) -> None:
+    def take_assigned(self, over: ReduceOver) -> None:
         """Add gradients that users have assigned to those of the running backward.
 
         Args:
-            reduces: True if this backward's gradients are reduced; False if they stay whole and
-                this rank's own.
+            over: Ranks over which this backward's gradients are averaged.
         """
         assigned, self.assigned = sorted(self.assigned), set()
         for index in assigned:
@@ -153,7 +157,7 @@ class GroupGradients:
                 continue
             if not isinstance(found, ShardTensor):
                 self._add_outside(index, found.to(self._mesh.device))
-            elif not reduces or self._mesh.topology.split_replicas:
+            elif over is ReduceOver.NONE or self._mesh.topology.split_replicas:
                 self._add_outside(index, found.full_tensor())
             elif self._mesh.has_replicas:
                 self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
@@ -229,7 +233,7 @@ class GroupGradients:
         # Not in place: the gradient may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
 
-    def leave_incomplete(self, reduces: bool) -> None:
+    def leave_incomplete(self, over: ReduceOver) -> None:
         """Merge gradients of earlier steps into the incomplete gradients of a backward.
 
         Gradients of earlier steps are equal on all ranks, so their average is right only if every
@@ -237,14 +241,13 @@ class GroupGradients:
         needs a gather, it is deferred to the first read.
 
         Args:
-            reduces: True if the backward has averaged gradients in the shard group; False if they
-                are this rank's own.
+            over: Ranks over which the backward has averaged its gradients; not ``ALL``.
         """
-        topology = self._mesh.topology
-        if reduces and not self._mesh.has_replicas:
+        in_group = over is ReduceOver.SHARD_GROUP
+        if in_group and not self._mesh.has_replicas:
             return  # the reduction has added to the gradients of earlier steps
-        self._sums_are_shared = reduces
-        if topology.split_replicas if reduces else self._layout.num_slices > 1:
+        self._averaged_over = over
+        if self._mesh.topology.split_replicas if in_group else self._layout.num_slices > 1:
             return
         for index, former in enumerate(stored_gradients(self._sharded)):
             if former is not None and self.has_former(index):
@@ -252,14 +255,14 @@ class GroupGradients:
 
     def complete(self) -> None:
         """Mark the gradients as complete."""
-        self._sums_are_shared = None
+        self._averaged_over = ReduceOver.ALL
 
     def has_former(self, index: int) -> bool:
         """Return whether a gradient of an earlier step must be merged into an incomplete one."""
         sharded = self._sharded[index]
         if not isinstance(stored_gradient(sharded), ShardTensor):
             return False
-        is_incomplete = self._sums_are_shared is not None and index not in self.assigned
+        is_incomplete = self._averaged_over is not ReduceOver.ALL and index not in self.assigned
         return (is_incomplete and sharded.requires_grad) or self.is_unreduced(index)
 
     def take_former(self, index: int) -> None:
@@ -271,7 +274,7 @@ class GroupGradients:
         former = stored_gradient(self._sharded[index])
         assert isinstance(former, ShardTensor)
         local = former.to_local().to(self._mesh.device)
-        if self._sums_are_shared or index in self._partly_used:
+        if self._averaged_over is ReduceOver.SHARD_GROUP or index in self._partly_used:
             self._memory.partial_of(index).add_(local)
             self._partly_used.add(index)
         elif self._layout.num_slices == 1:
@@ -380,18 +383,17 @@ class GroupGradients:
 
     # -- Reduction
 
-    def reduce(self, across_replicas: bool) -> Reduction:
+    def reduce(self, over: ReduceOver) -> Reduction:
         """Pack and drop the unsharded gradients; issue their averaging into the gradient shard.
 
         Args:
-            across_replicas: True to average the shard group's sums over replicas now; False to
-                leave that to a later micro-batch.
+            over: Ranks over which they are averaged; not ``NONE``.
         """
         with without_torch_function():
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
                 kept = self._renew_shard()
-            plan = self._plan(self._target(across_replicas), kept)
+            plan = self._plan(self._target(over), kept)
             shard, slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
             buffer = shard
@@ -480,10 +482,12 @@ class GroupGradients:
         self._forget_partial()
         return partial
 
-    def _target(self, across_replicas: bool) -> ReduceTarget:
+    def _target(self, over: ReduceOver) -> ReduceTarget:
         if not self._mesh.has_replicas:
             return ReduceTarget.IN_SHARD
-        return ReduceTarget.ACROSS_REPLICAS if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
+        if over is ReduceOver.ALL:
+            return ReduceTarget.ACROSS_REPLICAS
+        return ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""

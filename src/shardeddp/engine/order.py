@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -20,7 +20,7 @@ from shardeddp.comm.agreement import ABOUT_EXPERTS, ABOUT_UNITS, HostReduction
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitState
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 # -- ExecutionOrder: order of units in a pass, recorded once
 
@@ -150,22 +150,24 @@ class ForwardRecord:
 
 # -- OrderAgreement: agreement of all ranks on the next units
 
-_BACKWARD = "backward"
 
+class PassKind(NamedTuple):
+    """Passes through the units that are expected to visit them in the same order."""
 
-def backward_kind(number: int) -> str:
-    """Return the kind of a backward; other kinds of passes are names of steps.
+    step: str = ""
+    """Name of the step, of a forward."""
 
-    Args:
-        number: Number of earlier backwards in its step. The second of a step (a gradient penalty, a
-            generator's after a discriminator's) uses other units than the first.
+    backward: int | None = None
+    """Number of earlier backwards in the step; None: a forward.
+
+    The second of a step (a gradient penalty, a generator's after a discriminator's) uses other
+    units than the first.
     """
-    return f"{_BACKWARD} {number}"
 
-
-def is_backward(kind: str) -> bool:
-    """Return whether a kind of pass is a backward."""
-    return kind.startswith(_BACKWARD)
+    @property
+    def is_backward(self) -> bool:
+        """Whether the passes are backwards."""
+        return self.backward is not None
 
 
 _END = "the end of the pass"
@@ -251,19 +253,18 @@ class OrderAgreement:
         self._mesh = mesh
         self._reducer = reducer
         self._uses_different_units = uses_different_units
-        # True in an evaluation, when each rank has its own number of passes.
-        self._open = False
-        self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
-        self._alike: set[str] = set()  # kinds of passes with equal visits on all ranks
+        self._is_evaluation = False  # each rank has its own number of passes
+        self._orders: defaultdict[PassKind, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
+        self._alike: set[PassKind] = set()  # kinds of passes with equal visits on all ranks
         # Kinds of passes that have just left their recorded order.
-        self._changed: set[str] = set()
+        self._changed: set[PassKind] = set()
         self._warned = False
         self.has_gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
         )
         """Whether forwards communicate with other ranks."""
 
-        self._gathers_in_backward = mesh.data.size > 1 and sharding.reshard is not Reshard.NEVER
+        self._backwards_need_others = mesh.data.size > 1 and not sharding.retains
         # The same on all ranks, except for the progress of each in the plan.
         self._forwards = ForwardRecord(progresses)
         self._all_have_ended = False  # all ranks have ended their passes
@@ -271,29 +272,29 @@ class OrderAgreement:
         self._left_out = 0  # number of planned visits that were dropped after failures
         # Kinds of backwards that this rank has run, and those of them with visits that its forwards
         # had not announced, or in another order.
-        self._known: set[str] = set()
-        self._unforeseen: set[str] = set()
+        self._known: set[PassKind] = set()
+        self._unforeseen: set[PassKind] = set()
         self._is_planned = False  # this rank's running backward is planned
         self._position = -1  # position of the last visit in the order of backwards
 
     # -- Evaluation
 
-    def open(self) -> None:
-        """Allow each rank any number of passes until :meth:`close`."""
-        self._open = self.has_gathers
+    def begin_evaluation(self) -> None:
+        """Allow each rank any number of passes until :meth:`end_evaluation`."""
+        self._is_evaluation = self.has_gathers
 
-    def wait(self) -> None:
+    def await_others(self) -> None:
         """Take part in the passes of other ranks until all ranks call this."""
-        if self._open:
+        if self._is_evaluation:
             self._serve()
 
-    def close(self) -> None:
-        """Expect the same passes on all ranks again; called after :meth:`wait` or a failure."""
-        self._open = False
+    def end_evaluation(self) -> None:
+        """Expect the same passes on all ranks again; called after :meth:`await_others` or a failure."""
+        self._is_evaluation = False
 
     # -- Passes
 
-    def begin(self, kind: str) -> None:
+    def begin(self, kind: PassKind) -> None:
         """Begin a pass of this rank."""
         if kind not in self._alike:
             # An order predicts the visits of all ranks only after all have agreed on it.
@@ -301,7 +302,7 @@ class OrderAgreement:
         self._orders[kind].begin()
         self._is_planned, self._position = False, -1
 
-    def visit(self, progress: UnitProgress, kind: str) -> None:
+    def visit(self, progress: UnitProgress, kind: PassKind) -> None:
         """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass.
 
         Raises:
@@ -309,9 +310,7 @@ class OrderAgreement:
         """
         # A forward begins with the root; a backward visits it like any other unit.
         change = (
-            self._orders[kind].visit(progress.index)
-            if is_backward(kind) or progress.index
-            else None
+            self._orders[kind].visit(progress.index) if kind.is_backward or progress.index else None
         )
         if self.agrees(kind):
             self._await_turn(progress, kind)
@@ -323,15 +322,15 @@ class OrderAgreement:
                 self._confirm(found, expected)
                 self._changed.add(kind)
             # No warning in evaluation without gradients: no reduction waits for it.
-            if is_backward(kind) or torch.is_grad_enabled():
+            if kind.is_backward or torch.is_grad_enabled():
                 self._warn_once(found, expected)
 
-    def revisit(self, progress: UnitProgress, kind: str) -> None:
+    def revisit(self, progress: UnitProgress, kind: PassKind) -> None:
         """Visit a unit for a recomputed forward, within a visit to an outer unit."""
         if self.agrees(kind) and self._needs(progress):
             self._await_turn(progress, kind)
 
-    def upcoming(self, kind: str, depth: int) -> list[int]:
+    def upcoming(self, kind: PassKind, depth: int) -> list[int]:
         """Return the next ``depth`` units of all ranks; empty if ranks agree visit by visit."""
         return (
             []
@@ -339,11 +338,11 @@ class OrderAgreement:
             else self._orders[kind].upcoming(depth)
         )
 
-    def at_end(self, kind: str) -> bool:
+    def at_end(self, kind: PassKind) -> bool:
         """Return whether the last visit ends the pass on all ranks."""
         return not self.agrees(kind) and self._orders[kind].at_end()
 
-    def end(self, kind: str) -> None:
+    def end(self, kind: PassKind) -> None:
         """End a pass of this rank; if ranks agree on it, wait until all have ended theirs.
 
         Raises:
@@ -351,10 +350,10 @@ class OrderAgreement:
         """
         expected = self._orders[kind].next()
         if self.agrees(kind):
-            if self._open:
+            if self._is_evaluation:
                 return
             self._serve()
-            if is_backward(kind):
+            if kind.is_backward:
                 self._known.add(kind)
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
@@ -363,14 +362,14 @@ class OrderAgreement:
         (self._alike.discard if kind in self._changed else self._alike.add)(kind)
         self._changed.discard(kind)
 
-    def agrees(self, kind: str) -> bool:
+    def agrees(self, kind: PassKind) -> bool:
         """Return whether ranks send messages about the visits of a pass of this kind."""
         return self._involves_others(kind) and (
-            self._uses_different_units or self._open or kind not in self._alike
+            self._uses_different_units or self._is_evaluation or kind not in self._alike
         )
 
-    def _involves_others(self, kind: str) -> bool:
-        return self._gathers_in_backward if is_backward(kind) else self.has_gathers
+    def _involves_others(self, kind: PassKind) -> bool:
+        return self._backwards_need_others if kind.is_backward else self.has_gathers
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Return whether this rank must gather the unit's parameters before it can use them."""
@@ -381,15 +380,15 @@ class OrderAgreement:
             else unit.state is UnitState.UNSHARDED and unit.stale
         )
 
-    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
-        if is_backward(kind) and kind not in self._known and not self._open:
+    def _await_turn(self, progress: UnitProgress, kind: PassKind) -> None:
+        if kind.is_backward and kind not in self._known and not self._is_evaluation:
             self._observe(progress, kind)
         while not self._follow(progress):
             self._ask(progress, kind)
-        if not (is_backward(kind) or self._open):
+        if not (kind.is_backward or self._is_evaluation):
             self._forwards.note_own(progress.index)
 
-    def _observe(self, progress: UnitProgress, kind: str) -> None:
+    def _observe(self, progress: UnitProgress, kind: PassKind) -> None:
         """Record whether an unplanned backward visits a unit in the order of a plan."""
         positions, position = self._forwards.awaited().get(progress.index), -1
         if positions is not None:
@@ -432,19 +431,19 @@ class OrderAgreement:
             if planned.gathered:
                 self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
 
-    def _ask(self, wanted: UnitProgress | None, kind: str = "") -> bool:
+    def _ask(self, wanted: UnitProgress | None, kind: PassKind | None = None) -> bool:
         """Agree with all ranks on next visits, reduce finished units, and plan further visits.
 
         Args:
             wanted: Next unit of this rank; None: the end of its pass.
-            kind: Kind of that pass.
+            kind: Kind of that pass; None: it ends.
 
         Returns:
             True if any rank has a next unit.
         """
         rows, announced = self._send(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
-        if not self._open and sum(map(bool, (*forward, *backward))) > 1:
+        if not self._is_evaluation and sum(map(bool, (*forward, *backward))) > 1:
             self._uses_different_units = True
             if self._mesh.experts is not None:
                 self._refuse_different_units(forward, backward)
@@ -460,7 +459,7 @@ class OrderAgreement:
             self._plan.append(_Planned(forwards[0], bool(gather[forwards[0]])))
             if self._all_have_ended:
                 self._forwards.clear()
-            if not self._open:
+            if not self._is_evaluation:
                 self._forwards.units.append(forwards[0])
         elif max(backward) == 1:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
@@ -477,17 +476,20 @@ class OrderAgreement:
         reached = [labels[index] for each in visits for index, flag in enumerate(each) if flag]
         raise RuntimeError(f"ranks have reached {' and '.join(reached)} at a time. {ABOUT_EXPERTS}")
 
-    def _send(self, wanted: UnitProgress | None, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _send(
+        self, wanted: UnitProgress | None, kind: PassKind | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send a message; return the maximum over all ranks.
 
         Rows of :class:`_Field`, and bytes of forwards.
         """
-        in_backward, awaited = is_backward(kind), dict[int, list[int]]()
+        in_backward, awaited = kind is not None and kind.is_backward, dict[int, list[int]]()
         if (
             wanted is not None
+            and kind is not None
             and kind in self._known
             and self._uses_different_units
-            and not self._open
+            and not self._is_evaluation
         ):
             awaited = self._forwards.awaited()
             if self._is_planned or wanted.index not in awaited:

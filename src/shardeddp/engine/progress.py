@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from torch.autograd.graph import Node
 
-from shardeddp.engine.reduction import Reduction
+from shardeddp.engine.reduction import ReduceOver, Reduction
 from shardeddp.engine.unit import Unit
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.torch_private import will_execute
@@ -167,12 +167,12 @@ class UnitProgress:
         """Note that the backward has reached the unit's inputs."""
         self.open_uses -= 1
 
-    def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
+    def reduce_gradients(self, over: ReduceOver) -> list[Reduction]:
         """Issue the reductions of the unit's gradients."""
         self.awaiting_reduction = False
-        return self.unit.reduce_gradients(across_replicas)
+        return self.unit.reduce_gradients(over)
 
-    def gradients(self) -> list[GradientLevel]:
+    def gradient_levels(self) -> list[GradientLevel]:
         """Return the level of each parameter's gradient on this rank."""
         used = self.unit.used()
         levels = [GradientLevel.EARLIER if each else GradientLevel.NONE for each in used]

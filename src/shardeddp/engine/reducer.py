@@ -9,10 +9,15 @@ from itertools import takewhile
 
 from shardeddp.comm import Mesh, all_gather_bytes
 from shardeddp.comm.agreement import ABOUT_TRAINED
-from shardeddp.engine.gradient_agreement import GradientAgreement, gradients_of
+from shardeddp.engine.gradient_agreement import (
+    BackwardKind,
+    GradientAgreement,
+    gradients_of,
+)
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 
 class Reduced(IntEnum):
@@ -46,14 +51,14 @@ class Reducer:
     which no rank reaches a unit (:class:`OrderAgreement`) and reduce it there; ranks that have not
     reached it contribute zeros.
 
-    If backwards do not gather, no gathers keep ranks together, and they may even reach different
+    If gathered buffers are retained, no gathers keep ranks together, and they may even reach different
     units. Then all units are reduced in one order, that of rank 0's first backward, including units
     that this rank does not reach.
 
     Args:
         progresses: Progress of all units, the root unit first.
         mesh: Process groups and streams of the reductions.
-        sharding: Sharding strategy: whether backwards gather, and whether each reduces.
+        sharding: Sharding strategy: whether buffers are retained, and whether each backward reduces.
     """
 
     def __init__(
@@ -61,16 +66,15 @@ class Reducer:
     ) -> None:
         self._progresses = progresses
         self._mesh = mesh
-        self._gathers = sharding.reshard is not Reshard.NEVER
-        # Order without gathers: inner units before outer ones.
+        self._retains = sharding.retains
+        # Order if buffers are retained: inner units before outer ones.
         self._order = list(reversed(progresses))
-        self._order_is_agreed = self._gathers
+        self._order_is_agreed = not self._retains
         self.leaves_gradients = False
         """Whether the running backward leaves gradients on parameters; `autograd.grad` does not."""
 
         self._accumulates_sharded = sharding.reduce_every_backward
-        self._across_replicas = True
-        self._sync = True
+        self._over = ReduceOver.ALL
         self._running = False  # between begin() and end()
         self._reached: list[UnitProgress] = []  # in this backward, in order
         # Trainable parameters by unit; None: no backward yet.
@@ -79,22 +83,22 @@ class Reducer:
         self._agreement = GradientAgreement(
             progresses, mesh, self._queue, to_host=sharding.offload_params
         )
-        self._kind = ""
+        self._number = 0  # of earlier backwards in the step
 
-    def begin(self, kind: str, sync_gradients: bool) -> None:
+    def begin(self, number: int, sync_gradients: bool) -> None:
         """Begin a backward.
 
         Args:
-            kind: Kind of the backward, with its number in the step.
+            number: Number of earlier backwards in the step.
             sync_gradients: False if a later micro-batch completes the gradients. Until then they
                 are reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
-        self._kind = kind
+        self._number = number
         self._agree_on_trained()
-        self._across_replicas = sync_gradients
-        self._sync = sync_gradients or self._accumulates_sharded
+        early = ReduceOver.SHARD_GROUP if self._accumulates_sharded else ReduceOver.NONE
+        self._over = ReduceOver.ALL if sync_gradients else early
         self.leaves_gradients = False
         if any(progress.gets_gradients() for progress in self._progresses):
             self.note_gradient()
@@ -124,7 +128,7 @@ class Reducer:
         if not self.leaves_gradients:
             self.leaves_gradients = True
             for gradients in gradients_of(self._progresses):
-                gradients.take_assigned(self._sync)
+                gradients.take_assigned(self._over)
 
     def reduce_finished(self, entering: UnitProgress) -> None:
         """Reduce finished units when the backward reaches a use of another one, before its gather.
@@ -133,11 +137,11 @@ class Reducer:
         """
         waiting = self._waiting()
         over = [other for other in waiting if other.is_over_at(entering)]
-        if not self._gathers:
+        if self._retains:
             # One order for all ranks: an unfinished unit holds back later ones.
             over = list(takewhile(lambda other: other in over, waiting))
         for due in over:
-            self._queue.issue(due, self._across_replicas)
+            self._queue.issue(due, self._over)
 
     def reach(self, progress: UnitProgress) -> None:
         """Record that the backward has reached a unit."""
@@ -156,7 +160,7 @@ class Reducer:
         """
         if not self._running:
             return [Reduced.OPEN] * len(self._progresses)
-        if not (self._gathers and self._sync and self.leaves_gradients):
+        if self._retains or not self._reduces:
             return [Reduced.NOTHING] * len(self._progresses)
         return [
             self._reduction_state(progress, entering, ahead.get(progress.index, 0))
@@ -166,7 +170,7 @@ class Reducer:
     def issue(self, indices: Sequence[int]) -> None:
         """Reduce units that all ranks have finished, even if this rank has not reached them."""
         for index in reversed(indices):
-            self._queue.issue(self._progresses[index], self._across_replicas)
+            self._queue.issue(self._progresses[index], self._over)
 
     def _reduction_state(
         self, progress: UnitProgress, entering: UnitProgress | None, ahead: int
@@ -185,20 +189,20 @@ class Reducer:
 
     def end(self) -> None:
         """End the backward: reduce the remaining units and install the gradients."""
-        if self._sync and self.leaves_gradients:
+        if self._reduces:
             for progress in self._waiting():
-                self._queue.issue(progress, self._across_replicas)
-            self._agreement.agree((self._kind, self._across_replicas))
+                self._queue.issue(progress, self._over)
+            self._agreement.agree(BackwardKind(self._number, self._over))
             if not self._order_is_agreed:
                 self._agree_on_order()
         elif self.leaves_gradients:
             for progress in self._progresses:
                 progress.unit.run_gradient_hooks(progress.arrived)
-        if not self._across_replicas:
+        if self._over is not ReduceOver.ALL:
             self._mesh.run.incomplete.add(id(self))
             if self.leaves_gradients:
                 for gradients in gradients_of(self._progresses):
-                    gradients.leave_incomplete(reduces=self._sync)
+                    gradients.leave_incomplete(self._over)
         elif self.leaves_gradients and id(self) in self._mesh.run.incomplete:
             self._mesh.run.incomplete.discard(id(self))
             for gradients in gradients_of(self._progresses):
@@ -215,11 +219,16 @@ class Reducer:
         """Forget that gradients are incomplete: the units are dissolved, and nothing completes them."""
         self._mesh.run.incomplete.discard(id(self))
 
+    @property
+    def _reduces(self) -> bool:
+        """Whether the running backward reduces gradients."""
+        return self.leaves_gradients and self._over is not ReduceOver.NONE
+
     def _waiting(self) -> list[UnitProgress]:
         """Return the units still to be reduced, in order."""
-        if not (self._sync and self.leaves_gradients):
+        if not self._reduces:
             return []
-        candidates = self._reached if self._gathers else self._order
+        candidates = self._order if self._retains else self._reached
         return [progress for progress in candidates if progress.awaiting_reduction]
 
     def _agree_on_order(self) -> None:

@@ -172,6 +172,19 @@ class GradientMemory:
 # -- Reductions in flight
 
 
+class ReduceOver(Enum):
+    """Ranks over which a backward averages its gradients."""
+
+    NONE = "none"
+    """This rank alone: gradients stay whole until a later micro-batch of the step."""
+
+    SHARD_GROUP = "shard group"
+    """The shard group: a later micro-batch of the step averages their sums over replicas."""
+
+    ALL = "all"
+    """All ranks: the last micro-batch of a step, or its only one."""
+
+
 class ReduceTarget(Enum):
     """Destination of the gradients of a reduction."""
 

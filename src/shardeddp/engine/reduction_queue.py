@@ -8,7 +8,7 @@ import torch
 
 from shardeddp.comm import Mesh, during
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.engine.reduction import Reduction
+from shardeddp.engine.reduction import ReduceOver, Reduction
 from shardeddp.plan.memory import WAITING_UNITS
 
 
@@ -28,7 +28,7 @@ class ReductionQueue:
         self._queued_nbytes = self._most_nbytes = 0
 
     @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
-    def issue(self, progress: UnitProgress, across_replicas: bool) -> None:
+    def issue(self, progress: UnitProgress, over: ReduceOver) -> None:
         """Reduce the gradients of one unit.
 
         A reduce-scatter has the gradients of one unit, one at a time: this bounds memory, and the
@@ -36,7 +36,7 @@ class ReductionQueue:
 
         Args:
             progress: Progress of the unit.
-            across_replicas: False if a later micro-batch reduces them across replicas.
+            over: Ranks over which they are averaged; not ``NONE``.
         """
         for _ in range(len(self._in_flight)):
             unit, reduction = self._in_flight[0]
@@ -47,7 +47,7 @@ class ReductionQueue:
                 self._leave_to_stream(unit, reduction)
             elif not is_done:
                 self._in_flight.append((unit, reduction))
-        issued = progress.reduce_gradients(across_replicas)
+        issued = progress.reduce_gradients(over)
         self._in_flight.extend((progress.unit.label, reduction) for reduction in issued)
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ from shardeddp.engine.hooks import (
     find_tensors,
     weak_node_hook,
 )
-from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
+from shardeddp.engine.order import OrderAgreement, PassKind
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
@@ -72,6 +72,10 @@ PHASES = {
     "the end of a backward": ({Phase.BACKWARD}, Phase.IDLE),
     "a failure": ({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}, Phase.IDLE),
 }
+
+
+_OUTSIDE = PassKind("forward")
+"""Kind of forwards outside of steps."""
 
 
 class Runtime:
@@ -136,7 +140,6 @@ class Runtime:
         self.mesh = mesh
         self.options = options
         self.sharding = sharding = options.sharding
-        self._prefetch = options.forward_prefetch, options.backward_prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
         self.agreement = OrderAgreement(
             self.progresses,
@@ -147,10 +150,10 @@ class Runtime:
         )
         self._keeps_graph = False  # the running backward records a graph (create_graph)
         self._has_warned = False  # of the graph that gradients lose
-        self._step_name = "forward"
+        self._forward = _OUTSIDE
         self._backwards = 0  # count since the last forward of the root began
         self._in_nodes = object()  # key of this runtime's entry in the metadata of graph nodes
-        self._backward_kind = backward_kind(0)
+        self._backward = PassKind(backward=0)
         self._running: int | None = None  # number of the backward that set the phase
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
@@ -165,7 +168,7 @@ class Runtime:
             # The root's parameters stay in memory until the backward ends anyway: views that graphs
             # hold of them cost nothing.
             for group in progress.unit.groups if self._saves_views and progress.index else ():
-                group.buffer.watched = self._saved.buffers
+                group.buffer.saved_index = self._saved.buffers
         self._progress_of = {
             id(group.buffer): progress
             for progress in self.progresses
@@ -194,7 +197,7 @@ class Runtime:
         self.guard: Callable[[], AbstractContextManager[Any]] | None = None
         """Context manager around the first step of each kind; None: no context."""
 
-        self._watched: set[str] = set()  # kinds of steps that have run once
+        self._seen_steps: set[str] = set()  # kinds of steps that have run once
         self._structure = _Structure(self.root_module, {})
 
     @property
@@ -301,13 +304,13 @@ class Runtime:
             List for the step's outputs, appended by the caller; hooks on them announce a backward.
         """
         outputs: list[Any] = []
-        guard = nullcontext() if self.guard is None or name in self._watched else self.guard()
-        self._watched.add(name)
+        guard = nullcontext() if self.guard is None or name in self._seen_steps else self.guard()
+        self._seen_steps.add(name)
         if self.passthrough:
             with guard:
                 yield outputs
             return
-        self._step_name = name
+        self._forward = PassKind(name)
         if self.mesh.run.untied:
             self._warn_of_untied()
         self._enter(self._root)
@@ -323,12 +326,12 @@ class Runtime:
         finally:
             self.mesh.run.in_step = False
         self.leave(self._root, (), outputs)
-        self._step_name = "forward"
+        self._forward = _OUTSIDE
 
     @property
     def agrees_on_units(self) -> bool:
         """Whether ranks send messages about the units of the running step's forward."""
-        return self.agreement.agrees(self._step_name)
+        return self.agreement.agrees(self._forward)
 
     def _warn_of_untied(self) -> None:
         pairs = [f"{name} that of {other}" for name, other in self.mesh.run.untied.items()]
@@ -377,7 +380,7 @@ class Runtime:
                 group.gradients.drop_waiting()
         self._forwards = 0  # torch calls no hook after a KeyboardInterrupt
         self._enter_phase("a failure")
-        self._step_name = "forward"
+        self._forward = _OUTSIDE
         self._reshard_unused()
 
     @contextmanager
@@ -414,7 +417,7 @@ class Runtime:
             self._saved.enter()
         try:
             if in_backward:
-                self.agreement.revisit(progress, self._backward_kind)
+                self.agreement.revisit(progress, self._backward)
                 self._ensure_unsharded(progress)
                 if graph_is_retained():
                     progress.unit.add_up_gradients()  # a later backward may run both graphs
@@ -431,7 +434,7 @@ class Runtime:
             if progress is self._root and progress.active == 1:
                 self._begin_pass()
             if self._root.active:
-                self._visit(progress, self._step_name)
+                self._visit(progress, self._forward)
             else:
                 self._ensure_unsharded(progress)
         except BaseException:
@@ -442,7 +445,7 @@ class Runtime:
         """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
             if self._root.active:
-                self._visit(progress, self._step_name)
+                self._visit(progress, self._forward)
                 continue
             if progress.unit.needs_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
@@ -492,7 +495,7 @@ class Runtime:
             with self._entering:
                 self._forwards = max(0, self._forwards - 1)
 
-    def _visit(self, progress: UnitProgress, kind: str) -> None:
+    def _visit(self, progress: UnitProgress, kind: PassKind) -> None:
         """Gather a unit that a forward or backward has reached, and prefetch the next ones.
 
         ``FlatGroup.unshard`` of param_group.py says what that allocates, and who frees it. A unit
@@ -501,7 +504,8 @@ class Runtime:
         """
         self.agreement.visit(progress, kind)
         self._ensure_unsharded(progress)
-        depth = self._prefetch[is_backward(kind)]
+        options = self.options
+        depth = options.backward_prefetch if kind.is_backward else options.forward_prefetch
         for index in self.agreement.upcoming(kind, depth):
             unit = self.progresses[index].unit
             if unit.state is UnitState.SHARDED:
@@ -525,7 +529,7 @@ class Runtime:
             self._announce_backward(progress, inputs, outputs)
         if progress is self._root:
             if progress.active == 0:
-                self.agreement.end(self._step_name)
+                self.agreement.end(self._forward)
                 self._enter_phase("the end of the root's forward")
                 self._reshard_unused()
         elif progress.active == 0 and self._reshards_after_forward(progress):
@@ -550,7 +554,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         self.mesh.run.settle()
-        if self.sharding.reshard is Reshard.NEVER and self.mesh.run.written.pending:
+        if self.sharding.retains and self.mesh.run.written.pending:
             # Only changed parameters are gathered anew, so all ranks must have changed them.
             self.mesh.data_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.run.written.pending)} was written to"
@@ -563,7 +567,7 @@ class Runtime:
         for progress in self.progresses:
             if progress.unit.has_views and progress.unit.stale:
                 progress.unit.renew_views()  # after writes between steps
-        self.agreement.begin(self._step_name)
+        self.agreement.begin(self._forward)
         self._follow_calls()
         if self.root_module.training:
             if self._buffers_are_due:
@@ -581,7 +585,7 @@ class Runtime:
             return True
         # The last unit of the forward begins the backward: a reshard would cost a gather at once.
         return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(
-            self._step_name
+            self._forward
         )
 
     def _announce_backward(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
@@ -625,11 +629,11 @@ class Runtime:
         self._begin_backward()
         first = not progress.entered
         if first or use in progress.unreached_uses:
-            if not self.agreement.agrees(self._backward_kind):
+            if not self.agreement.agrees(self._backward):
                 self._reducer.reduce_finished(progress)
             self._reducer.reach(progress)
         if first or progress.unit.state is not UnitState.UNSHARDED:
-            self._visit(progress, self._backward_kind)
+            self._visit(progress, self._backward)
         progress.reach(use)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
@@ -662,13 +666,13 @@ class Runtime:
         self.mesh.run.settle()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
-        self._backward_kind = backward_kind(self._backwards)
+        self._backward = PassKind(backward=self._backwards)
         self._backwards += 1
-        self.agreement.begin(self._backward_kind)
+        self.agreement.begin(self._backward)
         self._keeps_graph = torch.is_grad_enabled()
         for progress in self.progresses:
             progress.begin_backward()
-        self._reducer.begin(self._backward_kind, self.sync_gradients)
+        self._reducer.begin(self._backwards - 1, self.sync_gradients)
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Record that autograd has left a gradient on a parameter of the unit."""
@@ -693,7 +697,7 @@ class Runtime:
             progress.unit.reshard()
 
     def _end_backward(self) -> None:
-        self.agreement.end(self._backward_kind)
+        self.agreement.end(self._backward)
         self._reducer.end()
         self._leave_backward()
         if self._keeps_graph:

@@ -197,7 +197,7 @@ class GatheredBuffer:
         self.flat = memory
         """1D, padded_numel; None while released."""
 
-        self.watched: dict[int, GatheredBuffer] | None = None
+        self.saved_index: dict[int, GatheredBuffer] | None = None
         """Index of buffers by storage address of their parameters, to identify views; or None."""
 
         self.wrapped: dict[int, torch.Tensor] = {}
@@ -314,8 +314,8 @@ class GatheredBuffer:
             carrier.set_()  # pyright: ignore[reportCallIssue]
         self._storages = {storage: index for index, storage in enumerate(storages)}
         self._outlived = {}
-        if self.watched is not None:
-            self.watched.update(dict.fromkeys(storages, self))
+        if self.saved_index is not None:
+            self.saved_index.update(dict.fromkeys(storages, self))
 
     def wrap(self) -> None:
         """Make the wrappers of usable parameters, whose ``requires_grad`` may have changed."""
@@ -357,8 +357,8 @@ class GatheredBuffer:
                     # keeps the address from being used again.
                     index = self._storages[storage]
                     self._outlived[storage] = index, StorageWeakRef(parameter.untyped_storage())
-                elif self.watched is not None:
-                    del self.watched[storage]
+                elif self.saved_index is not None:
+                    del self.saved_index[storage]
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
@@ -415,8 +415,8 @@ class GatheredBuffer:
                 yield index, storage
                 continue
             del self._outlived[address]
-            if self.watched is not None:
-                del self.watched[address]
+            if self.saved_index is not None:
+                del self.saved_index[address]
 
     # -- Tensors saved by graphs
 

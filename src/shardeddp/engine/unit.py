@@ -13,7 +13,7 @@ from torch import nn
 from shardeddp.comm import Mesh, StreamHandle, during
 from shardeddp.engine.forward_copies import ForwardCopies, copies_of
 from shardeddp.engine.param_group import FlatGroup
-from shardeddp.engine.reduction import Reduction
+from shardeddp.engine.reduction import ReduceOver, Reduction
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
@@ -411,11 +411,9 @@ class Unit:
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)
 
-    def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
+    def reduce_gradients(self, over: ReduceOver) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; legal in any state."""
-        return [
-            group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained
-        ]
+        return [group.gradients.reduce(over) for group in self.groups if group.was_trained]
 
     def install_gradients(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the sharded parameters that any rank has used; in `used()` order."""

@@ -42,7 +42,7 @@ from shardeddp.lightning.tensor_parallel import (
 )
 from shardeddp.optim.attach import suspend
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import AUTO, Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import AUTO, ShardingStrategy
 from shardeddp.report import describe_units, print_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
@@ -95,7 +95,7 @@ def synchronize_generation(module: nn.Module, sharding: ShardingStrategy) -> Non
             transformers need not be installed.
         sharding: Sharding strategy; under ``Reshard.NEVER`` nothing is marked.
     """
-    if sharding.reshard is Reshard.NEVER:
+    if sharding.retains:
         return
     for child in module.modules():
         if any(base.__name__ == "GenerationMixin" for base in type(child).__mro__):

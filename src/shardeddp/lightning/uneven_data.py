@@ -62,18 +62,18 @@ class UnevenEvaluation:
             if None in lengths:
                 _compare_ends(trainer, loop, divided)
         if mesh.experts is None and self._agreement.has_gathers:
-            self._agreement.open()
+            self._agreement.begin_evaluation()
             self._restore = private.delay_ends(loop, self._wait)
 
     def end(self) -> None:
         """Drop the state of an evaluation that has ended or failed."""
-        self._agreement.close()
+        self._agreement.end_evaluation()
         if self._restore is not None:
             self._restore()
         self._restore = None
 
     def _wait(self, then: Callable[[], Any]) -> Any:
-        self._agreement.wait()
+        self._agreement.await_others()
         return then()
 
 

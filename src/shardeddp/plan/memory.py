@@ -286,7 +286,7 @@ def plan_memory(
     gradient = sum(group.slice_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
     retained = sum(group.part_nbytes for group in groups)
-    if sharding.reshard is Reshard.NEVER:
+    if sharding.retains:
         retained += sum(group.full_nbytes for group in groups)
     worst = backward_moments(
         units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
@@ -341,7 +341,7 @@ def backward_moments(
     arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
     parameters = [sum(group.full_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
-    kept_root = 0 if sharding.reshard is Reshard.NEVER else sum(parameters[:1])
+    kept_root = 0 if sharding.retains else sum(parameters[:1])
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     root = kept_root + sum(gradients[:1]) + waiting
     if accumulates and not sharding.reduce_every_backward:
@@ -389,7 +389,7 @@ def backward_moments(
 def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
     """Return bytes of inner units' unsharded parameters during the backward of each inner unit."""
     inner = parameters[1:]
-    if sharding.reshard is Reshard.NEVER:
+    if sharding.retains:
         return [0 for _ in inner]
     if sharding.reshard is Reshard.AFTER_BACKWARD:
         return [sum(inner[: place + 1]) for place in range(len(inner))]

@@ -84,6 +84,11 @@ class ShardingStrategy:
     offload_params: bool = False
     """True if main shards, gradient shards and optimizer states live in host memory."""
 
+    @property
+    def retains(self) -> bool:
+        """True if gathered buffers are retained: steps gather only what an optimizer has changed."""
+        return self.reshard is Reshard.NEVER
+
     def topology(
         self,
         num_nodes: int,
@@ -306,7 +311,7 @@ def candidates(**options: Any) -> dict[str, ShardingStrategy]:
 def _resharding(
     sharding_strategy: str, sharding: ShardingStrategy, after_forward: object
 ) -> dict[str, Any]:
-    if sharding.reshard is Reshard.NEVER:
+    if sharding.retains:
         raise ConfigurationError(
             f"reshard_after_forward={after_forward} does not go with "
             f"sharding_strategy={sharding_strategy!r}, which never reshards; leave it out, or use "

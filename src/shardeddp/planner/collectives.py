@@ -53,7 +53,7 @@ def collectives_of_step(
         micro_batches: Number of micro-batches per optimizer step.
     """
     found: list[Collective] = []
-    retained = sharding.reshard is Reshard.NEVER
+    retained = sharding.retains
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
     def add(kind: Kind, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
