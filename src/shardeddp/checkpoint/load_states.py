@@ -488,15 +488,15 @@ def _shard_like(value: Any, target: Any) -> Any:
     """Return the value to load into a target; of a lazy tensor this rank's shard alone is read.
 
     Nobody plans for others: each rank asks for the interval of its own, new layout, and reads it
-    from the files that have its elements. Of 48 elements that 8 ranks have saved, rank 2 of 6
-    loads [16, 24):
+    from the files that have its elements. Of 96 float32 elements that 8 ranks have saved, 12 each,
+    rank 2 of 6 loads [32, 48):
 
     ====================================  ======================================================
     call                                  result
     ====================================  ======================================================
-    ``ShardSpec.interval``                [16, 24), by the layout of 6 ranks
-    ``LazyTensor.elements`` (``read``)    a 1D tensor of 8 elements, from:
-    ``Pieces.of`` (``pieces``)            data file 2: [16, 18) of [12, 18); file 3: [18, 24)
+    ``ShardSpec.interval``                [32, 48), by the layout of 6 ranks
+    ``LazyTensor.elements`` (``read``)    a 1D tensor of 16 elements, from:
+    ``Pieces.of`` (``pieces``)            data file 2: [32, 36) of [24, 36); file 3: [36, 48)
     ====================================  ======================================================
 
     Each piece is read, and verified by its checksum, once. Boxes of tensor-parallel ranks are
