@@ -173,7 +173,7 @@ def load_model(
     """
     own = module.state_dict(keep_vars=True)
     _check_fit(module, own, state, strict, cast)
-    parts = {name: _shard_like(value, own.get(name)) for name, value in state.items()}
+    parts = {name: _value_to_load(value, own.get(name)) for name, value in state.items()}
     if replaced is not None:
         read = [name for name, value in state.items() if isinstance(value, LazyTensor)]
         replaced.keep(module, own, parts, read)
@@ -484,7 +484,7 @@ def _listed(problems: Sequence[str]) -> str:
     )
 
 
-def _shard_like(value: Any, target: Any) -> Any:
+def _value_to_load(value: Any, target: Any) -> Any:
     """Return the value to load into a target; of a lazy tensor this rank's shard alone is read.
 
     Nobody plans for others: each rank asks for the interval of its own, new layout, and reads it
@@ -520,4 +520,4 @@ def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
         and value.shape == parameter.shape
     ):
         return ShardTensor(parameter.spec.localize(value).clone(), parameter.spec)
-    return _shard_like(value, parameter)
+    return _value_to_load(value, parameter)

@@ -169,7 +169,7 @@ class Averages:
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
             _check_same(average.copy, module)
-            _shard_like(average, module, mesh)
+            _shard_average(average, module, mesh)
             self._buffers.append(BufferBroadcast(average.copy, mesh))
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
@@ -177,7 +177,7 @@ class Averages:
     def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
         """Reshard averages after the module was resharded; a collective of all ranks."""
         for average in _averages(trainer, module):
-            _shard_like(average, module, mesh)
+            _shard_average(average, module, mesh)
         for buffers in self._buffers:
             buffers.mesh = mesh
 
@@ -226,7 +226,7 @@ def _check_same(copy: nn.Module, module: LightningModule) -> None:
 
 
 @torch.no_grad()
-def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
+def _shard_average(average: _Average, module: LightningModule, mesh: Mesh) -> None:
     # The whole parameter is kept alive, so that its id is not reused.
     done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}
     for path, owner in average.copy.named_modules(remove_duplicate=False):
