@@ -47,7 +47,7 @@ def test_ranks_that_come_late_are_waited_for() -> None:
         if dist.get_rank() == late:
             time.sleep(2.5)  # longer than it takes until the other asks
         mesh.fingerprints.call("sum of weight")
-        mesh.users.call("barrier()")
+        mesh.user_fingerprints.call("barrier()")
 
 
 @on_ranks(2)
@@ -84,9 +84,9 @@ def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_
     mesh = make_mesh()
     started = time.monotonic()
     with pytest.raises(DesyncError) as caught:
-        mesh.fingerprints.call("sum of weight") if dist.get_rank() == 0 else mesh.users.call(
-            "barrier()"
-        )
+        mesh.fingerprints.call(
+            "sum of weight"
+        ) if dist.get_rank() == 0 else mesh.user_fingerprints.call("barrier()")
     assert time.monotonic() - started < 5
     for operation in ("sum of weight at ", "barrier() at "):
         assert operation in str(caught.value)

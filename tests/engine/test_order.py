@@ -141,8 +141,8 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     runtime = trial.runtime
     calls: list[str] = []
-    call = runtime.mesh.data_fingerprints.call
-    runtime.mesh.data_fingerprints.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
+    call = runtime.mesh.world_fingerprints.call
+    runtime.mesh.world_fingerprints.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
     for step in range(4):
         with runtime.step("training_step"):
             for order in ([0, 1], [2, 3, 1]):  # as a discriminator's backward and a generator's
@@ -158,8 +158,8 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
 def test_what_all_ranks_change_for_good_is_asked_about_in_one_step_only() -> None:
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     calls: list[str] = []
-    call = trial.runtime.mesh.data_fingerprints.call
-    trial.runtime.mesh.data_fingerprints.call = lambda what, *advice: (
+    call = trial.runtime.mesh.world_fingerprints.call
+    trial.runtime.mesh.world_fingerprints.call = lambda what, *advice: (
         calls.append(what),
         call(what, *advice),
     )[1]  # type: ignore[method-assign]

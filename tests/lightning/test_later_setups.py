@@ -179,8 +179,8 @@ def test_debug_can_be_switched_on_for_a_sharded_module() -> None:
     model = Gpt()
     fit(model)
     trainer = fit(model, debug=True)
-    assert trainer.strategy.mesh.compares
-    assert not fit(model).strategy.mesh.compares
+    assert trainer.strategy.mesh.compares_user_calls
+    assert not fit(model).strategy.mesh.compares_user_calls
 
 
 @on_ranks(2)

@@ -180,7 +180,7 @@ class HostReduction:
         inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
         message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
         self._message, self._numbers, self._group = message, numbers, group
-        self._meeting = f"{group.name}/{sum(_record_of(group).begun.values())}"
+        self._sync_point = f"{group.name}/{sum(_record_of(group).begun.values())}"
         self._tag = group.channel.next_tag()
         # Tag of a second message, for numbers that exceed the payload of the first.
         self._second_tag = group.channel.next_tag() if numbers.numel() > _PAYLOAD_NBYTES else 0
@@ -206,7 +206,7 @@ class HostReduction:
         if not alike:
             describe = _record_of(self._group).describe
             described = (
-                self.operation if describe is None else describe(self._meeting, self.operation)
+                self.operation if describe is None else describe(self._sync_point, self.operation)
             )
             raise DesyncError(f"{described}. {self.advice}")
         return self._numbers

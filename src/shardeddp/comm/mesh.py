@@ -228,20 +228,20 @@ class Mesh:
         for group in (self.control, dist.group.WORLD):
             if group is not None:
                 come_first(group, partial(_settle, weakref.ref(self)))
-        self._meetings = StoreClient("meetings", self.rank)
+        self._mismatch_store = StoreClient("mismatches", self.rank)
         self._describe_mismatches(self.control, everyone[0])
-        self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
+        self.user_fingerprints = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Call fingerprints of all ranks, before collectives that users call."""
-        self.compares = debug
+        self.compares_user_calls = debug
         """Whether all collectives of users are compared, and not only those that could hang."""
         self.fingerprints = self._fingerprints("holders", topology.holder_groups(), timeout)
         """Call fingerprints of the ranks that together hold all of the model."""
-        self.data_fingerprints = (
+        self.world_fingerprints = (
             self.fingerprints
             if len(topology.holder_groups()) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
-        """Call fingerprints of the ranks of ``data``."""
+        """Call fingerprints of all ranks."""
         self.is_inherited = False
         """Whether this process was forked from the rank, and so cannot communicate."""
         self._dense: Mesh | None = None
@@ -370,7 +370,11 @@ class Mesh:
     def measure(self, clock: StepClock | None) -> None:
         """Let a step clock measure the waits of compute; None ends the measurement."""
         self.run.clock = clock
-        checks = self.users.group, self.fingerprints.group, self.data_fingerprints.group
+        checks = (
+            self.user_fingerprints.group,
+            self.fingerprints.group,
+            self.world_fingerprints.group,
+        )
         for group in (self.control, *checks):
             if group is not None:
                 group.clock = clock
@@ -388,7 +392,7 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.run.thread = self.fingerprints.thread = self.data_fingerprints.thread = thread
+        self.run.thread = self.fingerprints.thread = self.world_fingerprints.thread = thread
         if self.experts is not None:
             self.experts._let_read(thread)
 
@@ -398,7 +402,7 @@ class Mesh:
         for name, former in [*vars(self).items()]:
             if isinstance(former, Collectives) and former.size > 1:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
-        for each in (self.users, self.fingerprints, self.data_fingerprints):
+        for each in (self.user_fingerprints, self.fingerprints, self.world_fingerprints):
             each.leave_to_parent()
         self.error_propagation.leave_to_parent()
         for group in (self.control, self.saving, dist.group.WORLD):
@@ -453,7 +457,7 @@ class Mesh:
         # Weak: torch keeps a group for longer than the liveness probe is needed.
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
-            group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
+            group, partial(_describe, self._mismatch_store, liveness_probe, ranks, self.rank)
         )
 
     def _collectives(
@@ -522,15 +526,15 @@ def _describe(
     alive: weakref.ref[LivenessProbe],
     ranks: Sequence[int],
     rank: int,
-    meeting: str,
+    sync_point: str,
     operation: str,
 ) -> str:
     """Describe the operations of the ranks at a sync point; called by all ranks that reach it."""
     place = f"{operation} at {code_line_of(sys._getframe())}"
-    others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
+    others = {other: f"{sync_point}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}
     with suppress(LostStoreError):
-        client.write(f"{meeting}/{rank}", place)
+        client.write(f"{sync_point}/{rank}", place)
         texts = client.wait_for([*others.values()], _OTHERS_S)
         listed = {
             other: f"rank {other} has come to {texts[name]}"

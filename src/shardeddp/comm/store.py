@@ -194,14 +194,14 @@ class _StoreWorker:
 
 
 def _serve(requests: SimpleQueue[Request | None]) -> None:
-    while (asked := requests.get()) is not None:
-        call, answer = asked
+    while (request := requests.get()) is not None:
+        call, answer = request
         if answer.set_running_or_notify_cancel():
             try:
                 answer.set_result(call())
             except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
                 answer.set_exception(error)
-        del asked, call, answer  # and with them the client in the call's closure
+        del request, call, answer  # and with them the client in the call's closure
 
 
 _WORKERS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()

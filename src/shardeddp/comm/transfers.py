@@ -31,14 +31,14 @@ LOOK_S = 1.0
 """Interval at which a waiting caller checks the connections."""
 
 _END_S = 0.2
-_Question = tuple[Callable[[], Any], Future[Any]]
+_Request = tuple[Callable[[], Any], Future[Any]]
 
 
 class TransferThread:
     """Runs actions that wait for other ranks, one after the other, on a thread of its own."""
 
     def __init__(self) -> None:
-        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, action: Callable[[], T]) -> Future[T]:
@@ -50,21 +50,21 @@ class TransferThread:
         result: Future[T] = Future()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_carry_out, args=(self._questions,), name="shardeddp-transfers", daemon=True
+                target=_carry_out, args=(self._requests,), name="shardeddp-transfers", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._questions.put, None).atexit = False
+            weakref.finalize(self, self._requests.put, None).atexit = False
             _STARTED.add(self)
         if threading.current_thread() is self._thread:
             _answer(action, result)
         else:
-            self._questions.put((action, result))
+            self._requests.put((action, result))
         return result
 
     def end(self) -> None:
         """End the thread before the interpreter ends, unless its wait may never end."""
         if self._thread is not None:
-            self._questions.put(None)
+            self._requests.put(None)
             self._thread.join(_END_S)
 
 
@@ -116,10 +116,10 @@ _LOOKS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 @torch.inference_mode()  # actions may write to inference tensors
-def _carry_out(questions: SimpleQueue[_Question | None]) -> None:
-    while (asked := questions.get()) is not None:
-        _answer(*asked)
-        del asked
+def _carry_out(requests: SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        _answer(*request)
+        del request
 
 
 def _answer(action: Callable[[], T], result: Future[T]) -> None:

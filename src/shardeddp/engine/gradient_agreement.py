@@ -225,7 +225,7 @@ class GradientAgreement:
             self._expected = {
                 kind: each for kind, each in self._expected.items() if kind.over is ReduceOver.ALL
             }
-        self._uninstall(found.used)
+        self._remove_unused_gradients(found.used)
         if not opened.is_applied or found != expected:
             left = found.left
             if expected is not None:
@@ -237,7 +237,7 @@ class GradientAgreement:
         if within_backward:
             self._run_hooks(found)
 
-    def _uninstall(self, used: Sequence[bool]) -> None:
+    def _remove_unused_gradients(self, used: Sequence[bool]) -> None:
         """Remove gradients of parameters that no rank has used."""
         gradients = stored_gradients(self._sharded)
         in_vain = [

@@ -545,7 +545,7 @@ class OrderAgreement:
     def _confirm(self, found: str, expected: str) -> None:
         """Check that all ranks leave the recorded order with the same visit."""
         advice = ABOUT_UNITS if self._mesh.experts is None else ABOUT_EXPERTS
-        self._mesh.data_fingerprints.call(f"{found} instead of {expected}", advice)
+        self._mesh.world_fingerprints.call(f"{found} instead of {expected}", advice)
 
     def _warn_once(self, found: str, expected: str) -> None:
         if self._warned or self._mesh.rank:

@@ -118,7 +118,7 @@ class Reducer:
         ]
         self._agreement.forget_expectations()
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
-        self._mesh.data_fingerprints.call(operation, ABOUT_TRAINED)
+        self._mesh.world_fingerprints.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
         """Record that this backward leaves gradients.

@@ -556,7 +556,7 @@ class Runtime:
         self.mesh.run.settle()
         if self.sharding.retains and self.mesh.run.written.pending:
             # Only changed parameters are gathered anew, so all ranks must have changed them.
-            self.mesh.data_fingerprints.call(
+            self.mesh.world_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.run.written.pending)} was written to"
             )
         self._enter_phase("the root's forward")

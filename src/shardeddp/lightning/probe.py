@@ -318,12 +318,12 @@ class _Ranks:
     ) -> list[float]:
         """Median seconds of actions run in turn; ``together``: all ranks run each equally often."""
         times = [list[float]() for _ in actions]
-        self._mesh.users.call("probe")
+        self._mesh.user_fingerprints.call("probe")
         began = time.perf_counter()
         for repeat in range(REPEATS + 1):
             for action, found in zip(actions, times, strict=True):
                 if together:
-                    self._mesh.users.call("probe")
+                    self._mesh.user_fingerprints.call("probe")
                 self._synchronize()
                 begin = time.perf_counter()
                 action()

@@ -258,7 +258,7 @@ class RunGroup:
             self.current is None
             and runtime is not None
             and runtime.sharding == options.sharding
-            and runtime.mesh.compares == options.debug
+            and runtime.mesh.compares_user_calls == options.debug
             and runtime.mesh.topology.tensor_size == tensor_size
             and runtime.mesh.expert_size == expert_size
         ):
@@ -391,7 +391,9 @@ class RunGroup:
             named = f"{name or ''}" if self.options.debug or of_lightning else ""
             # On the host, so the GPU is not synchronized. Ranks in another operation than this one
             # raise an error.
-            self.current.users.call(f"barrier({named}){' of Lightning' if of_lightning else ''}")
+            self.current.user_fingerprints.call(
+                f"barrier({named}){' of Lightning' if of_lightning else ''}"
+            )
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank ``src`` on all ranks.
@@ -401,7 +403,7 @@ class RunGroup:
         mesh = self.current
         if mesh is None or mesh.topology.world_size == 1:
             return obj
-        mesh.users.call(f"broadcast(src={src})")
+        mesh.user_fingerprints.call(f"broadcast(src={src})")
         sent = broadcast_bytes(pickle.dumps(obj) if mesh.rank == src else b"", src, mesh.control)
         # torch's fake process group sends nothing.
         return pickle.loads(sent) if sent and mesh.rank != src else obj
@@ -451,8 +453,8 @@ class RunGroup:
 
     def _compare(self, operation: str) -> None:
         """With ``debug``: raise on every rank if ranks call different operations."""
-        if self.current is not None and self.current.compares:
-            self.current.users.call(operation)
+        if self.current is not None and self.current.compares_user_calls:
+            self.current.user_fingerprints.call(operation)
 
     # -- Errors
 

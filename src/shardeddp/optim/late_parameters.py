@@ -34,7 +34,7 @@ class LateParameters:
     @torch.no_grad()
     def take_values_of_rank_0(self) -> None:
         """Send the values; a collective of all ranks."""
-        self._mesh.data_fingerprints.call(f"broadcast of {self._names[0]}, made after the setup")
+        self._mesh.world_fingerprints.call(f"broadcast of {self._names[0]}, made after the setup")
         for parameter in self._parameters:
             values = parameter.data.flatten()
             self._mesh.world.broadcast_(values, 0).wait()
@@ -54,7 +54,7 @@ class LateParameters:
         gradients = [it.grad for it in parameters]
         if not parameters:
             return
-        self._mesh.data_fingerprints.call(f"gradient of {self._names[0]}, made after the setup")
+        self._mesh.world_fingerprints.call(f"gradient of {self._names[0]}, made after the setup")
         wide = torch.promote_types(torch.float32, parameters[0].dtype)
         parts = [
             torch.zeros(it.numel(), dtype=wide, device=it.device)

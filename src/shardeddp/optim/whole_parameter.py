@@ -464,7 +464,7 @@ class OwnedStates(OutsideStates):
         """
         if not self._have_numbers or self._numbers is not None or self._mesh.slices.size == 1:
             return
-        self._mesh.data_fingerprints.call(
+        self._mesh.world_fingerprints.call(
             f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,"
         )
         mine = [

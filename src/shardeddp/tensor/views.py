@@ -129,8 +129,8 @@ class Gathered:
     def _assemble(self, func: Any) -> None:
         mesh = self.sharded.spec.mesh
         # Gathering has called the other fingerprints already.
-        if mesh.data_fingerprints is not mesh.fingerprints:
-            mesh.data_fingerprints.call(
+        if mesh.world_fingerprints is not mesh.fingerprints:
+            mesh.world_fingerprints.call(
                 f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}"
             )
 
