@@ -171,7 +171,15 @@ class Mesh:
         self.world = self._among(dist.group.WORLD, range(topology.world_size))
         """Collectives of all ranks, as users call them."""
         self.gather = make("gather")
-        """All-gathers in the shard group."""
+        """All-gathers in the shard group, on the gather stream.
+
+        Without split replicas ``slices`` is the same communicator, without tensor parallelism
+        ``holders`` is ``slices``, and ``data`` and ``tensor`` may be ``world``: one communicator
+        is used on several streams, while an earlier collective in it may still be under way (a
+        prefetched gather). That is safe because the hosts of all ranks issue the collectives of a
+        communicator in one order, and it keeps that order: NCCL lets each kernel wait for the one
+        before, on whatever stream that is, and gloo matches the messages of two ranks in order.
+        """
         self.regather = make("regather", self.gather)
         """All-gathers in a part of the shard group, for the backward, of parts kept by forwards."""
         self.reduce = make("reduce")
@@ -179,10 +187,8 @@ class Mesh:
         self.replicate = make("replicate")
         """Reductions in the replicate group: the ranks that hold equal shards."""
         self.slices = make("slices", self.gather)
-        """Collectives of the ranks with the slices of a flat buffer: parameters outside of units.
-
-        Used on both streams, which is safe because each use is waited for before the next is
-        issued.
+        """Collectives of the ranks with the slices of a flat buffer: whole parameters outside of
+        their units, on the gather stream. It is ``gather`` unless replicas split shards.
         """
         self.gather_slices = make("gather_slices", alone)
         """All-gathers of the slices of a shard, among the replicas that split it."""
@@ -199,7 +205,10 @@ class Mesh:
         self.activations = make("activations", traffic=self.activation_traffic)
         """Collectives of the ranks that split layers, for layers in ``tensor_parallel_plan``."""
         self.holders = make("holders", self.slices if topology.tensor_size == 1 else self.world)
-        """Collectives of the ranks that together hold all boxes of all parameters."""
+        """Collectives of the ranks that together hold all boxes of all parameters: partial results,
+        on the reduce stream. It is ``slices`` without tensor parallelism, and ``world`` if these are
+        all ranks.
+        """
         everyone = [range(topology.world_size)]
         self.control = self._groups.host("control", everyone, timeout)
         """Host group of all ranks: errors, requests of users, agreement on the model and on
