@@ -105,7 +105,9 @@ class CollectiveHandle:
         It is issued at once where streams keep the order, else once the result has arrived.
         """
         if self._is_complete():
-            return issue()
+            following = issue()
+            following._keep = (*self._keep, *following._keep)
+            return following
         self._following.append(issue)
         return self
 
