@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from shardeddp.config import choose_sharding
 from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.plan.memory import backward_moments, plan_memory
-from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_of_work
 from shardeddp.planner.search import MEMORY_INTERVAL, Memory, combined, in_forward, memory_of

@@ -1,6 +1,7 @@
 """Options of the strategy are taken in every way that is said to work, and refused by name in any other."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from shardeddp import CheckpointOptions, ConfigurationError, CPUOffload, MixedPrecision, ShardedDP
-from shardeddp.config import parse_options, resolve_timeout
-from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.config import choose_sharding, find_sharding, parse_options, resolve_timeout
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import ClassPolicy, NamePolicy
 
 pytestmark = pytest.mark.timeout(30)
@@ -135,18 +136,26 @@ def test_what_users_write_is_parsed_to_the_values_that_are_read() -> None:
         ("mixed_precision", "bf16"),
         ("timeout", 5),
         ("cpu_offload", True),
-        ("backward_prefetch", -1),
-        ("optimizer_scope", {"Lion": "all"}),
         ("auto_wrap_policy", {"Block"}),
         ("forward_prefetch", True),
         ("activation_checkpointing", "auto"),
-        ("sharding_strategy", "no_shard"),  # `sharding` is that of another one
-        ("cpu_offload", CPUOffload(params=True)),  # the same
+        ("sharding_strategy", "ZeRO1"),
     ],
 )
-def test_options_hold_resolved_values_only(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}|Options.sharding=|Options.candidates="):
-        replace(parse_options({}), **{name: value})
+def test_options_that_are_replaced_are_resolved_like_those_of_users(name: str, value: Any) -> None:
+    replaced, parsed = replace(parse_options({}), **{name: value}), parse_options({name: value})
+    for each in ("sharding", "candidates", name):
+        assert getattr(replaced, each) == getattr(parsed, each), each
+    if name != "timeout":
+        assert not replaced.shards_like(parse_options({})) or name == "forward_prefetch"
+        assert replaced.shards_like(parsed)
+
+
+def test_derived_options_follow_the_others_and_cannot_be_given() -> None:
+    offloaded = replace(parse_options({}), cpu_offload=CPUOffload(params=True))
+    assert offloaded.sharding.offload_params
+    with pytest.raises(ValueError, match="sharding"):
+        replace(offloaded, sharding=parse_options({}).sharding)
 
 
 def test_a_policy_may_have_any_equality() -> None:
@@ -172,3 +181,48 @@ def test_options_with_another_sharding_keep_all_others() -> None:
     assert options.timeout == timedelta(seconds=5)
     with pytest.raises(ConfigurationError, match="shard_size=2 goes with sharding_strategy='hybr"):
         former.with_sharding("full_shard", 2)
+
+
+@pytest.mark.parametrize(
+    "spelling", [str.lower, str.upper, str.title, str.swapcase, str.capitalize]
+)
+@pytest.mark.parametrize("name", SHARDING_STRATEGIES)
+def test_a_name_is_found_in_any_case(name: str, spelling: Callable[[str], str]) -> None:
+    assert find_sharding(spelling(name)) is SHARDING_STRATEGIES[name]
+
+
+@pytest.mark.parametrize("name", SHARDING_STRATEGIES)
+def test_a_name_that_lost_any_one_letter_is_recognised(name: str) -> None:
+    for index in range(len(name)):
+        typo = name[:index] + name[index + 1 :]
+        with pytest.raises(ValueError, match=f"did you mean '{name}'"):
+            find_sharding(typo)
+
+
+@pytest.mark.parametrize(
+    ("found", "nearest"),
+    [
+        ("FULLSHARD", "full_shard"),
+        ("full-shard", "full_shard"),
+        ("hybrid", "hybrid_shard"),
+        ("grad_op", "shard_grad_op"),
+        ("SHARD_OPTIM", "shard_optimizer"),
+        ("noshard", "no_shard"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_one_in_any_case(found: str, nearest: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"sharding_strategy='{found}' is not known; .*; did you mean '{nearest}'\?",
+    ):
+        find_sharding(found)
+
+
+@pytest.mark.parametrize("found", ["", "zzz", "42"])
+def test_a_name_that_is_near_to_none_gets_the_whole_list_and_no_guess(found: str) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"'{found}' is not known; expected one of {', '.join(SHARDING_STRATEGIES)}",
+    ) as caught:
+        find_sharding(found)
+    assert "did you mean" not in str(caught.value)

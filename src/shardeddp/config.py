@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -24,15 +24,13 @@ from typing import (
 import torch
 from torch import nn
 
-from shardeddp.errors import ConfigurationError, nearest
+from shardeddp.errors import ConfigurationError, closest, did_you_mean, nearest
 from shardeddp.plan.hardware import find_gpu
 from shardeddp.plan.sharding_strategy import (
-    AUTO,
-    OptimizerShard,
+    SHARDING_STRATEGIES,
+    Reshard,
     ShardingStrategy,
-    ShardSizeOption,
-    candidates,
-    choose_sharding,
+    ShardSize,
 )
 from shardeddp.translation.torch_strategies import options_of, prefetch_of, sharding_of
 from shardeddp.translation.unknown import explain_unknown
@@ -43,6 +41,19 @@ from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 from shardeddp.wrap.tree import imported
 
 T = TypeVar("T")
+
+AUTO = "auto"
+"""Option value of a strategy or shard size that setup chooses by a plan."""
+
+ShardingStrategyName: TypeAlias = Literal[
+    "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard", "auto"
+]
+
+ShardSizeOption: TypeAlias = int | Literal["auto"] | None
+"""Size of a shard group: a number; ``auto``: chosen at setup; None: the strategy's default."""
+
+OptimizerShard: TypeAlias = Literal["group", "world"]
+"""Ranks that split the optimizer states: the shard group or all ranks."""
 
 StateDictType: TypeAlias = Literal["auto", "sharded", "full"]
 StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
@@ -492,6 +503,123 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
     return target(**arguments)
 
 
+# -- Sharding strategies
+
+
+def find_sharding(sharding_strategy: str) -> ShardingStrategy:
+    """Return the sharding strategy of a case-insensitive name.
+
+    Raises:
+        ConfigurationError: The name is unknown; the error suggests the nearest one.
+    """
+    name = str(sharding_strategy).lower()
+    if name in SHARDING_STRATEGIES:
+        return SHARDING_STRATEGIES[name]
+    near = closest(name, (*SHARDING_STRATEGIES, AUTO), cutoff=0.4)
+    raise ConfigurationError(
+        f"sharding_strategy={sharding_strategy!r} is not known; expected one of "
+        f"{', '.join((*SHARDING_STRATEGIES, AUTO))}{did_you_mean(map(repr, near))}"
+    )
+
+
+def choose_sharding(
+    sharding_strategy: str,
+    shard_size: ShardSizeOption = None,
+    reduce_every_backward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_params: bool = False,
+    optimizer_shard: OptimizerShard = "group",
+) -> ShardingStrategy:
+    """Return the sharding strategy of a name with the user's options applied.
+
+    Args:
+        sharding_strategy: Case-insensitive name.
+        shard_size: Size of a shard group, for ``hybrid_shard`` only; None: the strategy's default;
+            ``auto``: the default until setup chooses one.
+        reduce_every_backward: Override of the strategy's field; None keeps it.
+        reshard_after_forward: True, False, or the number of ranks in the backward's all-gather;
+            None: the strategy's default.
+        offload_params: True to keep shards in host memory.
+        optimizer_shard: ``group``: optimizer states are sharded like parameters; ``world``:
+            replicas split them as well, for ``hybrid_shard`` only.
+
+    Raises:
+        ConfigurationError: The name is unknown, or an option does not go with the strategy.
+    """
+    sharding = find_sharding(sharding_strategy)
+    changes: dict[str, Any] = {}
+    if shard_size is not None:
+        if sharding.shard_size is not ShardSize.NODE:
+            raise ConfigurationError(
+                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found "
+                f"{sharding_strategy!r}, whose shard size is fixed; leave shard_size out or use "
+                f"'hybrid_shard'"
+            )
+        if shard_size != AUTO and (type(shard_size) is not int or shard_size < 1):
+            raise ConfigurationError(
+                f"shard_size={shard_size!r}: expected a number of ranks, 'auto' or None"
+            )
+        if shard_size != AUTO:
+            changes["shard_size"] = shard_size
+    if type(reduce_every_backward) not in (bool, type(None)):  # 1 is equal to True
+        raise ConfigurationError(
+            f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
+        )
+    if reduce_every_backward is not None:
+        changes["reduce_every_backward"] = reduce_every_backward
+    if reshard_after_forward is not None:
+        changes |= _resharding(sharding_strategy, sharding, reshard_after_forward)
+    if optimizer_shard == "world" and sharding.shard_size is not ShardSize.NODE:
+        raise ConfigurationError(
+            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found "
+            f"{sharding_strategy!r}, which has no replicas or nothing but replicas; leave it out"
+        )
+    changes["split_replicas"] = optimizer_shard == "world"
+    return replace(sharding, **changes, offload_params=offload_params)
+
+
+def candidates(**options: Any) -> dict[str, ShardingStrategy]:
+    """Return the sharding strategies that accept the options, in the order of preference for unknown hardware.
+
+    Args:
+        options: Options of :func:`choose_sharding`.
+
+    Raises:
+        ConfigurationError: No strategy accepts them.
+    """
+    found: dict[str, ShardingStrategy] = {}
+    refusals: list[ConfigurationError] = []
+    for name in SHARDING_STRATEGIES:
+        try:
+            found[name] = choose_sharding(name, **options)
+        except ConfigurationError as error:
+            refusals.append(error)
+    if not found:
+        raise ConfigurationError(
+            f"sharding_strategy='auto': no strategy goes with the other options: {refusals[0]}"
+        ) from refusals[0]
+    return found
+
+
+def _resharding(
+    sharding_strategy: str, sharding: ShardingStrategy, after_forward: object
+) -> dict[str, Any]:
+    if sharding.retains:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward} does not go with "
+            f"sharding_strategy={sharding_strategy!r}, which never reshards; leave it out, or use "
+            f"'full_shard', 'hybrid_shard' or 'shard_grad_op'"
+        )
+    if isinstance(after_forward, bool):
+        return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
+    if not isinstance(after_forward, int) or after_forward < 2:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward!r}: expected True, False, or a number of ranks of "
+            f"at least 2 that divides the shard size"
+        )
+    return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}
+
+
 # -- All options of a strategy
 
 
@@ -499,80 +627,75 @@ OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "check
 """Arguments of the strategies that are Lightning's own, and no fields of :class:`Options`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """Resolved options of a strategy, made by :func:`parse_options`.
+    """Options of a strategy, resolved: values as users write them become those of the fields.
 
     ``ShardedDP`` describes them for users, as its arguments of the same names. Components of the
-    strategy and of the engine read their fields of this object. Two objects are equal if they shard
-    a model alike; fields without influence on that are not compared.
+    strategy and of the engine read their fields of this object.
 
     Raises:
         ConfigurationError: An option is invalid, or does not work with another one.
     """
 
-    sharding_strategy: str = field(default="full_shard", compare=False)
+    sharding_strategy: str = "full_shard"
     """Our own name in lower case, or ``auto``; the engine reads ``sharding``."""
-    shard_size: ShardSizeOption = field(default=None, compare=False)
+    shard_size: ShardSizeOption = None
     """Size as asked for, for choices and messages; the engine reads ``sharding``."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
     """Modules that become units."""
     mixed_precision: MixedPrecision | None = None
     """None: autocast alone decides on dtypes."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Its ``modules`` are a policy."""
+    """Modules that recompute their activations, as a policy; None: none do."""
     cpu_offload: CPUOffload = CPUOffload()
     """State in host memory; no effect on CPUs."""
-    reshard_after_forward: bool | int | None = field(default=None, compare=False)
+    reshard_after_forward: bool | int | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
-    optimizer_shard: OptimizerShard = field(default="group", compare=False)
+    optimizer_shard: OptimizerShard = "group"
     """Ranks that split the optimizer; the engine reads ``sharding``."""
-    optimizer_scope: Mapping[str, OptimizerScope] = field(
-        default_factory=dict[str, OptimizerScope], compare=False
-    )
+    optimizer_scope: Mapping[str, OptimizerScope] = field(default_factory=dict[str, OptimizerScope])
     """By class name or import path; a scope given here counts before the one that is known."""
     tensor_parallel_size: int = 1
     """Size of the innermost axis of the mesh; 1: there is none."""
-    tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
+    tensor_parallel_plan: TensorPlan | None = None
     """Plan as given: its names are matched once there is a model."""
     expert_parallel_size: int = 1
     """Number of expert ranks; 1: the mesh of expert parameters is that of all others."""
     experts: Policy | None = None
     """None: stacked experts with the forward of transformers."""
     forward_prefetch: int = 1
-    """Number of units."""
+    """Number of units that a forward gathers before their turn."""
     backward_prefetch: int = 1
-    """Number of units."""
-    reduce_every_backward: bool | None = field(default=None, compare=False)
+    """Number of units that a backward gathers before their turn."""
+    reduce_every_backward: bool | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
-    uneven_batches: UnevenBatches = field(default="error", compare=False)
+    uneven_batches: UnevenBatches = "error"
     """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
     """True: ranks agree on every pass, also where they have been alike."""
-    state_dict_type: StateDictType = field(default="auto", compare=False)
+    state_dict_type: StateDictType = "auto"
     """Format of saves; loads find out what they read."""
-    checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
+    checkpoint_options: CheckpointOptions = CheckpointOptions()
     """Further options of saves and loads."""
-    process_group_backend: str | None = field(default=None, compare=False)
+    process_group_backend: str | None = None
     """None: by the kind of device, once that is known."""
-    timeout: timedelta = field(default=timedelta(seconds=600), compare=False)
+    timeout: timedelta = timedelta(seconds=600)
     """Limit of the rendezvous, of collectives and of messages on the host."""
     debug: bool = False
     """True: the mesh compares the collectives of user code; it cannot be changed later."""
-    plan_only: bool | str = field(default=False, compare=False)
-    """A GPU has its name in the planner's table."""
-    start_method: StartMethod = field(default="popen", compare=False)
+    plan_only: bool | str = False
+    """True or a GPU (its name in the planner's table): plan the run and end it."""
+    start_method: StartMethod = "popen"
     """Method of the launcher, where the cluster environment starts no ranks."""
 
-    # Derived from options, and the only fields without a default: see `option_names`.
-    sharding: ShardingStrategy
+    sharding: ShardingStrategy = field(init=False)
     """What the engine does; under ``auto`` the first candidate, until one is chosen."""
-    candidates: Mapping[str, ShardingStrategy] = field(compare=False, repr=False)
+    candidates: Mapping[str, ShardingStrategy] = field(init=False, repr=False)
     """Sharding strategies by name that ``auto`` chooses from; without it, the only one."""
-    described_plan: str = field(repr=False)
-    """Text of the plan, for comparison: equal for equal styles of torch, which are objects."""
 
     def __post_init__(self) -> None:
+        self._set({name: resolve(getattr(self, name)) for name, resolve in _RESOLVED_BY.items()})
         _check_backend(self.process_group_backend)
         check_size("tensor_parallel_size", self.tensor_parallel_size)
         check_size("expert_parallel_size", self.expert_parallel_size)
@@ -583,25 +706,38 @@ class Options:
                 "left, 'join' with the last"
             },
         )
-        self._check_resolved()
+        self._set({"experts": resolve_experts(self.experts, self.expert_parallel_size)})
+        self._set(_resolve_sharding(self))
         self._check_axes()
         check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)
 
-    def _check_resolved(self) -> None:
-        """Refuse values that :func:`parse_options` would change or derive in another way."""
-        own = {name: resolve(getattr(self, name)) for name, resolve in _RESOLVED_BY.items()}
-        self._expect(own | {"experts": resolve_experts(self.experts, self.expert_parallel_size)})
-        self._expect(_resolve_sharding(vars(self)))
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
-    def _expect(self, expected: Mapping[str, Any]) -> None:
-        for name, value in expected.items():
-            found = getattr(self, name)
-            # A policy of users may have any __eq__.
-            if found is not value and (type(found) is not type(value) or found != value):
-                raise ConfigurationError(
-                    f"Options.{name}={found!r}: expected {value!r}, as parse_options() makes it; "
-                    f"with_sharding() changes the sharding strategy"
-                )
+    def shards_like(self, other: Options) -> bool:
+        """Return whether a model that was sharded by these options is sharded by the others, too.
+
+        If not, it is sharded anew when the others are set up. Plans of torch's styles, which are
+        objects, are compared by their text.
+        """
+        names = (
+            "sharding",
+            "auto_wrap_policy",
+            "mixed_precision",
+            "activation_checkpointing",
+            "cpu_offload",
+            "tensor_parallel_size",
+            "expert_parallel_size",
+            "experts",
+            "forward_prefetch",
+            "backward_prefetch",
+            "uneven_units",
+            "debug",
+        )
+        mine, others = ([getattr(it, name) for name in names] for it in (self, other))
+        plans = [str(it.tensor_parallel_plan) for it in (self, other)]
+        return mine == others and plans[0] == plans[1]
 
     def _check_axes(self) -> None:
         """Refuse options that do not work with tensor or expert parallelism."""
@@ -633,8 +769,7 @@ class Options:
         Raises:
             ConfigurationError: The strategy is unknown, or does not work with another option.
         """
-        asked = {"sharding_strategy": name, "shard_size": shard_size}
-        return replace(self, **asked | _resolve_sharding(vars(self) | asked))
+        return replace(self, sharding_strategy=name, shard_size=shard_size)
 
     @property
     def order_of_gathers(self) -> list[str]:
@@ -644,9 +779,8 @@ class Options:
 
 
 def option_names() -> list[str]:
-    """Return the names of the options, which are the fields of :class:`Options` with a default."""
-    known = signature(Options).parameters.values()
-    return [it.name for it in known if it.default is not it.empty]
+    """Return the names of the options."""
+    return [*signature(Options).parameters]
 
 
 def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -679,36 +813,25 @@ def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Opt
     names = option_names()
     if unknown := [name for name in given if name not in (*names, *beside)]:
         raise TypeError(explain_unknown(unknown, given, (*names, *beside)))
-    values = {it.name: it.default for it in fields(Options) if it.default is not MISSING}
-    for name in names:
-        if name in given:
-            resolve = _RESOLVED_BY.get(name)
-            values[name] = resolve(given[name]) if resolve else given[name]
-    check_size("expert_parallel_size", values["expert_parallel_size"])
-    values["experts"] = resolve_experts(values["experts"], values["expert_parallel_size"])
-    values |= _resolve_sharding(values)
-    return Options(**values, described_plan=str(values["tensor_parallel_plan"]))
+    return Options(**{name: given[name] for name in names if name in given})
 
 
-def _resolve_sharding(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of :class:`Options` that follow from the sharding strategy.
-
-    Args:
-        values: Resolved values by name, but for the sharding strategy, which is the user's.
+def _resolve_sharding(options: Options) -> dict[str, Any]:
+    """Return the fields that follow from the sharding strategy, as the user has written it.
 
     Raises:
         ConfigurationError: The strategy is unknown, or does not work with another option.
     """
-    given, reshard = values["sharding_strategy"], values["reshard_after_forward"]
+    given, reshard = options.sharding_strategy, options.reshard_after_forward
     known = sharding_of(given) or {"sharding_strategy": given}
     strategy = known["sharding_strategy"]
     reshard = known.get("reshard_after_forward") if reshard is None else reshard
     choices: dict[str, Any] = {
-        "shard_size": values["shard_size"],
-        "reduce_every_backward": values["reduce_every_backward"],
+        "shard_size": options.shard_size,
+        "reduce_every_backward": options.reduce_every_backward,
         "reshard_after_forward": reshard,
-        "offload_params": values["cpu_offload"].params,
-        "optimizer_shard": values["optimizer_shard"],
+        "offload_params": options.cpu_offload.params,
+        "optimizer_shard": options.optimizer_shard,
     }
     name = str(strategy).lower()
     found = candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}

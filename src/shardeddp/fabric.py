@@ -19,7 +19,7 @@ from shardeddp.checkpoint.full_write import save_full
 from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
-from shardeddp.config import OF_LIGHTNING, StartMethod, check_choice, parse_options
+from shardeddp.config import AUTO, OF_LIGHTNING, StartMethod, check_choice, parse_options
 from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -35,7 +35,6 @@ from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.optim.late_parameters import average_late_gradients
-from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import never_traced, runs_eagerly
 

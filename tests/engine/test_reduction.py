@@ -14,6 +14,8 @@ DIRECT = ReductionPlan(
     kept=[False, False],
     packs_into_shard=True,
     output_in_buffer=False,
+    divides_output=False,
+    to_host=False,
     scale=0.5,
 )
 

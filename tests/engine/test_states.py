@@ -10,11 +10,12 @@ import pytest
 from torch import nn
 
 from shardeddp.engine import runtime
+from shardeddp.engine.order import OrderAgreement
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.runtime import PHASES, Phase, Runtime
 from shardeddp.engine.storage import BUFFER_TRANSITIONS, BufferState
-from shardeddp.engine.unit import TRANSITIONS
+from shardeddp.engine.unit import TRANSITIONS, Unit
 from training import Sharding
 from world import on_ranks
 
@@ -62,13 +63,21 @@ def test_the_table_of_the_runtime_says_what_is_checked() -> None:
 
 def test_the_callers_in_the_table_are_all_there_are() -> None:
     for _, verb, _, callers in documented():
-        owner, call = Runtime, f"unit.{verb}("
+        by_owner: dict[type, str] = {
+            Runtime: f"unit.{verb}(",
+            OrderAgreement: f"unit.{verb}(",
+            Unit: f"self.{verb}(",
+        }
         if verb in PHASES:
-            call = f'_enter_phase("{verb}")'
+            by_owner = {Runtime: f'_enter_phase("{verb}")'}
         elif verb in BUFFER_TRANSITIONS:
-            owner, call = FlatGroup, f"self.buffer.{verb}("
-        methods = inspect.getmembers(owner, inspect.isfunction)
-        calling = {name for name, method in methods if call in inspect.getsource(method)}
+            by_owner = {FlatGroup: f"self.buffer.{verb}("}
+        calling = {
+            name
+            for owner, call in by_owner.items()
+            for name, method in inspect.getmembers(owner, inspect.isfunction)
+            if call in inspect.getsource(method)
+        }
         assert {each.strip() for each in callers.split(",")} == calling, verb
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardeddp.config import choose_sharding
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import choose_sharding
 from training import Sharding, Trial, batch
 from world import Worlds, on_ranks
 

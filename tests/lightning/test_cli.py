@@ -16,7 +16,8 @@ from shardeddp import (
     NamePolicy,
     SizePolicy,
 )
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, choose_sharding, find_sharding
+from shardeddp.config import choose_sharding, find_sharding
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap.policy import PredicatePolicy, SingleUnitPolicy
 from support.command_line import STRATEGY, strategy_of, write
 from support.tasks import Block, TinyGpt

@@ -19,9 +19,9 @@ from shardeddp import (
     MixedPrecision,
     ShardedDP,
 )
-from shardeddp.config import option_names, parse_options
+from shardeddp.config import AUTO, choose_sharding, option_names, parse_options
 from shardeddp.lightning.api import ParallelStrategy
-from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES, choose_sharding
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
@@ -92,16 +92,17 @@ def test_the_signature_has_the_options_with_their_defaults() -> None:
     assert vars(parse_options(defaults)) == vars(parse_options({}))
 
 
-def test_options_are_equal_if_they_shard_alike() -> None:
+def test_options_are_compared_by_how_they_shard() -> None:
     blocks = parse_options({"auto_wrap_policy": ["Block"]})
-    assert parse_options({"timeout": 1, "auto_wrap_policy": ("Block",)}) == blocks
+    assert parse_options({"timeout": 1, "auto_wrap_policy": ("Block",)}).shards_like(blocks)
     zero2 = parse_options({"sharding_strategy": "zero2"})
-    assert zero2 == parse_options({"reshard_after_forward": False})
+    assert zero2.shards_like(parse_options({"reshard_after_forward": False}))
     plan = {"up": ColwiseParallel()}, {"up": ColwiseParallel()}, {"up": RowwiseParallel()}
     split = [{"tensor_parallel_size": 2, "tensor_parallel_plan": it} for it in plan]
     found = [*map(parse_options, split)]
-    assert found[0] == found[1] != found[2]
-    assert parse_options({"auto_wrap_policy": ["Layer"]}) != blocks
+    assert found[0].shards_like(found[1])
+    assert not found[0].shards_like(found[2])
+    assert not parse_options({"auto_wrap_policy": ["Layer"]}).shards_like(blocks)
     hybrid = parse_options({"sharding_strategy": "HYBRID_SHARD_ZERO2"})
     again = hybrid.with_sharding("hybrid_shard", None)
     assert again.sharding == choose_sharding("hybrid_shard", reshard_after_forward=False)

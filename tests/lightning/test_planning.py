@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
 from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
+from shardeddp.config import candidates, choose_sharding
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import planning as module
@@ -24,7 +25,6 @@ from shardeddp.lightning.planning import (
     resized,
 )
 from shardeddp.plan.hardware import GPUS, Cluster, find_gpu
-from shardeddp.plan.sharding_strategy import candidates, choose_sharding
 from shardeddp.planner.axes import ModelAxes
 from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from shardeddp.config import choose_sharding
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.rank_info import RankInfo, check_infos, node_order, reach_of
-from shardeddp.plan.sharding_strategy import choose_sharding
 from shardeddp.plan.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)

@@ -29,8 +29,9 @@ def test_costs_are_those_of_the_plan() -> None:
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias"],
     ]
-    assert costs_of(plan.spec, TWO_RANKS) == [group.cost() for group in plan.groups]
-    assert [group.cost().trainable for group in plan.groups] == [True, False]
+    costs = costs_of(plan.spec, TWO_RANKS)
+    assert [cost.plan for cost in costs] == [group.plan for group in plan.groups]
+    assert [cost.trainable for cost in costs] == [True, False]
 
 
 @pytest.mark.parametrize("times", [0, 2])

@@ -22,7 +22,7 @@ from shardeddp.comm import (
 )
 from shardeddp.engine.recording import Recording, tensors_on_meta
 from shardeddp.engine.replay import HOST, MetaView, ReplayPlan
-from shardeddp.engine.takeover import await_values, is_taken_over
+from shardeddp.engine.takeover import await_values, is_taken_over, note_values
 from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
 from shardeddp.tensor.gradient_hooks import put_hooks, take_hooks
@@ -131,7 +131,7 @@ class Materializer:
             RankError: A rank failed to load or to initialise its tensors.
         """
         parameters = [item.current for item in self._deferred if item.is_parameter]
-        await_values(parameters, True)
+        await_values(parameters)
         memory: dict[int, torch.UntypedStorage] = {}
         kept: dict[int, torch.UntypedStorage] = {}  # of this rank alone
         own = [item for item in self._deferred if not item.is_parameter]
@@ -149,7 +149,7 @@ class Materializer:
         if self.is_needed:
             _name_host(self._root, filled)
         self._fill(mesh, memory, kept)
-        await_values(parameters, False)
+        note_values(parameters)
         self._recording.forget_values()
         return {it.fqn for it in self._deferred if it.is_parameter and it.view.storage in kept}
 

@@ -173,7 +173,8 @@ class GradientAgreement:
                 self._installed[index] = gradient
         if opened.result is None:
             self._run_hooks(expected)
-            self._keep_sums(True)
+            for gradients in self._gradients():
+                gradients.keep_sums()
         self._open = opened
         self._mesh.run.unsettled[id(self)] = self
 
@@ -233,7 +234,8 @@ class GradientAgreement:
             self._reduce(left)
             self._apply(found)
         self._earlier, self._installed = set(), {}
-        self._keep_sums(False)
+        for gradients in self._gradients():
+            gradients.forget_sums()
         if within_backward:
             self._run_hooks(found)
 
@@ -284,10 +286,6 @@ class GradientAgreement:
 
     def _has_hooks(self) -> bool:
         return any_completion_hooks(self._sharded)
-
-    def _keep_sums(self, keep: bool) -> None:
-        for gradients in self._gradients():
-            gradients.keep_sums(keep)
 
     def _reduce(self, left: Sequence[bool]) -> None:
         for progress, is_left in zip(self._progresses, left, strict=True):

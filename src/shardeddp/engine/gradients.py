@@ -354,11 +354,13 @@ class GroupGradients:
         found = self._summed | self._partly_used
         return [index in found for index in range(len(self._unsharded))]
 
-    def keep_sums(self, keep: bool) -> None:
-        """Set whether the next reduction adds to this backward's sums without a ``.grad``, too."""
-        if not keep:
-            self._summed = set()
-        elif self._reduced and not self._mesh.has_replicas:
+    def forget_sums(self) -> None:
+        """Let the next reduction overwrite sums without a ``.grad``."""
+        self._summed = set()
+
+    def keep_sums(self) -> None:
+        """Let the next reduction add to this backward's sums without a ``.grad``, too."""
+        if self._reduced and not self._mesh.has_replicas:
             # A gradient in other memory already includes the sum so far.
             found = zip(stored_gradients(self._sharded), self._views, strict=True)
             self._summed = {
@@ -429,6 +431,8 @@ class GroupGradients:
             output_in_buffer=accumulates
             or self._mesh.topology.split_replicas
             or not memory.plan.averages_in_shard,
+            divides_output=self._mesh.topology.split_replicas,
+            to_host=memory.plan.on_host,
             scale=1.0 / replicate.size if scales else None,
         )
 

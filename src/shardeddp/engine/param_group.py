@@ -139,7 +139,10 @@ class FlatGroup:
 
     @property
     def needs_gather(self) -> bool:
-        """Whether unsharding communicates, because the buffer does not hold the values already."""
+        """Whether unsharding has to fill the buffer, because it does not hold the values already.
+
+        A gather group of one rank has nothing to send, and only casts.
+        """
         # Asked in each forward of a unit: only a retained one has to look at its versions.
         has_values = self.planned.is_retained and (self.plan.resident or not self.stale)
         return not (has_values or self._lender)
@@ -179,7 +182,9 @@ class FlatGroup:
         """Allocate the gathered buffer if necessary, and issue the all-gather into it.
 
         ``Runtime._visit`` calls this for a unit that a forward or backward has reached and for the
-        next ones (prefetch), by ``Unit.unshard``; ``Unit.reshard`` calls :meth:`release`. Memory:
+        next ones (prefetch), by ``Unit.unshard``; ``Unit.reshard`` calls :meth:`release`. A unit in
+        use whose main shard has changed is gathered anew (``Unit.refresh``), and so is memory that
+        only views hold (:meth:`refill_views`). Memory:
 
         ================  ==================================  =====================================
         buffer            allocated                           freed
@@ -192,9 +197,12 @@ class FlatGroup:
         views hold it     the memory that they hold           ``release`` here
         ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
                           main shard is on the host           stream follows the gather stream
-        ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it: compute
-                          on compute's stream (hpZ)           has waited for the gather that read it
-        replica shard     at setup, if replicas split shards  with the unit
+        the same of a     not at all: :meth:`activate` takes  by the lender
+        borrower          the lender's
+        ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it, or
+                          on compute's stream (hpZ)           :meth:`forget`: compute has waited for
+                                                              the gather that read it
+        replica shard     at setup, if replicas split shards  with the unit (``Unit.dissolve``)
         ================  ==================================  =====================================
 
         A released block of host memory is kept for the next gather of its size
@@ -308,8 +316,7 @@ class FlatGroup:
 
         Args:
             before_backward: True if they are gathered again before they change: this rank keeps a
-                slice if the mesh has regather groups (ZeRO++'s hpZ,
-                https://arxiv.org/abs/2306.10209).
+                part if the plan says so.
         """
         self.keep_writes()
         self._keep_requires_grad()
@@ -317,7 +324,7 @@ class FlatGroup:
             if not self.plan.resident:
                 self.buffer.unbind()
             return
-        keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
+        keep = before_backward and self.planned.keeps_part
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:
             # Kernels that read the buffer may still be queued: the gather stream, which allocated

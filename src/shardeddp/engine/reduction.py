@@ -189,13 +189,13 @@ class ReduceTarget(Enum):
     """Destination of the gradients of a reduction."""
 
     IN_SHARD = "in_shard"
-    """Gradient shard; there are no replicas."""
+    """Gradient shard, after the reduction in the shard group; there are no replicas."""
 
     ACROSS_REPLICAS = "across_replicas"
-    """Gradient shard, after an average over replicas."""
+    """Gradient shard, after that and an average over replicas."""
 
     IN_PARTIAL_SUMS = "in_partial_sums"
-    """Partial sums, which a later micro-batch reduces across replicas."""
+    """Partial sums, after that; a later micro-batch averages them over replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +215,15 @@ class ReductionPlan:
     It is added to the shard, changes dtype or device, or is divided among replicas. False: the
     output is the gradient shard.
     """
+
+    divides_output: bool
+    """True if replicas divide the average: a rank has a slice of it after a reduce-scatter.
+
+    False: every replica has all of it, after an all-reduce.
+    """
+
+    to_host: bool
+    """True if the gradient shard is in host memory: averages are copied to it, as the last stage."""
 
     scale: float | None
     """Factor of gradients while they are packed, so that a sum over replicas is their average.
@@ -366,14 +375,14 @@ class Reduction:
                 )
             )
         elif not self._plan.adds:
-            if memory.plan.on_host:
+            if self._plan.to_host:
                 self._output = memory.copy_out_of_buffer(self._output)
             self._absorb()
         return CollectiveHandle()
 
     def _reduce_across_replicas(self) -> CollectiveHandle:
         replicate, summed = self._memory.mesh.replicate, self._output
-        if not self._memory.mesh.topology.split_replicas:
+        if not self._plan.divides_output:
             return replicate.all_reduce_(summed, self._plan.kind)
         self._output = summed.view(replicate.size, -1)[replicate.rank]
         return replicate.reduce_scatter(self._output, summed)
@@ -386,7 +395,7 @@ class Reduction:
     def _absorb(self) -> None:
         """Write averages to the gradient shard; on the copy stream if it is in host memory."""
         memory, output, kept = self._memory, self._output, self._plan.kept
-        if not memory.plan.on_host:
+        if not self._plan.to_host:
             memory.absorb(output, kept)
             return
 

@@ -92,15 +92,21 @@ class Runtime:
     =================  ======================================  ==========  =========================
     from               verb or event                           to          called by
     =================  ======================================  ==========  =========================
-    sharded            unshard                                 unsharding  _visit, _ensure_unsharded
+    sharded            unshard                                 unsharding  _visit, _ensure_unsharded,
+                                                                           renew_views,
+                                                                           gather_with_others
     unsharding         wait                                    unsharded   _ensure_unsharded,
-                                                                           _reshard_unused
+                                                                           _reshard_unused,
+                                                                           renew_views,
+                                                                           gather_with_others
     unsharded          refresh                                 unsharded   _ensure_unsharded,
-                                                                           refresh
+                                                                           refresh, renew_views,
+                                                                           gather_with_others
     unsharded          reshard                                 sharded     leave, refresh,
                                                                            _leave_transformed,
                                                                            _reshard_after_backward,
-                                                                           _reshard_unused
+                                                                           _reshard_unused, _gather,
+                                                                           renew_views
     released           allocate                                allocated   _gather_from,
                                                                            _gather_split, activate
     allocated, bound   bind                                    bound       activate
@@ -114,12 +120,13 @@ class Runtime:
     any                a failure                               idle        reset
     =================  ======================================  ==========  =========================
 
-    Callers of a buffer's verbs are methods of :class:`FlatGroup`; a buffer of a single rank is
-    bound when it is made, for good.
+    ``renew_views`` and ``gather_with_others`` are methods of :class:`Unit`, ``_gather`` of
+    :class:`OrderAgreement`, and callers of a buffer's verbs of :class:`FlatGroup`; a buffer of a
+    single rank is bound when it is made, for good.
 
     An error takes any phase to idle: of a forward at once, of a backward with the next forward or
-    backward. After a transfer error the phase stays, since no collective would complete.
-    :class:`OrderAgreement` gathers and releases units for other ranks.
+    backward. After a transfer error phase and states stay as they were, for good: to leave them
+    takes collectives, and none would complete.
 
     Args:
         units: Units of the model, the root unit first.

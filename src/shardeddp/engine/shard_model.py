@@ -84,6 +84,7 @@ def shard_model(
             _passing_through(spec) if is_alone else spec,
             mesh.topology,
             reshard=sharding.reshard,
+            regather_size=sharding.regather_size,
             on_host=on_host,
         )
         for spec in specs

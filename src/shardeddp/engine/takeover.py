@@ -29,10 +29,16 @@ _FORMER = "_shardeddp_former"  # attribute of a parameter: its former sharded pa
 _AWAITED = "_shardeddp_awaits_values"  # attribute of a parameter: its shards have no values yet
 
 
-def await_values(parameters: Iterable[torch.Tensor], awaited: bool) -> None:
-    """Mark sharded parameters as awaiting their values, or remove the mark."""
+def await_values(parameters: Iterable[torch.Tensor]) -> None:
+    """Mark sharded parameters as awaiting their values."""
     for parameter in parameters:
-        vars(parameter).update({_AWAITED: True}) if awaited else vars(parameter).pop(_AWAITED, None)
+        vars(parameter)[_AWAITED] = True
+
+
+def note_values(parameters: Iterable[torch.Tensor]) -> None:
+    """Remove the mark of :func:`await_values`."""
+    for parameter in parameters:
+        vars(parameter).pop(_AWAITED, None)
 
 
 def is_taken_over(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import without_torch_function
-from shardeddp.wrap.flat_buffers import UnitPlan
+from shardeddp.wrap.flat_buffers import UnitPlan, require_gradients
 from shardeddp.wrap.tree import ParameterSpec, has_forward
 
 # -- Unit: parameters gathered together, their three states and the verbs between
@@ -171,7 +171,7 @@ class Unit:
 
     @property
     def needs_gather(self) -> bool:
-        """Whether unsharding communicates with other ranks."""
+        """Whether unsharding has to fill a buffer."""
         return any(group.needs_gather for group in self.groups)
 
     @property
@@ -193,7 +193,10 @@ class Unit:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
         return [
             *(group.planned.cost(trainable=group.trainable) for group in self.groups),
-            *(planned.cost() for planned in self._plan.passthrough),
+            *(
+                planned.cost(trainable=require_gradients(planned.parameters))
+                for planned in self._plan.passthrough
+            ),
         ]
 
     def held(self) -> HeldMemory:
@@ -405,6 +408,10 @@ class Unit:
             for spec, sharded in zip(group.planned.parameters, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
+        # Freed here or with their last views. Compute allocated shards; of gathers that read them
+        # it has waited for the last. The gather stream allocated retained buffers and may reuse
+        # them: it follows compute's reads first.
+        self._mesh.gather_stream.follow_compute()
         self.groups, self._registrations = [], []
         self._copies, self._by_layer = {}, {}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_all_ranks
-from shardeddp.config import Options
+from shardeddp.config import AUTO, Options
 from shardeddp.engine.deferred_init import fill_rest, materialize, record_resets
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, runtime_of
@@ -42,7 +42,7 @@ from shardeddp.lightning.tensor_parallel import (
 )
 from shardeddp.optim.attach import suspend
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import AUTO, ShardingStrategy
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.report import describe_units, print_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
@@ -330,7 +330,8 @@ class ModelSharding:
 
         Reasons: added or removed layers, parameters or buffers; other options or dtypes.
         """
-        same = runtime.options == self._group.options and runtime.precision == _compared(precision)
+        same = runtime.options.shards_like(self._group.options)
+        same = same and runtime.precision == _compared(precision)
         outdated = not (same and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.control)[0]
 

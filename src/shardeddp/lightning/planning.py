@@ -12,7 +12,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from shardeddp.config import MixedPrecision, Options, resolve_dtype
+from shardeddp.config import AUTO, MixedPrecision, Options, resolve_dtype
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -30,12 +30,7 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
-from shardeddp.plan.sharding_strategy import (
-    AUTO,
-    SHARDING_STRATEGIES,
-    ShardingStrategy,
-    shard_sizes,
-)
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.plan import Plan, make_plan

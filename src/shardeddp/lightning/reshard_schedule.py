@@ -7,10 +7,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from shardeddp.config import ShardingStrategyName
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Callback, LightningModule, Trainer
 from shardeddp.lightning.strategy import ShardedDP
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategyName
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 
 class ReshardSchedule(Callback):

@@ -19,13 +19,17 @@ from shardeddp.checkpoint.load_states import parameter_names
 from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
+    AUTO,
     OF_LIGHTNING,
     ActivationCheckpointingLike,
     CheckpointOptions,
     CPUOffload,
     MixedPrecision,
     OptimizerScope,
+    OptimizerShard,
     Options,
+    ShardingStrategyName,
+    ShardSizeOption,
     StartMethod,
     StateDictType,
     UnevenBatches,
@@ -73,12 +77,6 @@ from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan
-from shardeddp.plan.sharding_strategy import (
-    AUTO,
-    OptimizerShard,
-    ShardingStrategyName,
-    ShardSizeOption,
-)
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.wrap import PolicyLike, require_parameters
 from shardeddp.wrap.tensor_plan import TensorPlan
@@ -584,7 +582,7 @@ class ShardedDP(ParallelStrategy):
         options = self._model_sharding.check_reshard(
             trainer, sharding_strategy, shard_size, self._ranks, runtime
         )
-        if options == self.options:
+        if options.shards_like(self.options):
             return
         self.wait_for_checkpoint()
         module = trainer.lightning_module

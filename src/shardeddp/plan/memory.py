@@ -7,7 +7,7 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 WAITING_UNITS = 4
-"""Maximum number of units with gradients queued for the replicate group during a reduce-scatter."""
+"""Bound on the bytes of gradients that wait for replicas, in multiples of the largest unit's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """Sharding strategies: how many ranks share, when units reshard, when gradients are reduced."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias
 
-from shardeddp.errors import ConfigurationError, closest, did_you_mean
+from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import Topology, divisors
 
 
@@ -176,16 +175,6 @@ def shard_sizes(num_nodes: int, ranks_per_node: int) -> list[int]:
     ]
 
 
-ShardingStrategyName = Literal[
-    "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard", "auto"
-]
-
-ShardSizeOption: TypeAlias = int | Literal["auto"] | None
-"""Size of a shard group: a number; ``auto``: chosen at setup; None: the strategy's default."""
-
-OptimizerShard = Literal["group", "world"]
-"""Ranks that split the optimizer states: the shard group or all ranks."""
-
 SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # ZeRO-3, FSDP
     "full_shard": ShardingStrategy(
@@ -207,121 +196,3 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
 """Strategies by name, in the order of preference for unknown hardware: the least memory first."""
-
-
-def find_sharding(sharding_strategy: str) -> ShardingStrategy:
-    """Return the sharding strategy of a case-insensitive name.
-
-    Raises:
-        ConfigurationError: The name is unknown; the error suggests the nearest one.
-    """
-    name = str(sharding_strategy).lower()
-    if name in SHARDING_STRATEGIES:
-        return SHARDING_STRATEGIES[name]
-    near = closest(name, (*SHARDING_STRATEGIES, AUTO), cutoff=0.4)
-    raise ConfigurationError(
-        f"sharding_strategy={sharding_strategy!r} is not known; expected one of "
-        f"{', '.join((*SHARDING_STRATEGIES, AUTO))}{did_you_mean(map(repr, near))}"
-    )
-
-
-def choose_sharding(
-    sharding_strategy: str,
-    shard_size: ShardSizeOption = None,
-    reduce_every_backward: bool | None = None,
-    reshard_after_forward: bool | int | None = None,
-    offload_params: bool = False,
-    optimizer_shard: OptimizerShard = "group",
-) -> ShardingStrategy:
-    """Return the sharding strategy of a name with the user's options applied.
-
-    Args:
-        sharding_strategy: Case-insensitive name.
-        shard_size: Size of a shard group, for ``hybrid_shard`` only; None: the strategy's default;
-            ``auto``: the default until setup chooses one.
-        reduce_every_backward: Override of the strategy's field; None keeps it.
-        reshard_after_forward: True, False, or the number of ranks in the backward's all-gather;
-            None: the strategy's default.
-        offload_params: True to keep shards in host memory.
-        optimizer_shard: ``group``: optimizer states are sharded like parameters; ``world``:
-            replicas split them as well, for ``hybrid_shard`` only.
-
-    Raises:
-        ConfigurationError: The name is unknown, or an option does not go with the strategy.
-    """
-    sharding = find_sharding(sharding_strategy)
-    changes: dict[str, Any] = {}
-    if shard_size is not None:
-        if sharding.shard_size is not ShardSize.NODE:
-            raise ConfigurationError(
-                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found "
-                f"{sharding_strategy!r}, whose shard size is fixed; leave shard_size out or use "
-                f"'hybrid_shard'"
-            )
-        if shard_size != AUTO and (type(shard_size) is not int or shard_size < 1):
-            raise ConfigurationError(
-                f"shard_size={shard_size!r}: expected a number of ranks, 'auto' or None"
-            )
-        if shard_size != AUTO:
-            changes["shard_size"] = shard_size
-    if type(reduce_every_backward) not in (bool, type(None)):  # 1 is equal to True
-        raise ConfigurationError(
-            f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
-        )
-    if reduce_every_backward is not None:
-        changes["reduce_every_backward"] = reduce_every_backward
-    if reshard_after_forward is not None:
-        changes |= _resharding(sharding_strategy, sharding, reshard_after_forward)
-    if optimizer_shard == "world" and sharding.shard_size is not ShardSize.NODE:
-        raise ConfigurationError(
-            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found "
-            f"{sharding_strategy!r}, which has no replicas or nothing but replicas; leave it out"
-        )
-    changes["split_replicas"] = optimizer_shard == "world"
-    return replace(sharding, **changes, offload_params=offload_params)
-
-
-AUTO = "auto"
-"""Option value of a strategy or shard size that setup chooses by a plan."""
-
-
-def candidates(**options: Any) -> dict[str, ShardingStrategy]:
-    """Return the sharding strategies that accept the options, in the order of preference for unknown hardware.
-
-    Args:
-        options: Options of :func:`choose_sharding`.
-
-    Raises:
-        ConfigurationError: No strategy accepts them.
-    """
-    found: dict[str, ShardingStrategy] = {}
-    refusals: list[ConfigurationError] = []
-    for name in SHARDING_STRATEGIES:
-        try:
-            found[name] = choose_sharding(name, **options)
-        except ConfigurationError as error:
-            refusals.append(error)
-    if not found:
-        raise ConfigurationError(
-            f"sharding_strategy='auto': no strategy goes with the other options: {refusals[0]}"
-        ) from refusals[0]
-    return found
-
-
-def _resharding(
-    sharding_strategy: str, sharding: ShardingStrategy, after_forward: object
-) -> dict[str, Any]:
-    if sharding.retains:
-        raise ConfigurationError(
-            f"reshard_after_forward={after_forward} does not go with "
-            f"sharding_strategy={sharding_strategy!r}, which never reshards; leave it out, or use "
-            f"'full_shard', 'hybrid_shard' or 'shard_grad_op'"
-        )
-    if isinstance(after_forward, bool):
-        return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
-    if not isinstance(after_forward, int) or after_forward < 2:
-        raise ConfigurationError(
-            f"reshard_after_forward={after_forward!r}: expected True, False, or a number of ranks of "
-            f"at least 2 that divides the shard size"
-        )
-    return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import yaml
 
+from shardeddp.config import find_sharding
 from shardeddp.errors import UsageError
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
@@ -25,7 +26,7 @@ from shardeddp.plan.memory import (
 from shardeddp.plan.sharding_strategy import (
     Reshard,
     ShardingStrategy,
-    choose_sharding,
+    ShardSize,
     shard_sizes,
 )
 from shardeddp.planner.axes import WHOLE, ModelAxes, names_of
@@ -541,12 +542,13 @@ def _shardings(
             yield it
             continue
         name = it.lower()
-        if name != "hybrid_shard":
-            yield name, choose_sharding(name)
+        sharding = find_sharding(name)
+        if sharding.shard_size is not ShardSize.NODE:
+            yield name, sharding
             continue
         for size in shard_sizes(cluster.num_nodes, node):
             if size < count or "full_shard" not in names:  # it is that over all ranks
-                yield name, choose_sharding(name, size)
+                yield name, replace(sharding, shard_size=size)
 
 
 def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]:

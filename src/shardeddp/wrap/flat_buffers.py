@@ -25,6 +25,12 @@ class PlannedGroup:
     reshard: Reshard = Reshard.AFTER_FORWARD
     """Time of resharding; costs of the buffers do not depend on it."""
 
+    keeps_part: bool = False
+    """True if this rank keeps a part of what a forward has gathered, for the backward's gather.
+
+    See ``ShardingStrategy.regather_size`` (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
+    """
+
     lender: int | None = None
     """Index in the unit of the group that lends its memory to the only parameter of this group.
 
@@ -53,14 +59,12 @@ class PlannedGroup:
         if self.plan.borrows != (self.lender is not None):
             raise ValueError("expected a lender for a group that borrows its memory, and only then")
 
-    def cost(self, *, trainable: bool | None = None) -> GroupCost:
+    def cost(self, *, trainable: bool) -> GroupCost:
         """Return the cost of the flat buffers.
 
         Args:
-            trainable: Whether they get gradients; None: if one of the parameters requires one.
+            trainable: Whether they get gradients.
         """
-        if trainable is None:
-            trainable = any(it.parameter.requires_grad for it in self.parameters)
         first, topology = self.parameters[0], self.topology
         casts = self.plan.casts_gradients
         return GroupCost(
@@ -100,6 +104,7 @@ def plan_unit(
     topology: Topology,
     *,
     reshard: Reshard = Reshard.AFTER_FORWARD,
+    regather_size: int | None = None,
     on_host: bool = False,
 ) -> UnitPlan:
     """Plan the flat buffers of a unit, without making them.
@@ -108,6 +113,7 @@ def plan_unit(
         spec: Module and parameters of the unit.
         topology: Mesh of ranks; experts are divided by the mesh over it.
         reshard: Time of resharding.
+        regather_size: Number of ranks in the backward's all-gather; None: the shard group.
         on_host: True if main shards and gradient shards are in host memory.
     """
     groups: list[PlannedGroup] = []
@@ -128,6 +134,7 @@ def plan_unit(
             plan=plan,
             topology=own,
             reshard=reshard,
+            keeps_part=not experts and (regather_size or own.shard_size) < own.shard_size,
             lender=lenders.get(first.memory),
         )
         lenders.setdefault(first.memory, len(groups))
@@ -145,7 +152,13 @@ def plan_unit(
 
 def costs_of(spec: UnitSpec, topology: Topology, *, on_host: bool = False) -> list[GroupCost]:
     """Return the costs of the flat buffers that :func:`plan_unit` plans; arguments as there."""
-    return [group.cost() for group in plan_unit(spec, topology, on_host=on_host).groups]
+    groups = plan_unit(spec, topology, on_host=on_host).groups
+    return [group.cost(trainable=require_gradients(group.parameters)) for group in groups]
+
+
+def require_gradients(specs: Sequence[ParameterSpec]) -> bool:
+    """Return whether any of the parameters requires a gradient now."""
+    return any(it.parameter.requires_grad for it in specs)
 
 
 def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
