@@ -54,7 +54,7 @@ class Checkpoints:
     """Checkpoints that a run writes and deletes.
 
     Args:
-        group: Process group of the run, with its options.
+        group: Run group: options, ranks and mesh of the run.
     """
 
     def __init__(self, group: RunGroup) -> None:

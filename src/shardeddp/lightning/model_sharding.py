@@ -116,7 +116,7 @@ class ModelSharding:
     """Sharding of modules that were built as usual or on the meta device.
 
     Args:
-        group: Process group of the run, with its options.
+        group: Run group: options, ranks and mesh of the run.
         restore: Loader of a checkpoint, which may wait for the shards.
     """
 

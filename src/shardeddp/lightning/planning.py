@@ -393,7 +393,7 @@ def choose_on_rank_zero(
     """Replace ``auto`` in the group's options by the choice of rank 0, and log it; a collective.
 
     Args:
-        group: Process group of the run, connected.
+        group: Run group, connected.
         module: Module to train; None: unknown.
         setting: Settings of the run.
     """
