@@ -164,51 +164,7 @@ class Mesh:
         """Timeouts of a collective, and of host messages while checkpoints are saved."""
         self._groups = GroupPool(self.rank, timeout)
         axes = axes_of(topology, regather_size)
-        make, alone = (
-            partial(self._collectives, axes),
-            SoloCollectives([self.rank], 0, self.traffic),
-        )
-        self.world = self._among(dist.group.WORLD, range(topology.world_size))
-        """Collectives of all ranks, as users call them."""
-        self.gather = make("gather")
-        """All-gathers in the shard group, on the gather stream.
-
-        Without split replicas ``slices`` is the same communicator, without tensor parallelism
-        ``holders`` is ``slices``, and ``data`` and ``tensor`` may be ``world``: one communicator
-        is used on several streams, while an earlier collective in it may still be under way (a
-        prefetched gather). That is safe because the hosts of all ranks issue the collectives of a
-        communicator in one order, and it keeps that order: NCCL lets each kernel wait for the one
-        before, on whatever stream that is, and gloo matches the messages of two ranks in order.
-        """
-        self.regather = make("regather", self.gather)
-        """All-gathers in a part of the shard group, for the backward, of parts kept by forwards."""
-        self.reduce = make("reduce")
-        """Reduce-scatters in the shard group."""
-        self.replicate = make("replicate")
-        """Reductions in the replicate group: the ranks that hold equal shards."""
-        self.slices = make("slices", self.gather)
-        """Collectives of the ranks with the slices of a flat buffer: whole parameters outside of
-        their units, on the gather stream. It is ``gather`` unless replicas split shards.
-        """
-        self.gather_slices = make("gather_slices", alone)
-        """All-gathers of the slices of a shard, among the replicas that split it."""
-        self.data = make("data", self.world)
-        """Collectives of the ranks that train one model on different batches: buffers of the model,
-        and parameters outside of the steady state.
-        """
-        self.tensor = make("tensor", self.world)
-        """Collectives of the ranks that split layers, for whole parameters; activations have
-        communicators of their own.
-        """
-        self.activation_traffic = Traffic()
-        """Bytes of activations and their gradients, sent between ranks that split layers."""
-        self.activations = make("activations", traffic=self.activation_traffic)
-        """Collectives of the ranks that split layers, for layers in ``tensor_parallel_plan``."""
-        self.holders = make("holders", self.slices if topology.tensor_size == 1 else self.world)
-        """Collectives of the ranks that together hold all boxes of all parameters: partial results,
-        on the reduce stream. It is ``slices`` without tensor parallelism, and ``world`` if these are
-        all ranks.
-        """
+        self._make_collectives(axes)
         everyone = [range(topology.world_size)]
         self.control = self._groups.host("control", everyone, timeout)
         """Host group of all ranks: errors, requests of users, agreement on the model and on
@@ -234,26 +190,14 @@ class Mesh:
         """Stream of copies from host memory; the next unit's copy overlaps with a gather."""
         self.copy_out_stream: CommStream = make_stream(device)
         """Stream of copies to host memory; the next reduction does not wait for it."""
-        for group in (self.control, dist.group.WORLD):
-            if group is not None:
-                come_first(group, partial(_settle, weakref.ref(self)))
-        self._mismatch_store = StoreClient("mismatches", self.rank)
-        self._describe_mismatches(self.control, everyone[0])
-        self.user_fingerprints = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
-        """Call fingerprints of all ranks, before collectives that users call."""
+        self._make_fingerprints()
         self.compares_user_calls = debug
         """Whether all collectives of users are compared, and not only those that could hang."""
-        self.fingerprints = self._fingerprints("holders", topology.holder_groups(), timeout)
-        """Call fingerprints of the ranks that together hold all of the model."""
-        self.world_fingerprints = (
-            self.fingerprints
-            if len(topology.holder_groups()) == 1
-            else self._fingerprints("everyone", everyone, timeout)
-        )
-        """Call fingerprints of all ranks."""
         self.is_inherited = False
         """Whether this process was forked from the rank, and so cannot communicate."""
         self._dense: Mesh | None = None
+        self._watched: Watched | None = None
+        """State for the desync check; None: the mesh of experts, for which ``dense`` has it."""
         self.experts: Mesh | None = None
         """Mesh of the same ranks for parameters of experts; None: every rank has all experts.
 
@@ -261,26 +205,84 @@ class Mesh:
         """
         if expert_size > 1:
             self.experts = self._over_experts(expert_size)
-        neighbours = {
-            ranks[(place + step) % len(ranks)]
-            for groups in (everyone, axes["gather"], axes["replicate"])
-            for ranks in groups
-            if self.rank in ranks
-            for place in [list(ranks).index(self.rank)]
-            for step in (-1, 1)
-        }
         self._watched = Watched(
-            neighbours=neighbours - {self.rank},
+            neighbours=_neighbours(self.rank, [*everyone, *axes["gather"], *axes["replicate"]]),
             progress=self._progress(),
-            own=self._groups.names(),
+            own=self._groups.names(),  # those of the mesh of experts, too
         )
         self.desync.watch(self._watched)
         _MESHES.add(self)
         if topology.world_size > 1 and dist.get_backend() != "fake":
             self.liveness_probe.start()
 
+    def _make_collectives(self, axes: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        make = partial(self._collectives, axes)
+        self.world = self._among(dist.group.WORLD, range(self.topology.world_size))
+        """Collectives of all ranks, as users call them."""
+        self.gather = make("gather")
+        """All-gathers in the shard group, on the gather stream.
+
+        Without split replicas ``slices`` is the same communicator, without tensor parallelism
+        ``holders`` is ``slices``, and ``data`` and ``tensor`` may be ``world``: one communicator
+        is used on several streams, while an earlier collective in it may still be under way (a
+        prefetched gather). That is safe because the hosts of all ranks issue the collectives of a
+        communicator in one order, and it keeps that order: NCCL lets each kernel wait for the one
+        before, on whatever stream that is, and gloo matches the messages of two ranks in order.
+        """
+        self.regather = make("regather", self.gather)
+        """All-gathers in a part of the shard group, for the backward, of parts kept by forwards."""
+        self.reduce = make("reduce")
+        """Reduce-scatters in the shard group."""
+        self.replicate = make("replicate")
+        """Reductions in the replicate group: the ranks that hold equal shards."""
+        self.slices = make("slices", self.gather)
+        """Collectives of the ranks with the slices of a flat buffer: whole parameters outside of
+        their units, on the gather stream. It is ``gather`` unless replicas split shards.
+        """
+        self.gather_slices = make("gather_slices", SoloCollectives([self.rank], 0, self.traffic))
+        """All-gathers of the slices of a shard, among the replicas that split it."""
+        self.data = make("data", self.world)
+        """Collectives of the ranks that train one model on different batches: buffers of the model,
+        and parameters outside of the steady state.
+        """
+        self.tensor = make("tensor", self.world)
+        """Collectives of the ranks that split layers, for whole parameters; activations have
+        communicators of their own.
+        """
+        self.activation_traffic = Traffic()
+        """Bytes of activations and their gradients, sent between ranks that split layers."""
+        self.activations = make("activations", traffic=self.activation_traffic)
+        """Collectives of the ranks that split layers, for layers in ``tensor_parallel_plan``."""
+        self.holders = make(
+            "holders", self.slices if self.topology.tensor_size == 1 else self.world
+        )
+        """Collectives of the ranks that together hold all boxes of all parameters: partial results,
+        on the reduce stream. It is ``slices`` without tensor parallelism, and ``world`` if these are
+        all ranks.
+        """
+
+    def _make_fingerprints(self) -> None:
+        everyone, holders = [self.control.ranks], self.topology.holder_groups()
+        self._mismatch_store = StoreClient("mismatches", self.rank)
+        self._follow_operations(self.control)
+        if dist.group.WORLD is not None:
+            come_first(dist.group.WORLD, partial(_settle, weakref.ref(self)))
+        self.user_fingerprints = self._fingerprints("users", everyone, ABOUT_COLLECTIVES)
+        """Call fingerprints of all ranks, before collectives that users call."""
+        self.fingerprints = self._fingerprints("holders", holders)
+        """Call fingerprints of the ranks that together hold all of the model."""
+        self.world_fingerprints = (
+            self.fingerprints if len(holders) == 1 else self._fingerprints("everyone", everyone)
+        )
+        """Call fingerprints of all ranks."""
+
     def _over_experts(self, size: int) -> Mesh:
-        """Make the mesh of experts: other axes, the same streams, counts and run state."""
+        """Make the mesh of experts, which shares the parts of this mesh that have no axis.
+
+        These are the device, the streams, the byte counters, the pool of groups, the host groups,
+        the state of the run, the desync check, the call fingerprints of users and of all ranks, and
+        the collectives ``world``, ``data`` and ``gather_slices``.
+        """
         made = copy.copy(self)
         made._dense, made.topology = self, self.topology.over_experts(size)
         axes = axes_of_experts(made.topology)
@@ -291,9 +293,7 @@ class Mesh:
         made.tensor = make("tensor", self.world)
         made.activations = make("activations", traffic=self.activation_traffic)
         made.holders = make("holders", self.world)
-        made.fingerprints = made._fingerprints(
-            "holders of experts", made.topology.holder_groups(), self._timeout
-        )
+        made.fingerprints = made._fingerprints("holders of experts", made.topology.holder_groups())
         _MESHES.add(made)
         return made
 
@@ -439,7 +439,6 @@ class Mesh:
         self,
         name: str,
         groups: Sequence[Sequence[int]],
-        timeout: timedelta,
         advice: str = ABOUT_PARAMETERS,
     ) -> CallFingerprints:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
@@ -449,10 +448,8 @@ class Mesh:
         elif len(groups) == 1:
             group = self.control
         else:
-            group = self._groups.host(f"desync check of {name}", groups, timeout)
-        if group is not None:
-            come_first(group, partial(_settle, weakref.ref(self)))
-            self._describe_mismatches(group, ranks)
+            group = self._groups.host(f"desync check of {name}", groups, self._timeout)
+            self._follow_operations(group)
         return CallFingerprints(
             group,
             ranks=ranks,
@@ -462,11 +459,13 @@ class Mesh:
             advice=advice,
         )
 
-    def _describe_mismatches(self, group: HostGroup, ranks: Sequence[int]) -> None:
-        # Weak: torch keeps a group for longer than the liveness probe is needed.
+    def _follow_operations(self, group: HostGroup) -> None:
+        """Settle the run's state before each operation of a group, and describe its mismatches."""
+        # Weak: torch keeps a group for longer than the mesh and the liveness probe are needed.
+        come_first(group, partial(_settle, weakref.ref(self)))
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
-            group, partial(_describe, self._mismatch_store, liveness_probe, ranks, self.rank)
+            group, partial(_describe, self._mismatch_store, liveness_probe, group.ranks, self.rank)
         )
 
     def _collectives(
@@ -507,6 +506,16 @@ class Mesh:
         if self.device.type == "cpu":
             return GlooCollectives(group, ranks, traffic)
         return NativeCollectives(group, ranks, traffic)
+
+
+def _neighbours(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
+    """Return the ranks before and after a rank in its groups; the first follows the last."""
+    found = set[int]()
+    for ranks in groups:
+        if rank in ranks:
+            place = ranks.index(rank)
+            found |= {ranks[place - 1], ranks[(place + 1) % len(ranks)]}
+    return found - {rank}
 
 
 def _settle(mesh: weakref.ref[Mesh]) -> None:
