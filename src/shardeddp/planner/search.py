@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from textwrap import indent
 from typing import Any, TypeAlias
@@ -47,6 +48,7 @@ SLACK = 0.08
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
+"""Bandwidth in GB/s between a device and the host, for gradients to it and parameters back."""
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
@@ -55,7 +57,7 @@ RECOMPUTES = {
     "selective": (0.0, 0.0, 1.0),
     "full": (1.0, 1.0, 1.0),
 }
-
+"""Recomputed fractions of inner units' matmuls, attention and other kernels, by setting."""
 
 OFFLOADS = ("none", "optimizer", "params")
 
@@ -312,25 +314,31 @@ class Planner:
             for on_host in (False, True)
         }
         trained = sum(it.slice_nbytes for unit in costs[False] for it in unit if it.trainable)
-        collectives: dict[int, list[Collective]] = {}
-        moments: dict[tuple[str, bool], list[BackwardMemory]] = {}
-        between_steps: dict[tuple[str, bool], MemoryPlan] = {}
+        # The engine refuses others.
+        offloads = [it for it in self.offloads if it == "none" or axes.size == 1]
+
+        @cache
+        def transfers(count: int) -> list[Collective]:
+            return combined(collectives_of_step(costs[False], sharding, count))
+
+        @cache
+        def memory_plans(
+            offload: str, accumulates: bool
+        ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
+            return self._memory_plans(costs[offload == "params"], sharding, offload, accumulates)
+
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
             count, rest = divmod(self.global_batch or samples, samples)
             if rest or not count:
                 continue
-            if count not in collectives:
-                collectives[count] = combined(collectives_of_step(costs[False], sharding, count))
             work = self.profile(precision, micro_batch, axes)
             for recompute in self.recomputes:
                 exchanges = exchanges_of_step(
                     work.exchanges, axes.size, count, recomputes=recompute != "none"
                 )
-                issued = [*collectives[count], *combined(exchanges)]
-                for offload in self.offloads:
-                    if offload != "none" and axes.size > 1:
-                        continue  # the engine refuses it
+                issued = [*transfers(count), *combined(exchanges)]
+                for offload in offloads:
                     choice = Choice(
                         strategy=strategy,
                         shard_size=topology.shard_size,
@@ -344,37 +352,33 @@ class Planner:
                         forward_prefetch=self.forward_prefetch,
                         backward_prefetch=self.backward_prefetch,
                     )
-                    units, key = costs[offload == "params"], (offload, count > 1)
-                    if key not in between_steps:
-                        moments[key] = backward_moments(
-                            units,
-                            sharding,
-                            prefetch=self.backward_prefetch,
-                            staged=False,
-                            accumulates=count > 1,
-                        )
-                        between_steps[key] = plan_memory(
-                            units,
-                            sharding,
-                            prefetch=self.backward_prefetch,
-                            states_per_element=OPTIMIZER_STATES,
-                            staged=False,
-                            accumulates=count > 1,
-                            offload_optimizer=offload == "optimizer",
-                        )
-                    memory = memory_of(
-                        work,
-                        recompute,
-                        between_steps[key],
-                        in_forward(
-                            units,
-                            sharding,
-                            prefetch=(self.forward_prefetch, self.backward_prefetch),
-                            accumulates=count > 1,
-                        ),
-                        moments[key],
-                    )
+                    memory = memory_of(work, recompute, *memory_plans(offload, count > 1))
                     yield self._timed(choice, memory, work, issued, trained)
+
+    def _memory_plans(
+        self,
+        units: Sequence[Sequence[GroupCost]],
+        sharding: ShardingStrategy,
+        offload: str,
+        accumulates: bool,
+    ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
+        """Plan the memory of flat buffers: between steps, in forwards, and in the backward."""
+        back = self.backward_prefetch
+        return (
+            plan_memory(
+                units,
+                sharding,
+                prefetch=back,
+                states_per_element=OPTIMIZER_STATES,
+                staged=False,
+                accumulates=accumulates,
+                offload_optimizer=offload == "optimizer",
+            ),
+            in_forward(
+                units, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
+            ),
+            backward_moments(units, sharding, prefetch=back, staged=False, accumulates=accumulates),
+        )
 
     def _timed(
         self,

@@ -446,6 +446,101 @@ class _RmsNorm(torch.autograd.Function):
 # -- repeated modules run once
 
 
+@dataclass(kw_only=True)
+class _FirstRun:
+    """First run of equal units: its results, and what it recorded in each unit inside of it."""
+
+    out: Any
+    works: list[Work]
+    exchanges: list[list[Exchange]]
+    memory: list[UnitMemory]
+
+
+class _UnitRuns:
+    """Forwards of units, of which only the first of equal modules runs: see :func:`_once_each`."""
+
+    def __init__(self, units: Sequence[UnitSpec], recorder: _Recorder, reuses: bool) -> None:
+        self._units, self._recorder, self._reuses = units, recorder, reuses
+        self._known: dict[object, _FirstRun] = {}
+        indices = {id(unit.module): index for index, unit in enumerate(units)}
+        self._inner = [
+            [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
+            for unit in units
+        ]
+        self._last = max(indices.values())
+
+    def run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a unit's forward and its backward, or repeat the records of an equal unit."""
+        key = _signature(self._units[index].module, args, kwargs)
+        first = self._known.get(key)
+        if first is None:
+            out = self._run_first(key, index, forward, args, kwargs)
+        else:
+            self._repeat(first, index, (args, kwargs))
+            out = first.out
+        result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
+        self._recorder.after_units = index == self._last
+        return result
+
+    def _repeat(self, first: _FirstRun, index: int, given: Any) -> None:
+        recorder = self._recorder
+        places = zip(self._inner[index], first.works, first.exchanges, first.memory, strict=True)
+        for place, work, exchanged, its in places:
+            recorder.work[place].add(work)
+            recorder.exchanges[place] += exchanged
+            recorder.memory[place] = its
+        recorder.add_inputs(recorder.work[index], given)
+
+    def _run_first(
+        self,
+        key: object,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a unit and return the specs of its results; keep them for equal units."""
+        recorder, inner = self._recorder, self._inner[index]
+        before = [Work(**vars(recorder.work[place])) for place in inner]
+        counts = [len(recorder.exchanges[place]) for place in inner]
+        nested = len(recorder.anchors)
+        recorder.add_inputs(recorder.work[index], (args, kwargs))
+        result, made = self._run_forward(index, partial(forward, *args, **kwargs))
+        ends = (args, kwargs), recorder.anchors[nested:]
+        root = root_of(result)
+        # Results without a graph may have known values.
+        out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
+        del result
+        timeline = recorder.run_backward(index, root, ends, _parameters_of(self._units[index]))
+        recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        if self._reuses and not any(vars(work)["kernels"] for work in before):
+            works = [Work(**vars(recorder.work[it])) for it in inner]
+            works[inner.index(index)].input_nbytes = 0  # counted for each call
+            self._known[key] = _FirstRun(
+                out=pytree.tree_map(TensorSpec.of, out),
+                works=works,
+                exchanges=[
+                    recorder.exchanges[it][count:] for it, count in zip(inner, counts, strict=True)
+                ],
+                memory=[recorder.memory[it] for it in inner],
+            )
+        return out
+
+    def _run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
+        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+        recorder, live = self._recorder, self._recorder.live
+        around, recorder.unsaved = recorder.unsaved, []
+        largest, at_start, live.peak = live.peak, live.nbytes, live.nbytes
+        recorder.inside.append(index)
+        try:
+            result = forward()
+        finally:
+            recorder.inside.pop()
+            recorder.unsaved = around
+        made, live.peak = live.peak - at_start, max(live.peak, largest)
+        return result, made
+
+
 @contextmanager
 def _once_each(
     units: Sequence[UnitSpec], recorder: _Recorder, *, reuses: bool = True
@@ -456,66 +551,11 @@ def _once_each(
     The backward of a module that has run runs at once, for its memory. So only attributes that a
     forward sets are missing; ``reuses=False`` runs all modules.
     """
-    known: dict[object, tuple[Any, list[Work], list[list[Exchange]], list[UnitMemory]]] = {}
-    indices = {id(unit.module): index for index, unit in enumerate(units)}
-    inner = [
-        [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
-        for unit in units
-    ]
-    last = max(indices.values())
-
-    def run(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given, live = (args, kwargs), recorder.live
-        key = _signature(units[index].module, args, kwargs)
-        if key in known:
-            out, works, exchanges, memory = known[key]
-            places = zip(inner[index], works, exchanges, memory, strict=True)
-            for place, work, exchanged, its in places:
-                recorder.work[place].add(work)
-                recorder.exchanges[place] += exchanged
-                recorder.memory[place] = its
-            recorder.add_inputs(recorder.work[index], given)
-        else:
-            before = [Work(**vars(recorder.work[place])) for place in inner[index]]
-            counts = [len(recorder.exchanges[place]) for place in inner[index]]
-            around, recorder.unsaved = recorder.unsaved, []
-            largest, at_start, live.peak = live.peak, live.nbytes, live.nbytes
-            nested = len(recorder.anchors)
-            recorder.inside.append(index)
-            recorder.add_inputs(recorder.work[index], given)
-            try:
-                result = forward(*args, **kwargs)
-            finally:
-                recorder.inside.pop()
-                recorder.unsaved = around
-            made, live.peak = live.peak - at_start, max(live.peak, largest)
-            ends = given, recorder.anchors[nested:]
-            root = root_of(result)
-            # Results without a graph may have known values.
-            out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
-            del result
-            timeline = recorder.run_backward(index, root, ends, _parameters_of(units[index]))
-            recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
-            if reuses and not any(vars(work)["kernels"] for work in before):
-                works = [Work(**vars(recorder.work[it])) for it in inner[index]]
-                works[inner[index].index(index)].input_nbytes = 0  # counted for each call
-                known[key] = (
-                    pytree.tree_map(TensorSpec.of, out),
-                    works,
-                    [
-                        recorder.exchanges[it][count:]
-                        for it, count in zip(inner[index], counts, strict=True)
-                    ],
-                    [recorder.memory[it] for it in inner[index]],
-                )
-        result = pytree.tree_map(partial(with_form, anchors=recorder.anchors), out)
-        recorder.after_units = index == last
-        return result
-
+    runs = _UnitRuns(units, recorder, reuses)
     with ExitStack() as stack:
         for index, unit in enumerate(units[1:], start=1):
             original = unit.module.forward
-            unit.module.forward = partial(run, index, original)
+            unit.module.forward = partial(runs.run, index, original)
             stack.callback(vars(unit.module).pop, "forward")
         yield
 
