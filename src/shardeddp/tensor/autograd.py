@@ -17,7 +17,6 @@ from shardeddp.tensor.operations import asks_only_about
 from shardeddp.tensor.shard_tensor import (
     ShardTensor,
     gather,
-    handlers,
     origin_of,
     refuse_recorded_write,
 )
@@ -371,7 +370,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return pytree.tree_map_only(torch.Tensor, wrap_results, result)
 
 
-def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch's Python API that meets sharded parameters."""
     if func is torch.autograd.grad:
         return autograd_grad(*args, **kwargs)
@@ -380,6 +379,3 @@ def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
         return _run_on_full(func, args, kwargs)
     return func(*args, **kwargs)
-
-
-handlers.function = _run_function

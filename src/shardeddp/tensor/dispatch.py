@@ -26,7 +26,6 @@ from shardeddp.tensor.shard_tensor import (
     ShardTensor,
     end_writes,
     gather,
-    handlers,
     mark_written,
 )
 from shardeddp.tensor.views import (
@@ -440,6 +439,3 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
     return (
         (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     )
-
-
-handlers.operation = run

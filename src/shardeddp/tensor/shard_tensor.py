@@ -81,7 +81,7 @@ Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class Handlers:
     """Handlers of calls that meet a ``ShardTensor``.
 
-    ``autograd.py`` and ``dispatch.py`` set them when they are imported.
+    They work on its instances, so their files import this one; ``tensor/__init__.py`` sets them.
     """
 
     function: Call
