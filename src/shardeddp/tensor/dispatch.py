@@ -156,6 +156,8 @@ def _unscale(
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
     """Reduce this rank's partial results with those of the other ranks; bitwise equal on all."""
     partial = partial.to(spec.mesh.device)
+    # Compute allocates what the stream reads and fills, and waits for that before it reads: memory
+    # that it frees afterwards is written again behind both.
     group, stream = spec.mesh.holders, spec.mesh.reduce_stream
     if kind == "sum":
         stream.issue(lambda: group.all_reduce_(partial, "sum")).wait()

@@ -1000,6 +1000,8 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
         full = torch.empty(shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.slices.rank].copy_(local)
+        # Compute allocates what the stream fills, here and in `_from_boxes`, and waits for that
+        # before it reads: memory that it frees afterwards is written again behind both.
         spec.mesh.gather_stream.issue(lambda: spec.mesh.slices.all_gather_uneven_(pieces)).wait()
         return _from_boxes(full, spec) if spec.boxes else full
 
