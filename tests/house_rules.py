@@ -27,8 +27,8 @@ LAYERS = (
     ("optim",),
     ("checkpoint",),
     ("report",),
-    # Reads the layouts of `plan`, the units of `wrap` and the flat buffers of `engine`; the command
-    # line and Lightning's part ask it.
+    # Reads the layouts of `plan`, and the units and flat buffers of `wrap`, as the engine does; the
+    # command line and Lightning's part ask it.
     ("planner",),
     ("lightning",),
     ("fabric",),

@@ -259,8 +259,7 @@ class ShardedDP(ParallelStrategy):
     # The Trainer assigns the module here, and then refuses a compiled module (marked by
     # `_compiler_ctx`) under all but three of Lightning's own strategies. A compiled module trains
     # like any other, so the mark is removed. Lightning's `to_uncompiled` is lost with it, but every
-    # later run that is passed no module would look for the mark again. Rejected: registering as a
-    # virtual subclass of one of the three, since Lightning tests for them for other reasons too.
+    # later run that is passed no module would look for the mark again.
     _lightning_module = private.ModuleEntry()  # pyright: ignore[reportAssignmentType]
 
     @property
