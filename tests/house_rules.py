@@ -467,14 +467,57 @@ def missing_annotations(files: Sequence[Source]) -> Iterator[Finding]:
                     )
 
 
+def unknown_arguments(files: Sequence[Source]) -> Iterator[Finding]:
+    """Every name under `Args:` is a parameter of the function, or of the constructor of the class."""
+    classes = _classes(files)
+    for file in files:
+        for node in ast.walk(file.tree):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            is_class = isinstance(node, ast.ClassDef)
+            known = _constructed_with(node, classes) if is_class else _parameters(node)
+            described = _described(ast.get_docstring(node) or "")
+            for name in described:
+                if name not in known:
+                    problem = f"describes {name}, which is no parameter"
+                    yield Finding(
+                        path=file.path, line=node.lineno, subject=node.name, problem=problem
+                    )
+
+
+def _described(docstring: str) -> list[str]:
+    """Names under `Args:`; their descriptions are indented further."""
+    section = re.split(r"^Args:\n", docstring, maxsplit=1, flags=re.MULTILINE)[1:]
+    lines = "".join(section).splitlines()
+    end = next((at for at, line in enumerate(lines) if line and line[0] != " "), len(lines))
+    found = (re.match(r" {4}((?:\*{0,2}\w+(?:, )?)+):", line) for line in lines[:end])
+    return [name.strip("* ") for names in found if names for name in names[1].split(",")]
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = node.args
+    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+    return [arg.arg for arg in every if arg]
+
+
+def _constructed_with(
+    node: ast.ClassDef, classes: Mapping[str, tuple[Source, ast.ClassDef]]
+) -> list[str]:
+    """Fields of a dataclass and of those that it extends, or parameters of the nearest constructor."""
+    found: list[str] = []
+    for each in (node, *_bases(node, classes)):
+        is_dataclass = any("dataclass" in ast.unparse(it) for it in each.decorator_list)
+        for item in each.body:
+            if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "__new__"):
+                return [*found, *_parameters(item)]
+            if isinstance(item, ast.AnnAssign) and is_dataclass:
+                found.append(ast.unparse(item.target))
+    return found
+
+
 def concrete_overrides(files: Sequence[Source]) -> Iterator[Finding]:
     """No method with a body replaces another one of ours: a reader would have to know which of them runs."""
-    classes = {
-        node.name: (file, node)
-        for file in files
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    classes = _classes(files)
     for file, node in classes.values():
         above = {method for base in _bases(node, classes) for method in _concrete(base)}
         for method in sorted(above & set(_concrete(node))):
@@ -482,6 +525,15 @@ def concrete_overrides(files: Sequence[Source]) -> Iterator[Finding]:
             yield Finding(
                 path=file.path, line=node.lineno, subject=f"{node.name}.{method}", problem=problem
             )
+
+
+def _classes(files: Sequence[Source]) -> dict[str, tuple[Source, ast.ClassDef]]:
+    return {
+        node.name: (file, node)
+        for file in files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _bases(

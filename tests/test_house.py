@@ -38,6 +38,7 @@ RULES: list[Rule] = [
     house.stray_lightning,
     house.missing_docstrings,
     house.missing_annotations,
+    house.unknown_arguments,
     house.concrete_overrides,
     house.state_by_hasattr,
     house.default_devices,
@@ -142,6 +143,10 @@ def test_every_file_starts_by_saying_what_it_is() -> None:
 
 def test_every_argument_and_every_result_has_a_type() -> None:
     assert broken(house.missing_annotations) == []
+
+
+def test_arguments_that_are_described_are_parameters() -> None:
+    assert broken(house.unknown_arguments) == []
 
 
 def test_no_method_of_ours_replaces_another() -> None:
@@ -414,6 +419,14 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     ),
     (house.missing_annotations, {"wrap.py": "def f() -> None:\n    def g(cls) -> int: ..."}),
     (
+        house.unknown_arguments,
+        {"wrap.py": "def f(a: int) -> None:\n    '''F.\n\n    Args:\n        a, b: Two.\n    '''"},
+    ),
+    (
+        house.unknown_arguments,
+        {"wrap.py": "class A:\n    '''A.\n\n    Args:\n        a: One.\n    '''\n    a: int"},
+    ),
+    (
         house.concrete_overrides,
         {
             "a.py": "class A:\n    def f(self) -> int: return 1",
@@ -515,6 +528,14 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
         house.missing_annotations,
         {
             "wrap.py": "class A:\n    @classmethod\n    def f(cls, x: int, *a: int, **k: int) -> None: ..."
+        },
+    ),
+    (
+        house.unknown_arguments,
+        {
+            "a.py": "class A:\n    '''A.\n\n    Args:\n        a: One,\n            b: or so.\n    Raises:\n"
+            "        E: No.'''\n    def __init__(self, *a: int) -> None: ...",
+            "b.py": "@dataclass\nclass B(A):\n    '''B.\n\n    Args:\n        a, b: Two.\n    '''\n    b: int = 1",
         },
     ),
     (
