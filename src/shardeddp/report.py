@@ -326,7 +326,7 @@ def unit_row(unit: Unit) -> UnitRow:
         numel=sum(numel for _, numel in numels),
         trainable_numel=sum(numel for is_trained, numel in numels if is_trained),
         nbytes_per_rank=sum(cost.main_nbytes for cost in costs),
-        padding_numel=sum(cost.layout.padding_numel * cost.parts for cost in costs),
+        padding_numel=sum(cost.layout.padding_numel * cost.tensor_size for cost in costs),
     )
 
 

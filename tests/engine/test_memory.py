@@ -268,7 +268,7 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
         evaluate()
     added = max(accumulate(sizes))
     root, *blocks = (
-        sum(cost.full_nbytes for cost in progress.unit.costs())
+        sum(cost.gathered_nbytes for cost in progress.unit.costs())
         for progress in training.runtime.progresses
     )
     assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
@@ -353,7 +353,7 @@ def test_memory_of_two_parameters_is_planned_and_held_once(strategy: str) -> Non
     kept = planned.retained_nbytes
     with runtime.step("validation_step"), torch.no_grad():
         model(torch.ones(2, WIDTH))
-        full = sum(cost.full_nbytes for cost in progress.unit.costs())
+        full = sum(cost.gathered_nbytes for cost in progress.unit.costs())
         assert progress.unit.held().in_flight_nbytes == max(full, kept)
     assert full == (0 if strategy == "no_shard" else WIDTH * WIDTH * 4)
 
@@ -395,7 +395,7 @@ def test_retained_parameters_are_held_between_steps() -> None:
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
     full = sum(
-        cost.full_nbytes
+        cost.gathered_nbytes
         for progress in training.runtime.progresses
         for cost in progress.unit.costs()
     )
@@ -431,7 +431,7 @@ def test_buffers_are_planned_where_the_engine_has_them(
         (cost,) = unit.costs()
         unit.unshard()
         gathered = unit.held().in_flight_nbytes
-        assert gathered == cost.full_nbytes
+        assert gathered == cost.gathered_nbytes
         for parameter in unit.unsharded_parameters():
             parameter.grad = torch.zeros_like(parameter)
         unit.begin_backward()

@@ -63,7 +63,10 @@ def plan(
         ({"param_itemsize": 2}, "param_itemsize=4 without a cast, found 2"),
         ({"reduce_itemsize": 8}, "reduce_itemsize=4 without a cast, found 8"),
         ({"replicas": 4, "split": 2}, "all 4 replicas split a shard or none does"),
-        ({"replicas": 3, "split": 3}, "divide the 2 slices, found split=3"),
+        (
+            {"replicas": 3, "splitting_replicas": 3},
+            "divide the 2 slices, found splitting_replicas=3",
+        ),
     ],
 )
 def test_a_cost_that_is_at_odds_with_its_plan_is_refused(
@@ -91,12 +94,12 @@ def some_units(draw: st.DrawFn) -> list[list[GroupCost]]:
 def test_a_flat_buffer_costs_its_padded_bytes_whole_and_a_share_of_them_per_rank() -> None:
     # 10 elements, padded to 16 so that 2 ranks own 8 each; 4 bytes per element.
     cost = group(10)
-    assert (cost.full_nbytes, cost.slice_nbytes) == (64, 32)
+    assert (cost.gathered_nbytes, cost.slice_nbytes) == (64, 32)
 
 
 def test_a_flat_buffer_of_one_rank_is_its_own_slice_and_costs_nothing_to_unshard() -> None:
     cost = group(10, shard_size=1)
-    assert (cost.full_nbytes, cost.slice_nbytes) == (0, 48)
+    assert (cost.gathered_nbytes, cost.slice_nbytes) == (0, 48)
 
 
 def test_a_plan_of_root_and_blocks_agrees_with_the_figures_worked_out_by_hand() -> None:
@@ -237,7 +240,7 @@ def test_a_deeper_prefetch_never_costs_less_and_ends_with_every_unit_in_flight(
 ) -> None:
     peaks = [plan(units, prefetch=depth).in_flight_nbytes for depth in range(len(units) + 2)]
     assert peaks == sorted(peaks)
-    parameters = sum(cost.full_nbytes for unit in units for cost in unit)
+    parameters = sum(cost.gathered_nbytes for unit in units for cost in unit)
     gradients = sum(cost.gradient_nbytes for unit in units for cost in unit)
     assert parameters <= peaks[-1] <= parameters + 2 * gradients
 

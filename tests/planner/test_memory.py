@@ -113,7 +113,7 @@ def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
     units = build_units(model, resolve_policy("auto"))
     topology = SHARDING_STRATEGIES["full_shard"].topology(1, RANKS)
     costs = [costs_of(unit, topology) for unit in units]
-    root, block = (sum(it.full_nbytes for it in costs[place]) for place in (0, 1))
+    root, block = (sum(it.gathered_nbytes for it in costs[place]) for place in (0, 1))
     for strategy, expected in (
         ("full_shard", [3, 3, 3, 3, 2, 1, 4]),
         ("shard_grad_op", [3, 4, 5, 6, 6, 6, 6]),

@@ -144,7 +144,7 @@ def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
     ]
     if not passed:
         return []
-    nbytes = sum(cost.full_nbytes for cost in passed[-1].costs())
+    nbytes = sum(cost.gathered_nbytes for cost in passed[-1].costs())
     return [f"It was in the forward of {passed[-1].label} ({human_bytes(nbytes)} gathered)."]
 
 

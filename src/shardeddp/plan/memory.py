@@ -58,13 +58,13 @@ class GroupCost:
     reduce_itemsize: int
     """Bytes per element of the gradient buffer."""
 
-    split: int = 1
+    splitting_replicas: int = 1
     """Number of replicas that split a shard; 1 if every replica has the whole shard."""
 
     replicas: int = 1
     """Size of the replicate group."""
 
-    parts: int = 1
+    tensor_size: int = 1
     """Size of the tensor-parallel or expert-parallel group; all figures are those of one rank."""
 
     def __post_init__(self) -> None:
@@ -77,10 +77,13 @@ class GroupCost:
             raise ValueError(
                 f"expected reduce_itemsize={main} without a cast, found {self.reduce_itemsize}"
             )
-        if self.split not in (1, self.replicas) or plan.layout.num_slices % self.split:
+        if (
+            self.splitting_replicas not in (1, self.replicas)
+            or plan.layout.num_slices % self.splitting_replicas
+        ):
             raise ValueError(
                 f"expected that all {self.replicas} replicas split a shard or none does, and that "
-                f"they divide the {plan.layout.num_slices} slices, found split={self.split}"
+                f"they divide the {plan.layout.num_slices} slices, found splitting_replicas={self.splitting_replicas}"
             )
 
     @property
@@ -91,13 +94,15 @@ class GroupCost:
     @property
     def shard_size(self) -> int:
         """Number of ranks that share these parameters."""
-        return self.layout.num_slices // self.split
+        return self.layout.num_slices // self.splitting_replicas
 
     @property
-    def part_nbytes(self) -> int:
+    def replica_shard_nbytes(self) -> int:
         """Bytes of the shard in the compute dtype, retained if replicas split it; 0 otherwise."""
         part = self.layout.padded_numel // self.shard_size
-        return 0 if self.split == 1 or self.plan.borrows else part * self.param_itemsize
+        return (
+            0 if self.splitting_replicas == 1 or self.plan.borrows else part * self.param_itemsize
+        )
 
     @property
     def slice_nbytes(self) -> int:
@@ -110,7 +115,7 @@ class GroupCost:
         return 0 if self.plan.borrows else self.slice_nbytes
 
     @property
-    def full_nbytes(self) -> int:
+    def gathered_nbytes(self) -> int:
         """Bytes of the gathered buffer; zero if another buffer serves as it."""
         is_own = not (self.plan.resident or self.plan.borrows)
         return self.layout.padded_numel * self.param_itemsize if is_own else 0
@@ -133,26 +138,33 @@ class GroupCost:
         return self.layout.padded_numel * self.reduce_itemsize if is_used else 0
 
     @property
-    def arriving_nbytes(self) -> int:
+    def receive_nbytes(self) -> int:
         """Bytes of the receive buffer for other ranks' gradients in a reduce-scatter (gloo)."""
-        return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.num_slices
+        return (
+            self.buffer_nbytes
+            - self.buffer_nbytes * self.splitting_replicas // self.layout.num_slices
+        )
 
     @property
     def partial_nbytes(self) -> int:
         """Bytes of partial sums: averaged in the shard group, not yet across replicas."""
-        return self.slice_nbytes * self.split if self.trainable and self.replicas > 1 else 0
+        return (
+            self.slice_nbytes * self.splitting_replicas
+            if self.trainable and self.replicas > 1
+            else 0
+        )
 
     @property
-    def sharing_nbytes(self) -> int:
+    def averages_nbytes(self) -> int:
         """Bytes of averages that are reduced across replicas, or on the way to the host.
 
         Includes the receive buffers of replicas that split the shard.
         """
-        leaves = self.plan.on_host or self.split > 1
+        leaves = self.plan.on_host or self.splitting_replicas > 1
         if not leaves and (self.replicas == 1 or self.plan.averages_in_shard):
             return 0
-        shard = self.buffer_nbytes * self.split // self.layout.num_slices
-        return shard + shard - shard // self.split
+        shard = self.buffer_nbytes * self.splitting_replicas // self.layout.num_slices
+        return shard + shard - shard // self.splitting_replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +297,9 @@ def plan_memory(
     main = sum(group.main_nbytes for group in groups)
     gradient = sum(group.slice_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
-    retained = sum(group.part_nbytes for group in groups)
+    retained = sum(group.replica_shard_nbytes for group in groups)
     if sharding.retains:
-        retained += sum(group.full_nbytes for group in groups)
+        retained += sum(group.gathered_nbytes for group in groups)
     worst = backward_moments(
         units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
     )
@@ -338,8 +350,8 @@ def backward_moments(
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     largest = [max((group.largest_nbytes for group in unit), default=0) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
-    arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
-    parameters = [sum(group.full_nbytes for group in unit) for unit in units]
+    arriving = [sum(group.receive_nbytes for group in unit) if staged else 0 for unit in units]
+    parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.retains else sum(parameters[:1])
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
@@ -359,7 +371,7 @@ def backward_moments(
         ]
         return running + packing
     unsharded = _unsharded(parameters, sharding, prefetch)
-    sharing = [sum(group.sharing_nbytes for group in unit) for unit in units]
+    sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
 
     def waiting_behind(place: int) -> int:
         """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""

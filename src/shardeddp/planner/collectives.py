@@ -66,13 +66,13 @@ def collectives_of_step(
     for index, groups in enumerate(units):
         again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
         for group in groups:
-            shard, replicas, near = group.shard_size, group.replicas, group.parts
+            shard, replicas, near = group.shard_size, group.replicas, group.tensor_size
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
             full = 0 if group.plan.borrows else full  # the lender gathers
             times = 1 if retained else micro_batches
             # Frozen parameters do not change, so their retained values are not gathered again.
-            if group.split > 1 and group.trainable:
+            if group.splitting_replicas > 1 and group.trainable:
                 add("all_gather", "step", index, full // shard, replicas, stride=far)
             if group.trainable or not retained:
                 phase = "step" if retained else "forward"
@@ -92,7 +92,7 @@ def collectives_of_step(
             reduced = group.layout.padded_numel * group.reduce_itemsize
             phase = "backward" if reductions == micro_batches else "step"
             add("reduce_scatter", phase, index, reduced, shard, stride=near, times=reductions)
-            across = "reduce_scatter" if group.split > 1 else "all_reduce"
+            across = "reduce_scatter" if group.splitting_replicas > 1 else "all_reduce"
             add(across, "step", index, reduced // shard, replicas, stride=far)
     return found
 

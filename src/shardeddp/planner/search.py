@@ -442,7 +442,7 @@ def in_forward(
         prefetch: Depths of the forward and of the backward prefetch, in units.
         accumulates: True if a step has several micro-batches.
     """
-    root, *inner = [sum(group.full_nbytes for group in unit) for unit in units]
+    root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
     ahead, back = prefetch
     ends = range(1 + ahead, len(inner) + 1 + ahead)
     unsharded = {

@@ -73,9 +73,9 @@ class PlannedGroup:
             main_itemsize=first.dtype.itemsize,
             param_itemsize=first.param_dtype.itemsize,
             reduce_itemsize=(first.reduce_dtype if casts else first.dtype).itemsize,
-            split=topology.num_slices // topology.shard_size,
+            splitting_replicas=topology.num_slices // topology.shard_size,
             replicas=topology.replicate_size,
-            parts=topology.tensor_size,
+            tensor_size=topology.tensor_size,
         )
 
 
