@@ -1,5 +1,6 @@
 """Activation checkpointing of sharded models: results of one plain process, and no gather more than without."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -117,6 +118,54 @@ def test_frozen_modules_are_recomputed(strategy: str, kind: str) -> None:
         model.stack.blocks[1].requires_grad_(False)
         model.stack.blocks[2].up.requires_grad_(False)
     trial.train(square)
+
+
+def adapted(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A step on parameters that one step of gradient descent has adapted, as in MAML."""
+    parameters = dict(model.named_parameters())
+    x = batch(rank, step, 4, WIDTH)
+
+    def loss(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(10 * step + rank)
+        return torch.func.functional_call(model, tensors, (x,)).pow(2).mean()
+
+    gradients = torch.autograd.grad(loss(parameters), [*parameters.values()], create_graph=True)
+    pairs = zip(parameters.items(), gradients, strict=True)
+    return loss({name: value - 0.5 * gradient for (name, value), gradient in pairs})
+
+
+@every_strategy
+@pytest.mark.parametrize("kind", ["full", "offload", "around units"])
+@on_ranks(2)
+def test_forwards_with_other_tensors_are_recomputed_with_these(strategy: str, kind: str) -> None:
+    warnings.filterwarnings("ignore", "parameter .* is used outside the forward")
+    make_trial(strategy, kind).train(adapted)
+
+
+class Counting(nn.Module):
+    """A layer that replaces a buffer by the next one, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return x + self.linear(x * self.count).sin()
+
+
+def test_a_buffer_that_a_forward_replaces_is_replaced_once() -> None:
+    torch.manual_seed(0)
+    recomputed, plain = nn.Sequential(Counting(), Counting()), nn.Sequential(Counting(), Counting())
+    plain.load_state_dict(recomputed.state_dict())
+    checkpoint_activations(recomputed, ActivationCheckpointing(modules=Counting))
+    for model in (recomputed, plain):
+        for step in range(3):
+            model(batch(0, step, 4, WIDTH)).pow(2).mean().backward()
+    for found, expected in zip(recomputed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    assert recomputed[0].count == plain[0].count == 3
 
 
 def collectives(strategy: str, kind: str | None) -> Counter[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_module
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.engine.split_layers import entered, has_split_layers
 from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.unsharded import SHARDED
 from shardeddp.torch_private import pytree, runs_eagerly
 from shardeddp.wrap import AutoPolicy, Policy
 from shardeddp.wrap.kept_operations import ContextFunction, selective_contexts
@@ -98,15 +99,34 @@ class Recomputation:
             return self._offloaded(args, kwargs)
         # Bind keyword arguments: a forward may have arguments with the names of `checkpoint`'s own.
         is_plain = torch.compiler.is_compiling() and not has_split_layers(self._module)
-        forward = self.__wrapped__ if is_plain else self._in_split_layers
+        forward = self.__wrapped__ if is_plain else self._forward()
         function = functools.partial(forward, **kwargs) if kwargs else forward
         return self._checkpoint(function, *args)
 
     @runs_eagerly
-    def _in_split_layers(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, in backward as well, with this rank's parts of divided parameters."""
-        with entered(self._module):
-            return self.__wrapped__(*args, **kwargs)
+    def _forward(self) -> Callable[..., Any]:
+        """Return the forward for now and for backward: with the tensors that modules have now.
+
+        These are tensors that ``torch.func.functional_call`` has put there for the time of the
+        call, buffers that the forward replaces, and this rank's parts of divided parameters. The
+        engine's parameters are not among them: it gathers them again.
+        """
+        tensors = [
+            (table, name, tensor)
+            for module in self._module.modules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+            and type(tensor) in (torch.Tensor, nn.Parameter)
+            and SHARDED not in vars(tensor)
+        ]
+
+        @runs_eagerly
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _registered(tensors), entered(self._module):
+                return self.__wrapped__(*args, **kwargs)
+
+        return run
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._context_fn is None:  # torch.compile does not accept context_fn=None
@@ -134,14 +154,14 @@ class Recomputation:
         }
         # The recomputation outlives the forward; a reference would keep an input on the device.
         kept = [None if index in moved else leaf for index, leaf in enumerate(leaves)]
-        indices = tuple(moved)
+        indices, forward = tuple(moved), self._forward()
 
         def function(*tensors: torch.Tensor) -> Any:
             complete = list(kept)
             for index, tensor in zip(indices, tensors, strict=True):
                 complete[index] = tensor
             positional, named = pytree.tree_unflatten(complete, structure)
-            return self._in_split_layers(*positional, **named)
+            return forward(*positional, **named)
 
         # `checkpoint` saves its inputs under these hooks, and the forward's other tensors under its
         # own.
@@ -161,6 +181,21 @@ class Recomputation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Operations and policy functions cannot be pickled; the original forward can.
         return functools.partial, (self.__wrapped__,)
+
+
+@contextmanager
+def _registered(tensors: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Generator[None]:
+    """Register tensors in tables of modules, in place of those that are there."""
+    former: list[tuple[dict[str, Any], str, Any]] = []
+    for table, name, tensor in tensors:
+        if name in table and table[name] is not tensor:
+            former.append((table, name, table[name]))
+            table[name] = tensor
+    try:
+        yield
+    finally:
+        for table, name, tensor in former:
+            table[name] = tensor
 
 
 def _fills_a_cache(module: nn.Module) -> bool:
