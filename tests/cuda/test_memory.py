@@ -54,7 +54,7 @@ def check_peak(setting: Setting) -> None:
     training.train(2)
     plan = training.plan()
     # What is not sharded has gradients of autograd, which are dropped after a step.
-    dropped = plan.gradient_shard_nbytes if training.runtime.passthrough else 0
+    dropped = plan.gradient_shard_nbytes if training.runtime.is_passthrough else 0
     assert abs(held() - before - plan.resting_nbytes + dropped) <= TOLERANCE * plan.peak_nbytes
     torch.cuda.reset_peak_memory_stats(DEVICE)
     training.train(1)

@@ -291,7 +291,7 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     groups = [group for progress in training.runtime.progresses for group in progress.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
     # A rank that shards nothing has gradients of autograd, which are dropped after a step.
-    kept = 0 if training.runtime.passthrough else plan.gradient_shard_nbytes
+    kept = 0 if training.runtime.is_passthrough else plan.gradient_shard_nbytes
     shards = plan.main_shard_nbytes + kept
     check_held(before, shards + states, padding + 4 * len(trained))
     assert 0 <= plan.optimizer_nbytes - states <= padding

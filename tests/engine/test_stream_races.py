@@ -183,8 +183,8 @@ MUTANTS = {
     ),
     "the gradient buffer is given back while it is copied to the host": Mutant(
         place=REDUCTION + "_after_shard_group",
-        line="if memory.plan.on_host:",
-        becomes="if not memory.plan.on_host:",
+        line="if self._plan.to_host:",
+        becomes="if not self._plan.to_host:",
         scenario=FROM_HOST,
         kind="use after unmap",
         told=["shard.copy_(output, non_blocking=True)"],

@@ -123,7 +123,7 @@ class Training:
         mesh = mesh or setting.mesh()
         self.runtime: Runtime = shard_model(units, mesh, setting.asked, recording=recording)
         self.optimizer = adamw(model)
-        if not self.runtime.passthrough:
+        if not self.runtime.is_passthrough:
             offload = setting.offload.optimizer_alone
             attach_optimizer(self.optimizer, offload=offload)
 

@@ -122,7 +122,7 @@ class GlooCollectives(Collectives):
     ) -> CollectiveHandle:
         is_long = any(tensor.nbytes >= _WATCHED_NBYTES for tensor in keep)
         if works and is_long and self._watches:
-            works = [_Watched(works, self._group, self._thread)]
+            works = [_FailingTransfers(works, self._group, self._thread)]
         return CollectiveHandle(works, finish, keep)
 
     def _slices(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -151,7 +151,7 @@ class GlooCollectives(Collectives):
         return works
 
 
-class _Watched:
+class _FailingTransfers:
     """Handle of transfers that fail soon after a connection of their group has closed."""
 
     def __init__(self, works: list[Work], group: dist.ProcessGroup, thread: TransferThread) -> None:

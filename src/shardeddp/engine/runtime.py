@@ -182,14 +182,14 @@ class Runtime:
             for group in progress.unit.groups
         }
         _RUNTIMES[id(self.root_module)] = self
-        self.passthrough = not any(progress.unit.groups for progress in self.progresses)
+        self.is_passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit gathers or reduces: training on one rank."""
 
         # By module: of units, of split layers, and of compiled modules around these.
         self._hooks: dict[int, CallHook] = {}
         self._encoder_hooks: list[EncoderHook] = []
         self._split_layers: list[SplitLayer] = []
-        if not self.passthrough:
+        if not self.is_passthrough:
             self._hooks = {
                 id(progress.unit.spec.module): attach_hooks(self, progress)
                 for progress in self.progresses
@@ -281,7 +281,7 @@ class Runtime:
                 f"it up, or parts of it belong to another module now. Let the step or the context "
                 f"end first"
             )
-        if not self.passthrough:
+        if not self.is_passthrough:
             self.reset()
             self._reducer.close()
         for hook in (*self._split_layers, *self._hooks.values(), *self._encoder_hooks):
@@ -313,7 +313,7 @@ class Runtime:
         outputs: list[Any] = []
         guard = nullcontext() if self.guard is None or name in self._seen_steps else self.guard()
         self._seen_steps.add(name)
-        if self.passthrough:
+        if self.is_passthrough:
             with guard:
                 yield outputs
             return

@@ -244,8 +244,8 @@ class Unit:
                     f"parameter {registration.sharded.spec.fqn} "
                     f"({type(registration.module).__name__}.{registration.attribute} of unit {self.label}) was "
                     f"replaced after sharding: expected the parameter that was there at setup. "
-                    f"Change a parameter's values in place (copy_) instead of assigning a new "
-                    f"nn.Parameter, or assign it before the Trainer sets the model up"
+                    f"Change a parameter's values in place (copy_) instead of assigning another "
+                    f"one; replace or tie parameters before the Trainer sets the model up"
                 )
         for copies, attribute, buffer, index in self._wrapped_copies:
             copies.wrapped[attribute] = buffer.wrapped[index]

@@ -548,7 +548,7 @@ class ShardedDP(ParallelStrategy):
         self._attach_optimizers()
 
     def _attach_optimizers(self) -> None:
-        if self.runtime.passthrough:
+        if self.runtime.is_passthrough:
             return
         follow_optimizers()
         for optimizer in self.optimizers:
