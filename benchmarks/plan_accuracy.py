@@ -26,7 +26,7 @@ from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_of_work
-from shardeddp.planner.search import MEMORY_INTERVAL, Memory, combined, in_forward, memory_of
+from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
@@ -419,7 +419,7 @@ def report_memory(runs: Sequence[Run], verbose: bool) -> None:
                 planned = {key: round(it / GIB, 2) for key, it in vars(run.memory).items() if it}
                 print(f"{run.row['id']:18s} {kind:9s} {100 * error:+6.1f} %  {planned}")
         limit = run.cluster.gpu.memory_gb * 1e9
-        fits = run.memory.peak * (1 + MEMORY_INTERVAL) <= limit
+        fits = run.memory.peak * (1 + MEMORY_ERROR) <= limit
         verdicts[bool(run.row["measured"].get("oom"))].append(fits)
     for name in sorted(groups):
         print(f"{name:58s} {statistics_of(groups[name])}")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.param_group import FlatGroup
+from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import patch_functions
 from shardeddp.tensor.collectives import patch_collectives

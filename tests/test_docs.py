@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardeddp
 from shardeddp.plan.memory import HeldMemory
 from training import Sharding, Trial, batch
 from world import Worlds
@@ -135,6 +136,11 @@ def test_the_index_of_decisions_is_complete() -> None:
     assert [(number, title) for number, title, _ in rows] == titles
     kinds = "holds|holds; extended by|superseded by|in part superseded by"
     assert [it for *_, it in rows if not re.fullmatch(rf"({kinds})( \d+,?)*", it)] == []
+
+
+def test_the_reference_lists_all_that_the_package_offers() -> None:
+    listed = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in shardeddp.__all__ if not re.search(rf"\b{name}\b", listed)] == []
 
 
 def test_every_configuration_is_listed() -> None:

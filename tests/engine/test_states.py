@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from shardeddp.engine import runtime
+from shardeddp.engine import runtime, states
+from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.order import OrderAgreement
-from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.engine.runtime import PHASES, Phase, Runtime
-from shardeddp.engine.storage import BUFFER_TRANSITIONS, BufferState
-from shardeddp.engine.unit import TRANSITIONS, Unit
+from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.states import BUFFER_VERBS, EVENTS, UNIT_VERBS, BufferState, Phase
+from shardeddp.engine.unit import Unit
 from training import Sharding
 from world import on_ranks
 
@@ -24,8 +24,8 @@ CHANGING = {"add", "append", "clear", "discard", "pop", "remove", "update"}  # o
 
 
 def documented() -> Iterator[list[str]]:
-    """Rows of the table of the runtime: states, verb or event, next state, callers."""
-    lines = inspect.getdoc(Runtime).splitlines()  # type: ignore[union-attr]
+    """Rows of the table: states, verb or event, next state, callers."""
+    lines = inspect.getdoc(states).splitlines()  # type: ignore[union-attr]
     bars = [at for at, line in enumerate(lines) if line.startswith("====")]
     starts = [
         0,
@@ -44,20 +44,21 @@ def documented() -> Iterator[list[str]]:
     yield from rows
 
 
-def test_the_table_of_the_runtime_says_what_is_checked() -> None:
+def test_the_table_of_states_says_what_is_checked() -> None:
     checked = {
-        verb: (states if isinstance(states, set) else {states}, target)
-        for verb, (states, target) in (TRANSITIONS | BUFFER_TRANSITIONS | PHASES).items()
+        verb: transition
+        for table in (UNIT_VERBS, BUFFER_VERBS, EVENTS)
+        for verb, transition in table.items()
     }
-    found = {verb: (states, target) for states, verb, target, _ in documented()}
+    found = {verb: (sources, target) for sources, verb, target, _ in documented()}
     assert found == {
         verb: (
             "any"
-            if states in (set(Phase), set(BufferState))
-            else ", ".join(sorted(it.value for it in states)),
+            if sources in (set(Phase), set(BufferState))
+            else ", ".join(sorted(it.value for it in sources)),
             target.value,
         )
-        for verb, (states, target) in checked.items()
+        for verb, (sources, target) in checked.items()
     }
 
 
@@ -68,9 +69,9 @@ def test_the_callers_in_the_table_are_all_there_are() -> None:
             OrderAgreement: f"unit.{verb}(",
             Unit: f"self.{verb}(",
         }
-        if verb in PHASES:
+        if verb in EVENTS:
             by_owner = {Runtime: f'_enter_phase("{verb}")'}
-        elif verb in BUFFER_TRANSITIONS:
+        elif verb in BUFFER_VERBS:
             by_owner = {FlatGroup: f"self.buffer.{verb}("}
         calling = {
             name
@@ -121,10 +122,10 @@ def test_no_other_file_writes_to_the_progress_of_a_unit() -> None:
 def test_verbs_of_a_buffer_without_memory_are_refused(verb: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     buffer = Sharding(units=("*",)).apply(model).progresses[1].unit.groups[0].buffer
-    with pytest.raises(RuntimeError, match=rf"{verb}\(\) of the buffer of 0.weight.*found it rel"):
+    with pytest.raises(RuntimeError, match=rf"{verb} of the buffer of 0.weight.*found it rel"):
         getattr(buffer, verb)()
     buffer.allocate()
     getattr(buffer, verb)()
-    assert buffer.state is BUFFER_TRANSITIONS[verb][1]
+    assert buffer.state is BUFFER_VERBS[verb][1]
     buffer.release()
     assert buffer.state is BufferState.RELEASED and buffer.flat is None

@@ -123,7 +123,7 @@ HYBRID = Scenario(strategy="hybrid_shard")
 WIDER = replace(HYBRID, precision="bf16-true")
 FROM_HOST = Scenario(options={"cpu_offload": CPUOffload(params=True)})
 STREAMS = "shardeddp.comm.streams:"
-GROUP = "shardeddp.engine.param_group:FlatGroup."
+GROUP = "shardeddp.engine.flat_group:FlatGroup."
 REDUCTION = "shardeddp.engine.reduction:Reduction."
 
 MUTANTS = {

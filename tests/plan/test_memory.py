@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost, GroupPlan, MemoryPlan, plan_memory
+from shardeddp.plan.memory import BufferPlan, GroupCost, MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.timeout(30)
@@ -27,7 +27,7 @@ def group(
     shapes = [(numel,) for numel in numels]
     layout = FlatLayout.build(names, shapes, itemsize=itemsize, num_slices=shard_size)
     return GroupCost(
-        plan=GroupPlan(layout=layout, on_host=on_host),
+        plan=BufferPlan(layout=layout, on_host=on_host),
         trainable=trainable,
         main_itemsize=itemsize,
         param_itemsize=itemsize,
@@ -39,7 +39,7 @@ def mixed(numel: int, shard_size: int = 2) -> GroupCost:
     """The flat buffers of one float32 parameter that is gathered in bfloat16 and reduced in float32."""
     layout = FlatLayout.build(["p"], [(numel,)], itemsize=2, num_slices=shard_size)
     return GroupCost(
-        plan=GroupPlan(layout=layout, casts_params=True),
+        plan=BufferPlan(layout=layout, casts_params=True),
         trainable=True,
         main_itemsize=4,
         param_itemsize=2,
@@ -62,7 +62,7 @@ def plan(
     [
         ({"param_itemsize": 2}, "param_itemsize=4 without a cast, found 2"),
         ({"reduce_itemsize": 8}, "reduce_itemsize=4 without a cast, found 8"),
-        ({"replicas": 4, "split": 2}, "all 4 replicas split a shard or none does"),
+        ({"replicas": 4, "splitting_replicas": 2}, "all 4 replicas split a shard or none does"),
         (
             {"replicas": 3, "splitting_replicas": 3},
             "divide the 2 slices, found splitting_replicas=3",

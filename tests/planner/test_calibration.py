@@ -15,7 +15,7 @@ from shardeddp.plan.hardware import GPUS
 from shardeddp.planner.calibration import (
     PROBED,
     RECORDED,
-    TIME_INTERVAL,
+    TIME_ERROR,
     Device,
     Recorded,
     calibrate,
@@ -204,7 +204,7 @@ def test_each_kind_of_collective_slows_computing_by_its_own_measure(tmp_path: Pa
 def test_a_plan_without_files_is_that_of_the_fitted_constants() -> None:
     found = plan(gpu="A100")
     assert calibrate([]).constants is FITTED
-    assert found.best.interval == pytest.approx(TIME_INTERVAL)
+    assert found.best.relative_error == pytest.approx(TIME_ERROR)
     assert "Calibrated" not in shown(found)
 
 
@@ -213,21 +213,21 @@ def test_a_plan_says_what_was_calibrated_with_what_and_how_far_it_may_be_off(
 ) -> None:
     probed = plan(probe)
     assert probed.cluster.gpu.name == "CPU"
-    assert probed.best.interval == pytest.approx(PROBED)
+    assert probed.best.relative_error == pytest.approx(PROBED)
     assert f"Calibrated with {probe} (2 x CPU): matmul 0.1 TFLOP/s in fp32" in shown(probed)
     assert "within 10 %, without measurements 11 %" in shown(probed)
     recorded = plan(probe, run_of(probed.best, probe.with_name("run.json"), compute=1.25))
-    assert PROBED < recorded.best.interval < RECORDED, "collectives are as the probe says"
+    assert PROBED < recorded.best.relative_error < RECORDED, "collectives are as the probe says"
     assert "(100 steps on 2 x CPU): times what was planned, compute 1.25" in shown(recorded)
     low, high = json.loads(recorded.as_json())[0]["step_interval"]
-    share = recorded.best.interval
+    share = recorded.best.relative_error
     assert high / low == pytest.approx((1 + share) / (1 - share))
 
 
 def test_a_probe_of_a_busy_machine_leaves_a_wide_interval(tmp_path: Path) -> None:
     write(tmp_path / "busy", probe_of(spread=0.4))
     found = plan(tmp_path / "busy")
-    assert found.best.interval == pytest.approx(0.4)
+    assert found.best.relative_error == pytest.approx(0.4)
     assert "repetitions within 40 %" in shown(found)
 
 
@@ -237,14 +237,14 @@ def test_a_probe_whose_own_steps_are_not_fitted_leaves_a_wide_interval(tmp_path:
     odd = replace(last, backward_s=9 * last.backward_s)
     write(tmp_path / "odd", replace(measured, compute=[*others, odd]))
     found = plan(tmp_path / "odd")
-    assert found.best.interval > 2 * PROBED
+    assert found.best.relative_error > 2 * PROBED
     assert json.loads(found.as_json())[0]["step_interval"][0] >= 0
 
 
 def test_parts_that_were_not_measured_keep_their_interval(tmp_path: Path) -> None:
     write(tmp_path / "alone", probe_of(collectives=[], interference={}))
     found = plan(tmp_path / "alone", gpu_figures={"link_gbs": 0.2})
-    assert PROBED < found.best.interval < TIME_INTERVAL
+    assert PROBED < found.best.relative_error < TIME_ERROR
 
 
 def test_a_probe_of_one_rank_plans_one_rank_and_asks_for_the_link_of_more(tmp_path: Path) -> None:

@@ -212,7 +212,10 @@ def write_checkpoint(
         options: Durability, permissions and checksums of the files.
 
     Raises:
-        CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before.
+        CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before, or,
+            if the undo of the last rename has failed too, the new checkpoint (see the table of
+            ``Checkpoints.save``).
+        RankError: A rank has failed otherwise.
     """
     _Writing(snapshot, location(target), run, group, options).save()
 

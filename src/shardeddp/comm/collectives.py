@@ -256,7 +256,7 @@ class InheritedCollectives(Collectives):
 
     all_gather_ = all_gather_uneven_ = _refused("a gather")
     reduce_scatter = all_reduce_ = _refused("a reduction")
-    all_to_all = _refused("an all-to-all of shards")
+    all_to_all = _refused("an all-to-all")
     broadcast_ = _refused("a broadcast")
 
 

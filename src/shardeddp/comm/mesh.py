@@ -183,7 +183,9 @@ class Mesh:
         self.error_propagation = self.desync.error_propagation
         """Channel by which errors of one rank reach the others."""
         self.gather_stream: CommStream = make_stream(device)
+        """Stream of gathers, and of the copies into their buffers; compute waits for it."""
         self.reduce_stream: CommStream = make_stream(device)
+        """Stream of reductions of what compute has packed; compute and replicas wait for it."""
         self.replicate_stream: CommStream = make_stream(device)
         """Stream of reductions across replicas; those in the shard group do not wait for it."""
         self.copy_in_stream: CommStream = make_stream(device)

@@ -17,7 +17,7 @@ from shardeddp.engine.reduction import (
     ReductionPlan,
 )
 from shardeddp.engine.storage import local_view
-from shardeddp.plan.memory import GroupPlan, HeldMemory
+from shardeddp.plan.memory import BufferPlan, HeldMemory
 from shardeddp.tensor.backward import (
     running_backward,
     store_gradient,
@@ -75,7 +75,7 @@ class GroupGradients:
 
     def __init__(
         self,
-        plan: GroupPlan,
+        plan: BufferPlan,
         mesh: Mesh,
         *,
         main_shard: torch.Tensor,

@@ -19,7 +19,7 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import ABOUT_EXPERTS, ABOUT_UNITS, HostReduction
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reduced, Reducer
-from shardeddp.engine.unit import UnitState
+from shardeddp.engine.states import UnitState
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 # -- ExecutionOrder: order of units in a pass, recorded once
@@ -359,8 +359,11 @@ class OrderAgreement:
             self._confirm(_END, self._progresses[expected].unit.label)
             self._changed.add(kind)
         # If all ranks have changed together, the next pass is the first of its kind once more.
-        (self._alike.discard if kind in self._changed else self._alike.add)(kind)
-        self._changed.discard(kind)
+        if kind in self._changed:
+            self._alike.discard(kind)
+            self._changed.discard(kind)
+        else:
+            self._alike.add(kind)
 
     def agrees(self, kind: PassKind) -> bool:
         """Return whether ranks send messages about the visits of a pass of this kind."""

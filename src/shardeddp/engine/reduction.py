@@ -17,7 +17,7 @@ from shardeddp.engine.storage import (
     local_view,
     release_storage,
 )
-from shardeddp.plan.memory import GroupPlan
+from shardeddp.plan.memory import BufferPlan
 from shardeddp.torch_private import storage_of
 
 
@@ -32,7 +32,7 @@ class GradientMemory:
     """
 
     def __init__(
-        self, plan: GroupPlan, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
+        self, plan: BufferPlan, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self.shard: torch.Tensor | None = None

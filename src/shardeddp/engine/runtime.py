@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -37,8 +36,9 @@ from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.split_layers import SplitLayer, split_layers_of
+from shardeddp.engine.states import EVENTS, Phase, UnitState, state_after
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
-from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import patch_functions
@@ -51,28 +51,6 @@ from shardeddp.torch_private import (
     is_in_backward,
     temporarily_clear_interpreter_stack,
 )
-
-
-class Phase(Enum):
-    """Phase of the model; only the runtime has this state."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-# event -> (phases in which it may happen, resulting phase)
-PHASES = {
-    "the root's forward": ({Phase.IDLE, Phase.FORWARD}, Phase.FORWARD),
-    # BACKWARD: the step has run a backward itself, and went on after its error.
-    "the end of the root's forward": ({Phase.FORWARD, Phase.BACKWARD}, Phase.IDLE),
-    # FORWARD: manual optimization, or a step that calls `autograd.grad`.
-    "a backward": ({Phase.IDLE, Phase.FORWARD}, Phase.BACKWARD),
-    "the end of a backward inside of a step": ({Phase.BACKWARD}, Phase.FORWARD),
-    "the end of a backward": ({Phase.BACKWARD}, Phase.IDLE),
-    "a failure": ({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}, Phase.IDLE),
-}
-
 
 _OUTSIDE = PassKind("forward")
 """Kind of forwards outside of steps."""
@@ -87,46 +65,7 @@ class Runtime:
     user's whole step. Recomputation by activation checkpointing is a forward that begins during a
     backward: it neither prefetches nor reshards.
 
-    States of a unit, of its gathered buffers, and of the model (the phase):
-
-    =================  ======================================  ==========  =========================
-    from               verb or event                           to          called by
-    =================  ======================================  ==========  =========================
-    sharded            unshard                                 unsharding  _visit, _ensure_unsharded,
-                                                                           renew_views,
-                                                                           gather_with_others
-    unsharding         wait                                    unsharded   _ensure_unsharded,
-                                                                           _reshard_unused,
-                                                                           renew_views,
-                                                                           gather_with_others
-    unsharded          refresh                                 unsharded   _ensure_unsharded,
-                                                                           refresh, renew_views,
-                                                                           gather_with_others
-    unsharded          reshard                                 sharded     leave, refresh,
-                                                                           _leave_transformed,
-                                                                           _reshard_after_backward,
-                                                                           _reshard_unused, _gather,
-                                                                           renew_views
-    released           allocate                                allocated   _gather_from,
-                                                                           _gather_split, activate
-    allocated, bound   bind                                    bound       activate
-    allocated, bound   unbind                                  allocated   release
-    any                release                                 released    release
-    forward, idle      the root's forward                      forward     _begin_pass
-    backward, forward  the end of the root's forward           idle        leave
-    forward, idle      a backward                              backward    _begin_backward
-    backward           the end of a backward inside of a step  forward     _leave_backward
-    backward           the end of a backward                   idle        _leave_backward
-    any                a failure                               idle        reset
-    =================  ======================================  ==========  =========================
-
-    ``renew_views`` and ``gather_with_others`` are methods of :class:`Unit`, ``_gather`` of
-    :class:`OrderAgreement`, and callers of a buffer's verbs of :class:`FlatGroup`; a buffer of a
-    single rank is bound when it is made, for good.
-
-    An error takes any phase to idle: of a forward at once, of a backward with the next forward or
-    backward. After a transfer error phase and states stay as they were, for good: to leave them
-    takes collectives, and none would complete.
+    ``states.py`` has the states of units, of buffers and of the model, and who changes them.
 
     Args:
         units: Units of the model, the root unit first.
@@ -505,7 +444,7 @@ class Runtime:
     def _visit(self, progress: UnitProgress, kind: PassKind) -> None:
         """Gather a unit that a forward or backward has reached, and prefetch the next ones.
 
-        ``FlatGroup.unshard`` of param_group.py says what that allocates, and who frees it. A unit
+        ``FlatGroup.unshard`` of flat_group.py says what that allocates, and who frees it. A unit
         is resharded in ``leave`` or ``_reshard_after_backward``, and in ``_reshard_unused`` if it
         was prefetched but not used.
         """
@@ -706,7 +645,10 @@ class Runtime:
     def _end_backward(self) -> None:
         self.agreement.end(self._backward)
         self._reducer.end()
-        self._leave_backward()
+        if self._root.active:
+            self._enter_phase("the end of a backward inside of a step")
+        else:
+            self._enter_phase("the end of a backward")
         if self._keeps_graph:
             if not self._reducer.leaves_gradients:
                 return  # `autograd.grad` for another backward, whose graph needs the parameters
@@ -730,25 +672,16 @@ class Runtime:
     def _give_up_backward(self) -> None:
         """Leave the phase of a failed backward; its gradients stay, as in any backward."""
         self._reducer.abort()
-        self._leave_backward()
-
-    def _leave_backward(self) -> None:
         if self._root.active:
-            self._enter_phase("the end of a backward inside of a step")
+            self._enter_phase("a failed backward inside of a step")
         else:
-            self._enter_phase("the end of a backward")
+            self._enter_phase("a failed backward")
 
     # -- Shared by forward and backward
 
     def _enter_phase(self, event: str) -> None:
-        sources, target = PHASES[event]
-        if self.phase not in sources:
-            raise RuntimeError(
-                f"{event} of {type(self.root_module).__name__}: expected phase "
-                f"{' or '.join(sorted(it.value for it in sources))}, found {self.phase.value} (a "
-                f"bug of shardeddp; please report it)"
-            )
-        self.phase = target
+        name = f"the phase of {type(self.root_module).__name__}"
+        self.phase = state_after(EVENTS, event, self.phase, name)
 
     def _ensure_unsharded(self, progress: UnitProgress) -> None:
         unit = progress.unit

@@ -118,9 +118,7 @@ class _Hooks:
         else:
             values = local_of(tensor) if isinstance(tensor, DTensor) else None
         if values is not None and values.layout is torch.strided:
-            storage = (
-                values.untyped_storage()._cdata
-            )  # called for each saved tensor: without a call
+            storage = values.untyped_storage()._cdata  # `storage_of`, inlined: a hot path
             buffer = self.buffers.get(storage)
             view = None if buffer is None else buffer.save(values, storage)
             if view is not None and values is tensor:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.engine.calls import CallHook, Listener, compiled_call
-from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.engine.states import UnitState
+from shardeddp.engine.unit import Unit
 from shardeddp.tensor.module_hooks import ModuleHook, state_of
 
 _LAYERS = "_shardeddp_split_layers"  # attribute of a module: those that its forward runs

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardeddp.engine.states import BUFFER_VERBS, BufferState, state_after
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.tensor.unsharded import (
     DTYPE,
@@ -106,29 +106,6 @@ RELEASED_MEMORY = ReleasedMemory()
 
 # -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
 
-
-class BufferState(Enum):
-    """Memory of a gathered buffer, and tensors that unsharded parameters stand for."""
-
-    RELEASED = "released"
-    """No memory; unsharded parameters forward to the sharded ones."""
-
-    ALLOCATED = "allocated"
-    """Memory that a gather fills, or that is retained; the parameters forward as before."""
-
-    BOUND = "bound"
-    """Unsharded parameters are views of the memory."""
-
-
-# verb -> (states in which it may be called, resulting state)
-BUFFER_TRANSITIONS = {
-    "allocate": ({BufferState.RELEASED}, BufferState.ALLOCATED),
-    # BOUND: a reshard has failed before it reached this buffer.
-    "bind": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.BOUND),
-    # ALLOCATED: the gather has failed.
-    "unbind": ({BufferState.ALLOCATED, BufferState.BOUND}, BufferState.ALLOCATED),
-    "release": (set(BufferState), BufferState.RELEASED),
-}
 
 # Bypass the methods of UnshardedBase: called per parameter and gather, and per saved view.
 _set_attribute = object.__setattr__
@@ -375,14 +352,8 @@ class GatheredBuffer:
             (self._lender or self)._outlived_memory = None
 
     def _move(self, verb: str) -> None:
-        sources, target = BUFFER_TRANSITIONS[verb]
-        if self.state not in sources:
-            raise RuntimeError(
-                f"{verb}() of the buffer of {self.layout.slots[0].fqn}: expected it "
-                f"{' or '.join(sorted(it.value for it in sources))}, found it {self.state.value} (a "
-                f"bug of shardeddp; please report it)"
-            )
-        self.state = target
+        name = f"the buffer of {self.layout.slots[0].fqn}"
+        self.state = state_after(BUFFER_VERBS, verb, self.state, name)
 
     # -- Views that outlive their gather
 
@@ -445,7 +416,8 @@ class GatheredBuffer:
         """
         if not self._storages:
             raise RuntimeError(
-                f"nothing was gathered for the backward of {self.layout.slots[saved.parameter_index].fqn}"
+                f"expected {self.layout.slots[saved.parameter_index].fqn} to be gathered for its "
+                f"backward, found it released (a bug of shardeddp; please report it)"
             )
         parameter = self.parameters[saved.parameter_index]
         if parameter._version != saved.version:

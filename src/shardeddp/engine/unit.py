@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardeddp.comm import Mesh, StreamHandle, during
+from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.forward_copies import ForwardCopies, copies_of
-from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.reduction import ReduceOver, Reduction
+from shardeddp.engine.states import UNIT_VERBS, UnitState, state_after
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
@@ -24,20 +24,7 @@ from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.flat_buffers import UnitPlan, require_gradients
 from shardeddp.wrap.tree import ParameterSpec, has_forward
 
-# -- Unit: parameters gathered together, their three states and the verbs between
-
-
-class UnitState(Enum):
-    """Parameters that a unit's modules hold, and memory of its gathered buffer."""
-
-    SHARDED = "sharded"
-    """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
-
-    UNSHARDING = "unsharding"
-    """Modules hold the sharded parameters; the gather stream is filling the gathered buffer."""
-
-    UNSHARDED = "unsharded"
-    """Modules hold the unsharded parameters, views of the gathered buffer."""
+# -- Unit: parameters gathered together
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,15 +57,6 @@ class _Registration:
 
     layer_runs: bool = True
     """Whether the forward of ``layer`` runs; True without one."""
-
-
-# verb -> (state in which it may be called, resulting state)
-TRANSITIONS = {
-    "unshard": (UnitState.SHARDED, UnitState.UNSHARDING),
-    "refresh": (UnitState.UNSHARDED, UnitState.UNSHARDED),
-    "wait": (UnitState.UNSHARDING, UnitState.UNSHARDED),
-    "reshard": (UnitState.UNSHARDED, UnitState.SHARDED),
-}
 
 
 class Unit:
@@ -483,13 +461,7 @@ class Unit:
                 group.finish_copies()
 
     def _move(self, verb: str) -> None:
-        source, target = TRANSITIONS[verb]
-        if self.state is not source:
-            raise RuntimeError(
-                f"{verb}() of unit {self.label}: expected it {source.value}, found it "
-                f"{self.state.value} (a bug of shardeddp; please report it)"
-            )
-        self.state = target
+        self.state = state_after(UNIT_VERBS, verb, self.state, f"unit {self.label}")
 
 
 def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:

@@ -53,9 +53,9 @@ from shardeddp.wrap.experts import ChosenUnits, Experts, find_experts, keep_own
 from shardeddp.wrap.tensor_plan import (
     UNEVEN,
     PlannedLayer,
+    cut_layers,
     find_layers,
     parameters_to_cut,
-    split_layers,
     with_heads_of_configs,
     with_own_forward,
 )
@@ -473,7 +473,7 @@ class ModelSharding:
             count_batches_once(module, self._group.device_mesh)
             parallelize(layers, device_mesh)
             split |= take_apart(module, device_mesh)
-            split |= split_layers(module, layers, tensor_axis(self._group.mesh))
+            split |= cut_layers(module, layers, tensor_axis(self._group.mesh))
         units = build_units(module, policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         dtypes = resolve_dtypes(options.mixed_precision, autocast)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from shardeddp.config import Options
 from shardeddp.engine.runtime import Runtime
-from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.engine.states import UnitState
+from shardeddp.engine.unit import Unit
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole

@@ -11,7 +11,7 @@ WAITING_UNITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPlan:
+class BufferPlan:
     """Decisions about one group's buffers, by which the engine allocates and plans count."""
 
     layout: FlatLayout
@@ -47,7 +47,7 @@ class GroupPlan:
 class GroupCost:
     """Sizes of the flat buffers of one group of parameters."""
 
-    plan: GroupPlan
+    plan: BufferPlan
     trainable: bool
     main_itemsize: int
     """Bytes per element of the main shard, the gradient shard and the optimizer states."""
@@ -281,7 +281,7 @@ def plan_memory(
     >>> def cost(numel: int) -> GroupCost:
     ...     layout = FlatLayout.build(["w"], [(numel,)], itemsize=4, num_slices=2)
     ...     sizes = dict(main_itemsize=4, param_itemsize=4, reduce_itemsize=4)
-    ...     return GroupCost(plan=GroupPlan(layout=layout), trainable=True, **sizes)
+    ...     return GroupCost(plan=BufferPlan(layout=layout), trainable=True, **sizes)
     >>> units = [[cost(8)], [cost(16)], [cost(16)]]
     >>> full = SHARDING_STRATEGIES["full_shard"]
     >>> found = plan_memory(units, full, prefetch=1, staged=False)

@@ -14,7 +14,7 @@ from shardeddp.tensor.expert_dispatch import divided_experts, end_forward
 from shardeddp.tensor.parallel_styles import ParallelStyle, TensorAxis
 from shardeddp.wrap import ClassPolicy, NamePolicy, Policy
 from shardeddp.wrap.experts import ChosenUnits, find_experts, keep_own
-from shardeddp.wrap.tensor_plan import TensorPlan, find_layers, split_layers
+from shardeddp.wrap.tensor_plan import TensorPlan, cut_layers, find_layers
 from shardeddp.wrap.tree import import_path
 
 
@@ -90,7 +90,7 @@ class ModelAxes:
                 f"tensor_parallel_plan: {'no layer of the module is in it' if odd is None else odd}"
                 f"{'' if odd is None else ' has a style of torch, whose DTensors are not planned'}"
             )
-        return split_layers(module, layers, axis)
+        return cut_layers(module, layers, axis)
 
 
 WHOLE = ModelAxes()

@@ -30,7 +30,7 @@ from shardeddp.planner.trace import Work
 
 VERSION = 4
 """Version of the file format; files of other versions are refused."""
-TIME_INTERVAL = 0.11
+TIME_ERROR = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""
 PROBED, RECORDED = 0.10, 0.15
 """Relative error of step parts that a probe, or a run, measured on the machines of the plan."""
@@ -273,15 +273,15 @@ class Calibration:
     """Figures for :func:`find_gpu` of a device that is not in the planner's table."""
     network_gbits: float | None = None
     """Inter-node bandwidth per GPU in Gbit/s; a measured one is the rate that collectives reach."""
-    intervals: Mapping[str, float] = field(default_factory=dict[str, float])
+    relative_errors: Mapping[str, float] = field(default_factory=dict[str, float])
     """Relative error of the predicted time, by measured part of a step."""
     lines: Sequence[str] = ()
     """Report lines: files used, and the figures taken from them."""
 
-    def interval(self, step: Step) -> float:
+    def relative_error(self, step: Step) -> float:
         """Return the relative error of a step's predicted time, weighted over its parts."""
         parts = vars(step).items()
-        weighted = sum(took * self.intervals.get(name, TIME_INTERVAL) for name, took in parts)
+        weighted = sum(took * self.relative_errors.get(name, TIME_ERROR) for name, took in parts)
         return weighted / step.total
 
 
@@ -374,7 +374,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
         device=device,
         figures=figures,
         network_gbits=network,
-        intervals=dict.fromkeys(measured, max(PROBED, probe.spread, misfit)),
+        relative_errors=dict.fromkeys(measured, max(PROBED, probe.spread, misfit)),
         lines=[
             f"Calibrated with {path} ({device.ranks} x {device.name}{threads}): {', '.join(said)}."
         ],
@@ -511,7 +511,7 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         base,
         constants=constants,
         device=base.device or device,
-        intervals={**base.intervals, **dict.fromkeys(measured, RECORDED)},
+        relative_errors={**base.relative_errors, **dict.fromkeys(measured, RECORDED)},
         lines=[
             *base.lines,
             f"Calibrated with {path} ({run.steps:,} steps on {device.ranks} x {device.name}): times what "

@@ -7,7 +7,7 @@ from typing import Literal
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
-Phase = Literal["forward", "backward", "step", "layer"]
+IssuedIn = Literal["forward", "backward", "step", "layer"]
 """Time of issue. ``step``: once per optimizer step, overlapped with the last backward or the first
 forward; ``layer``: inside of layers that are split or have experts, which wait for it."""
 
@@ -20,7 +20,7 @@ class Collective:
     """One collective on a flat buffer or on activations."""
 
     kind: Kind
-    phase: Phase
+    phase: IssuedIn
     unit: int
     nbytes: int
     """Bytes of the whole buffer, not of one rank's shard."""
@@ -56,13 +56,13 @@ def collectives_of_step(
     retained = sharding.retains
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
-    def add(kind: Kind, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
+    def add(kind: Kind, phase: IssuedIn, unit: int, nbytes: int, ranks: int, **more: int) -> None:
         if ranks > 1 and nbytes:
             found.append(
                 Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)
             )
 
-    phase: Phase
+    phase: IssuedIn
     for index, groups in enumerate(units):
         again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
         for group in groups:

@@ -39,7 +39,7 @@ from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 from shardeddp.wrap.flat_buffers import costs_of
 
-MEMORY_INTERVAL = 0.06
+MEMORY_ERROR = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
 CONTEXT_NBYTES = int(1.5 * GIB)
 """GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
@@ -162,7 +162,7 @@ class Planned:
     choice: Choice
     memory: Memory
     step: Step
-    interval: float
+    relative_error: float
     """Relative error of the step time."""
     task: Task
     """Input of the cost model for the step."""
@@ -190,9 +190,9 @@ class Planned:
             **vars(self.choice),
             "fits": self.fits,
             "memory_nbytes": {**vars(self.memory), "peak": peak},
-            "memory_interval": [round(peak * (1 + sign * MEMORY_INTERVAL)) for sign in (-1, 1)],
+            "memory_interval": [round(peak * (1 + sign * MEMORY_ERROR)) for sign in (-1, 1)],
             "step_seconds": {**vars(self.step), "total": seconds},
-            "step_interval": [max(0.0, seconds * (1 + s * self.interval)) for s in (-1, 1)],
+            "step_interval": [max(0.0, seconds * (1 + s * self.relative_error)) for s in (-1, 1)],
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
         }
@@ -415,12 +415,12 @@ class Planner:
             choice=choice,
             memory=memory,
             step=step,
-            interval=self.calibration.interval(step),
+            relative_error=self.calibration.relative_error(step),
             task=task,
             tokens=work.tokens * choice.micro_batches * (self.cluster.count // size),
             model_flops=flops,
             peak_flops=peak,
-            fits=memory.peak * (1 + MEMORY_INTERVAL) <= gpu.memory_gb * 1e9,
+            fits=memory.peak * (1 + MEMORY_ERROR) <= gpu.memory_gb * 1e9,
         )
 
 
@@ -603,7 +603,7 @@ def _loss_of(other: Planned, differs: Sequence[str], best: Planned, cluster: Clu
     """Return the line about a plan that differs from the best one in one choice."""
     change = " ".join(str(vars(other.choice)[name]) for name in differs)
     if not other.fits:
-        over = other.memory.peak * (1 + MEMORY_INTERVAL) - cluster.gpu.memory_gb * 1e9
+        over = other.memory.peak * (1 + MEMORY_ERROR) - cluster.gpu.memory_gb * 1e9
         verdict = f"may need {over / GIB:.1f} GiB more than there is"
     else:
         slower = best.tokens_per_second / other.tokens_per_second - 1

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from shardeddp.plan.hardware import GIB, GPUS, Cluster
-from shardeddp.planner.calibration import TIME_INTERVAL, Calibration, Recorded
+from shardeddp.planner.calibration import TIME_ERROR, Calibration, Recorded
 from shardeddp.planner.cost import FITTED
-from shardeddp.planner.search import MEMORY_INTERVAL, Planned
+from shardeddp.planner.search import MEMORY_ERROR, Planned
 from shardeddp.report import Column, human_bytes, text_table
 
 _COLOURS = {
@@ -49,7 +49,7 @@ def plan_lines(
     """Format a table of the best plans, with the number that fits, calibration and notes."""
     # File names are not broken.
     wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
+    measured = f", without measurements {100 * TIME_ERROR:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
     axes = [it for it in _AXES if any(size != "1" for size in _sizes(plans, it))]
@@ -77,8 +77,8 @@ def plan_lines(
         f"{name} on {cluster.count} x {gpu.name} ({cluster.num_nodes} x {cluster.ranks_per_node})",
         *text_table(columns, width),
         f"GiB: peak of a GPU of {gpu.memory_gb * 1e9 / GIB:.1f} GiB, within "
-        f"{100 * MEMORY_INTERVAL:.0f} %. Time of the first: within "
-        f"{100 * shown[0].interval:.0f} %{measured}.",
+        f"{100 * MEMORY_ERROR:.0f} %. Time of the first: within "
+        f"{100 * shown[0].relative_error:.0f} %{measured}.",
         *(line for text in calibrated for line in wrapped.wrap(text)),
     ]
     for axis in axes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost, GroupPlan
+from shardeddp.plan.memory import BufferPlan, GroupCost
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -20,7 +20,7 @@ class PlannedGroup:
     parameters: tuple[ParameterSpec, ...]
     """Parameters of equal dtypes, in layout order."""
 
-    plan: GroupPlan
+    plan: BufferPlan
     topology: Topology
     reshard: Reshard = Reshard.AFTER_FORWARD
     """Time of resharding; costs of the buffers do not depend on it."""
@@ -122,7 +122,7 @@ def plan_unit(
         first, split = specs[0], specs[0].distribution
         experts = len(split.boxes) if split is not None and split.of_experts else 0
         own = topology.over_experts(experts) if experts else topology
-        plan = GroupPlan(
+        plan = BufferPlan(
             layout=_layout_of(specs, own.num_slices),
             casts_params=first.param_dtype is not first.dtype,
             casts_gradients=first.reduce_dtype is not first.dtype,
@@ -142,7 +142,7 @@ def plan_unit(
     passthrough = [
         PlannedGroup(
             parameters=tuple(specs),
-            plan=GroupPlan(layout=_layout_of(specs, 1)),
+            plan=BufferPlan(layout=_layout_of(specs, 1)),
             topology=Topology(world_size=1, shard_size=1),
         )
         for specs in _by_buffer(spec.passthrough)

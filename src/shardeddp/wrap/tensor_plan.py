@@ -178,7 +178,7 @@ def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
             yield from (it for _, it in _own_parameters(layer, layers))
 
 
-def split_layers(
+def cut_layers(
     root: nn.Module, layers: Sequence[PlannedLayer], axis: TensorAxis
 ) -> dict[nn.Parameter, Distribution]:
     """Cut the parameters of layers, and set hooks for the exchanges of their styles.

@@ -11,9 +11,10 @@ import torch
 
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
-from shardeddp.engine.storage import BufferState, GatheredBuffer, empty_on_host, local_view
+from shardeddp.engine.states import BufferState
+from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.layout import OwnedIntervals
-from shardeddp.plan.memory import GroupPlan, HeldMemory
+from shardeddp.plan.memory import BufferPlan, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
@@ -195,10 +196,10 @@ class FlatGroup:
         Reshard.NEVER     next ones fill the same memory      does ``unbind``
         the same, while   not at all: the next gather fills   with the last view or graph, after the
         views hold it     the memory that they hold           ``release`` here
-        ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
-                          main shard is on the host           stream follows the gather stream
         the same of a     not at all: :meth:`activate` takes  by the lender
         borrower          the lender's
+        ``_arriving``     here, on the copy stream, if the    ``_copy_main_shard``, once the copy
+                          main shard is on the host           stream follows the gather stream
         ``_kept_part``    :meth:`release` before a backward,  the :meth:`release` after it, or
                           on compute's stream (hpZ)           :meth:`forget`: compute has waited for
                                                               the gather that read it
@@ -495,7 +496,7 @@ class FlatGroup:
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
 
 
-def _make_shard(plan: GroupPlan, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+def _make_shard(plan: BufferPlan, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
     """Allocate a main shard: zero in padding, uninitialised elsewhere."""
     layout = plan.layout
     if plan.on_host:
