@@ -358,6 +358,21 @@ def test_memory_of_two_parameters_is_planned_and_held_once(strategy: str) -> Non
     assert full == (0 if strategy == "no_shard" else WIDTH * WIDTH * 4)
 
 
+@on_ranks(2)
+def test_a_single_replica_splits_its_shard_with_nobody() -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    sharding = Sharding(strategy="hybrid_shard", shard_size=2, split=True)
+    runtime = sharding.apply(model)
+    (progress,) = runtime.progresses
+    assert not runtime.mesh.topology.split_replicas
+    planned = plan_memory([progress.unit.costs()], sharding.sharding, prefetch=1)
+    assert planned.retained_nbytes == progress.unit.held().in_flight_nbytes == 0
+    runtime.mesh.traffic.reset()
+    with runtime.step("validation_step"), torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    assert runtime.mesh.traffic.nbytes["all_gather"] == WIDTH * WIDTH * 4 // 2
+
+
 @on_ranks(4)
 def test_replicas_that_split_the_optimizer_have_one_part_of_shared_memory() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))

@@ -130,7 +130,8 @@ class ShardingStrategy:
                 world_size=sizes[ShardSize.WORLD] * tensor_size,
                 tensor_size=tensor_size,
                 shard_size=size,
-                split_replicas=self.split_replicas,
+                # A single replica has nobody to split with.
+                split_replicas=self.split_replicas and size < sizes[ShardSize.WORLD],
                 order=_side_by_side(order, size * tensor_size),
                 nearest=order,
             )
