@@ -130,8 +130,7 @@ class ShardingStrategy:
                 world_size=sizes[ShardSize.WORLD] * tensor_size,
                 tensor_size=tensor_size,
                 shard_size=size,
-                # A single replica has nobody to split with.
-                split_replicas=self.split_replicas and size < sizes[ShardSize.WORLD],
+                split_replicas=self.split_replicas,
                 order=_side_by_side(order, size * tensor_size),
                 nearest=order,
             )

@@ -28,7 +28,7 @@ class Topology:
     split_replicas: bool = False
     """True if replicas split each main shard, gradient shard and its optimizer states.
 
-    False: each replica has all of them.
+    False: each replica has all of them. A single replica has nobody to split with: always False.
     """
 
     tensor_size: int = 1
@@ -66,6 +66,8 @@ class Topology:
                 f"run{' that train on different data' if self.tensor_size > 1 else ''}; use one of "
                 f"{divisors(self.data_size)}"
             )
+        if self.shard_size == self.data_size:
+            object.__setattr__(self, "split_replicas", False)
         for group in self.shard_groups() if self.order is not None else ():
             if group != sorted(group):
                 raise ValueError(
