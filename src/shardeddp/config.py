@@ -894,7 +894,7 @@ _RESOLVED_BY: Mapping[str, Callable[[Any], Any]] = {
 
 
 def check_size(option: str, size: object) -> None:
-    """Refuse a number of ranks that is no whole number of at least 1."""
+    """Refuse a size that is no whole number of at least 1."""
     if type(size) is not int or size < 1:
         raise ConfigurationError(
             f"expected {option} to be a whole number of at least 1, found {size!r}"

@@ -276,7 +276,7 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
         datamodule=Tokens() if data == "datamodule" else None,
     )
     text = capsys.readouterr().out
-    assert "TinyGpt on 2 x A100-80" in text
+    assert "parameters) on 2 x A100-80" in text
     assert f"As configured ({name} over 2, micro-batch 4 x 2)" in text
     assert "nothing was trained" in text
     assert not module.losses
@@ -534,7 +534,7 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         "16-mixed",
         "bf16-true",
         "16-true",
-        "32-true",
+        "64-true",
     ]
     for dtype, name in (("bf16", "bf16"), ("fp16", "fp16"), ("float32", "32-true")):
         assert planned_precision("32-true", MixedPrecision(param_dtype=dtype)) == name

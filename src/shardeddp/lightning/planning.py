@@ -34,8 +34,7 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrate
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.planner.source import configured, without_weights
-from shardeddp.planner.trace import PRECISIONS
+from shardeddp.planner.source import configured, tokens_of, without_weights
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
@@ -49,7 +48,7 @@ class RunSetting:
 
     policy: Policy
     precision: str
-    """Name in ``shardeddp.planner.trace.PRECISIONS``."""
+    """Name in ``shardeddp.planner.trace.PRECISIONS``; others cannot be planned."""
     recompute: str
     offload: str
     forward_prefetch: int
@@ -106,7 +105,7 @@ class RunSetting:
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
-    """Return the planner's name of a precision; double counts as single.
+    """Return the planner's name of a precision, or the name of one that it cannot plan.
 
     Args:
         precision: Precision of the Trainer.
@@ -116,7 +115,7 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
     dtype = resolve_dtype(given, "param_dtype")
     if dtype is not None:
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "32-true")
-    return str(precision) if str(precision) in PRECISIONS else "32-true"
+    return str(precision)
 
 
 @contextmanager
@@ -152,12 +151,6 @@ def resized(batch: Any, samples: int) -> Any:
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: size of dim 0 of its first tensor; 1 without any."""
     return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
-
-
-def tokens_of(batch: Any) -> int:
-    """Return the tokens of a sample: size of dim 1 of the first integer tensor; 1 without any."""
-    found = (it for it in find_tensors(batch) if it.ndim > 1)
-    return next((it.shape[1] for it in found if not (it.is_floating_point() or it.is_complex())), 1)
 
 
 def _plan_with(

@@ -166,6 +166,9 @@ def make_plan(
             size does not divide layers or experts.
         ConfigurationError: The model cannot be built, or its step fails without data and values.
     """
+    inputs = [inputs] if isinstance(inputs, str) else inputs
+    calibrate = [calibrate] if isinstance(calibrate, (str, Path)) else calibrate
+    micro_batches = [micro_batches] if isinstance(micro_batches, int) else micro_batches
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
     name = calibration.device.name if calibration.device else gpu or "H100-80"
     given = {key: value for key, value in (gpu_figures or {}).items() if value is not None}
@@ -178,6 +181,9 @@ def make_plan(
     )
     source = _source(model, arguments or {}, inputs, batch, length)
     try:
+        check_size("length", length)
+        if global_batch is not None:
+            check_size("global_batch", global_batch)
         _check_sizes(tensor_parallel_sizes, expert_parallel_sizes, cluster)
         asked = check_plan(tensor_parallel_plan, max(tensor_parallel_sizes, default=1))
         chosen = resolve_experts(experts, max(expert_parallel_sizes, default=1))
@@ -210,7 +216,7 @@ def make_plan(
     )
     plans = planner.plans()
     return Plan(
-        name=source.name,
+        name=f"{source.name} ({planner.numel:,} parameters)",
         cluster=cluster,
         plans=plans,
         calibrated=calibration.lines,

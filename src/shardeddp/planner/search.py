@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from textwrap import indent
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import yaml
@@ -148,6 +149,8 @@ class Memory:
     slack: int
     context: int
     host: int
+    buffers: int = 0
+    """Buffers of the module, which are not sharded."""
 
     @property
     def peak(self) -> int:
@@ -167,7 +170,8 @@ class Planned:
     task: Task
     """Input of the cost model for the step."""
     tokens: int
-    """Tokens of all ranks per optimizer step."""
+    """Tokens of all ranks per optimizer step; samples if these are no sequences."""
+    counted: Literal["tokens", "samples"]
     model_flops: float
     """Model FLOPs of a rank per optimizer step, without recomputation."""
     peak_flops: float
@@ -175,7 +179,7 @@ class Planned:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens, or samples, per second of all ranks."""
         return self.tokens / self.step.total
 
     @property
@@ -193,7 +197,7 @@ class Planned:
             "memory_interval": [round(peak * (1 + sign * MEMORY_ERROR)) for sign in (-1, 1)],
             "step_seconds": {**vars(self.step), "total": seconds},
             "step_interval": [max(0.0, seconds * (1 + s * self.relative_error)) for s in (-1, 1)],
-            "tokens_per_second": self.tokens_per_second,
+            f"{self.counted}_per_second": self.tokens_per_second,
             "mfu": self.mfu,
         }
 
@@ -230,6 +234,13 @@ class Planner:
     )
 
     @property
+    def numel(self) -> int:
+        """Number of the model's parameters; of one rank's part if no whole model was planned."""
+        whole = [it for (*_, split, experts), it in self._profiles.items() if split * experts == 1]
+        units = (whole or [*self._profiles.values()])[0].units
+        return sum(it.parameter.numel() for unit in units for it in unit.parameters)
+
+    @property
     def is_routed(self) -> bool:
         """True if a router is assumed to choose experts evenly."""
         return any(it.is_routed for it in self._profiles.values())
@@ -237,30 +248,51 @@ class Planner:
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
 
-        Extrapolated from traces of one and two samples, since all work is affine in samples;
-        traced itself if these have too few tokens to spread evenly over experts.
+        Extrapolated from traces of one and two samples if it is affine in samples; traced itself
+        if it is not (a loss over all pairs of samples), or if these have too few tokens to spread
+        evenly over experts.
         """
         key = precision, micro_batch, axes.tensor_size, axes.expert_size
-        if key in self._profiles:
-            return self._profiles[key]
-        pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
-        if pair and all(it.is_even or not it.is_routed for it in pair):
-            self._profiles[key] = pair[0].extrapolate(pair[1], micro_batch)
-        else:
-            if axes.size > 1:
-                self.profile(precision, micro_batch)  # for errors of the whole model
-            with torch.device("meta"):
-                module = self.source.build()
-            self._profiles[key] = profile(
-                module,
-                self.source.step,
-                policy=self.policy,
-                precision=precision,
-                micro_batch=micro_batch,
-                tokens=micro_batch * self.length,
-                axes=axes,
+        if key not in self._profiles:
+            pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
+            self._profiles[key] = (
+                pair[0].extrapolate(pair[1], micro_batch)
+                if pair and self._is_affine(precision, axes, *pair)
+                else self._trace(precision, micro_batch, axes)
             )
         return self._profiles[key]
+
+    def _is_affine(
+        self, precision: str, axes: ModelAxes, one: ModelProfile, two: ModelProfile
+    ) -> bool:
+        """Return whether traces of one and two samples tell the work of any number."""
+        if one.is_routed or two.is_routed:
+            return one.is_even and two.is_even
+        if self.source.is_affine:
+            return True
+        key = precision, 4, axes.tensor_size, axes.expert_size
+        if key not in self._profiles:
+            self._profiles[key] = self._trace(precision, 4, axes)
+        found, expected = self._profiles[key].total, one.extrapolate(two, 4).total
+        return all(
+            math.isclose(value, vars(expected)[name], rel_tol=1e-12)
+            for name, value in vars(found).items()
+        )
+
+    def _trace(self, precision: str, micro_batch: int, axes: ModelAxes) -> ModelProfile:
+        if axes.size > 1:
+            self.profile(precision, micro_batch)  # for errors of the whole model
+        with torch.device("meta"):
+            module = self.source.build()
+        return profile(
+            module,
+            self.source.step,
+            policy=self.policy,
+            precision=precision,
+            micro_batch=micro_batch,
+            tokens=micro_batch * self.source.tokens_of(module, self.length),
+            axes=axes,
+        )
 
     def plans(self) -> list[Planned]:
         """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
@@ -418,6 +450,7 @@ class Planner:
             relative_error=self.calibration.relative_error(step),
             task=task,
             tokens=work.tokens * choice.micro_batches * (self.cluster.count // size),
+            counted="samples" if work.tokens == choice.micro_batch else "tokens",
             model_flops=flops,
             peak_flops=peak,
             fits=memory.peak * (1 + MEMORY_ERROR) <= gpu.memory_gb * 1e9,
@@ -510,6 +543,7 @@ def memory_of(
         slack=int(SLACK * (device and in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
         host=between_steps.host_nbytes,
+        buffers=work.buffers_nbytes,
     )
 
 
@@ -562,7 +596,7 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     spent = ", ".join(f"{100 * parts[name] / best.step.total:.0f} % {name}" for name in largest)
     lines = [f"A step is {spent}."]
     memory = cluster.gpu.memory_gb * 1e9
-    room = (memory - best.memory.peak) / GIB
+    room = (memory - best.memory.peak * (1 + (0 if best.fits else MEMORY_ERROR))) / GIB
     lines.append(
         f"It leaves {room:.1f} GiB of {memory / GIB:.1f} GiB free."
         if room >= 0

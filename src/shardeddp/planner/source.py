@@ -17,6 +17,7 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions, tensor_plan_of
+from shardeddp.torch_private import pytree
 from shardeddp.wrap.tensor_plan import TensorPlan
 from shardeddp.wrap.tree import imported
 
@@ -28,6 +29,10 @@ class Source:
     name: str
     build: Callable[[], nn.Module]
     step: Callable[[nn.Module, int], Any]
+    tokens_of: Callable[[nn.Module, int], int]
+    """Tokens of a sample, by module and sequence length; 1 if samples are no sequences."""
+    is_affine: bool = False
+    """True if its work is known to be affine in the number of samples."""
     tensor_plan: TensorPlan | None = None
     """Tensor-parallel plan for ``auto`` or an unset option; None: the plan of the module itself."""
 
@@ -42,6 +47,8 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
         name=name,
         build=lambda: Decoder(dims, length),
         step=step,
+        tokens_of=lambda _, length: length,
+        is_affine=True,
         tensor_plan=tensor_plan_of(dims),
     )
 
@@ -117,7 +124,12 @@ def of_module(
                 f"'{{\"name\": value}}'"
             ) from error
 
-    return Source(name=found.__name__, build=build, step=_training_step(inputs, length, make_batch))
+    return Source(
+        name=found.__name__,
+        build=build,
+        step=_training_step(inputs, length, make_batch),
+        tokens_of=_tokens(inputs, make_batch),
+    )
 
 
 def of_instance(
@@ -138,7 +150,26 @@ def of_instance(
         name=type(module).__name__,
         build=lambda: configured(without_weights(module)),
         step=_training_step(inputs, length, make_batch),
+        tokens_of=_tokens(inputs, make_batch),
     )
+
+
+def tokens_of(batch: Any) -> int:
+    """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1."""
+    ids = (torch.int64, torch.int32)
+    found = (it for it in pytree.tree_leaves(batch) if isinstance(it, torch.Tensor))
+    return next((it.shape[1] for it in found if it.ndim == 2 and it.dtype in ids), 1)
+
+
+def _tokens(
+    inputs: Sequence[str], make_batch: Callable[[int], Any] | None
+) -> Callable[[nn.Module, int], int]:
+    """Return the function for ``Source.tokens_of``; of a batch, the length is that of its tokens."""
+
+    def found(module: nn.Module, length: int) -> int:
+        return length if make_batch else tokens_of(_batch(module, inputs, 1, length))
+
+    return found
 
 
 def without_weights(module: nn.Module) -> nn.Module:
@@ -208,8 +239,12 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
         made = [_tensor(text, samples, length) for text in inputs]
         return tuple(made) if len(made) > 1 else made[0]
     example = getattr(module, "example_input_array", None)
-    if isinstance(example, torch.Tensor):
-        return torch.empty(samples, *example.shape[1:], dtype=example.dtype)
+    if example is not None:
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda it: torch.empty(samples, *it.shape[1:], dtype=it.dtype) if it.ndim else it,
+            example,
+        )
     raise ConfigurationError(
         f"{type(module).__name__} has no example_input_array: expected dtypes and sizes of "
         f"a batch, found none: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "

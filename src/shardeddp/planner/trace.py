@@ -91,6 +91,8 @@ class ModelProfile:
     """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
     tokens: int
     """Tokens of a micro-batch; samples if inputs are not sequences."""
+    buffers_nbytes: int
+    """Bytes of the module's buffers, which every rank has whole."""
     exchanges: list[list[Exchange]]
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
@@ -138,6 +140,7 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            buffers_nbytes=self.buffers_nbytes,
             is_routed=self.is_routed,
         )
 
@@ -357,6 +360,8 @@ class _Functions(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return _without_dropout(*args, **kwargs)
         if func in (torch.rms_norm, F.rms_norm):
             given = inspect.signature(F.rms_norm).bind(*args, **kwargs).arguments
             x, weight = given["input"], given.get("weight")
@@ -405,6 +410,32 @@ def _flex_attention(
 
 def _allow(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     pass
+
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def _without_dropout(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Compute attention without dropout: GPUs draw it in the kernel, the host keeps all scores."""
+    return _ATTENTION(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+
+@contextmanager
+def _attention_of_devices() -> Generator[None]:
+    """Let functions of torch call attention as GPUs do; a mode sees only what users call."""
+    F.scaled_dot_product_attention = _without_dropout
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _ATTENTION
 
 
 @contextmanager
@@ -587,7 +618,10 @@ _IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
-    """Replace parameters and buffers by fake tensors; tied and shared ones stay so."""
+    """Replace parameters, buffers and other tensors of modules by fake ones; tied ones stay tied.
+
+    Other tensors are attributes (constants, states of metrics), also in lists, tuples and dicts.
+    """
     made: dict[int, torch.Tensor] = {}
     memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
     kept: list[torch.Tensor] = []  # so that no other tensor gets its id
@@ -605,14 +639,32 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
             fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
         return fresh
 
+    def known(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = replaced(tensor)
+            kept.append(tensor)
+        return made[id(tensor)]
+
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = replaced(tensor)
-                        kept.append(tensor)
-                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+                    table[name] = known(tensor)  # type: ignore[assignment]
+        for name, value in [*vars(child).items()]:
+            if name not in ("_parameters", "_buffers", "_modules") and _has_tensors(value):
+                vars(child)[name] = pytree.tree_map_only(torch.Tensor, known, value)
+
+
+def _has_tensors(value: object) -> bool:
+    """Return whether an attribute is a strided tensor, or a container of torch or Python with one."""
+    if not isinstance(value, (torch.Tensor, list, tuple, dict)):
+        return False
+    return any(
+        isinstance(it, torch.Tensor) and it.layout is torch.strided
+        for it in pytree.tree_leaves(value)
+    )
 
 
 def profile(
@@ -657,6 +709,8 @@ def profile(
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
     free = {storage_of(it) for it in (*module.parameters(), *module.buffers())}
+    buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
+    of_parameters = {storage_of(it) for it in module.parameters()}
     wrapped = [*_wrapped(units)]
 
     def run(
@@ -680,6 +734,7 @@ def profile(
                 recording,
                 _Functions(),
                 _flex_attention_on_host(),
+                _attention_of_devices(),
             ):
                 for index, spec, parameter in wrapped:
                     recorder.bind(index, spec, parameter)
@@ -710,6 +765,9 @@ def profile(
         work=recorder.work,
         head=recorder.head,
         tokens=tokens,
+        buffers_nbytes=sum(
+            nbytes for storage, nbytes in buffers.items() if storage not in of_parameters
+        ),
         exchanges=recorder.exchanges,
         memory=recorder.memory,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,

@@ -21,8 +21,17 @@ _MOST = {
     "vocabulary": 2**28,
     "kv_heads": 2**16,
     "hidden": 2**24,
+    "head_dim": 2**16,
 }
 """Upper bound of each size: larger ones are typing errors, and would take minutes to plan."""
+
+
+_MODEL_TYPES = (
+    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt2", "granite", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3", "stablelm"),
+)
+"""Models of transformers 5.2 of which a :class:`Decoder` has the parameters, within 0.2 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,8 @@ class Dimensions:
     kv_heads: int | None = None
     hidden: int | None = None
     """Hidden width of the MLP; None: four times the width."""
+    head_dim: int | None = None
+    """Width of a head; None: the width, divided by the heads."""
     gated: bool = True
     """SwiGLU, with three matrices in the MLP instead of two."""
     tied: bool = False
@@ -50,10 +61,10 @@ class Dimensions:
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             size = vars(self)[name]
-            optional = name in ("kv_heads", "hidden") and size is None
+            optional = name in ("kv_heads", "hidden", "head_dim") and size is None
             if not optional and not (type(size) is int and 1 <= size <= most):
                 raise UsageError(f"{name}={size!r}: expected a whole number from 1 to {most:,}")
-        if self.width % self.heads:
+        if self.head_dim is None and self.width % self.heads:
             raise UsageError(
                 f"{self.heads} heads do not divide a width of {self.width}: expected a multiple"
             )
@@ -65,7 +76,7 @@ class Dimensions:
         """Read the dimensions from a ``config.json`` of transformers.
 
         Raises:
-            ConfigurationError: The model is no decoder, or has experts.
+            ConfigurationError: The model is no decoder of a known type, or has experts.
         """
         names = {
             "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -88,11 +99,19 @@ class Dimensions:
                 "the config has experts, and dimensions are of a dense decoder: plan the LightningModule "
                 "itself, or dense dimensions of the active experts with --dims"
             )
-        old = str(config.get("model_type", "")) in ("gpt2", "gpt_neo", "gptj", "opt", "mpt")
+        kind = config.get("model_type", "llama")
+        if kind not in _MODEL_TYPES:
+            raise ConfigurationError(
+                f"model_type={kind!r} is none of the decoders whose dimensions a config.json tells "
+                f"({', '.join(_MODEL_TYPES)}): plan the LightningModule itself, or say its sizes with "
+                f"--dims"
+            )
+        old = kind == "gpt2"
         return cls(
             **found,
             kv_heads=config.get("num_key_value_heads"),
             hidden=config.get("intermediate_size") or config.get("n_inner"),
+            head_dim=config.get("head_dim"),
             gated=not old,
             tied=bool(config.get("tie_word_embeddings", old)),
             bias=bool(config.get("attention_bias", old)),
@@ -131,10 +150,12 @@ class Attention(nn.Module):
         super().__init__()
         self.dims = dims
         self.num_heads, self.num_key_value_heads = dims.heads, dims.kv_heads or dims.heads
-        self.head_dim = dims.width // dims.heads
-        shared = 2 * self.num_key_value_heads * self.head_dim
-        self.qkv = nn.Linear(dims.width, dims.width + shared, bias=dims.bias)
-        self.out = nn.Linear(dims.width, dims.width, bias=dims.bias)
+        self.head_dim = dims.head_dim or dims.width // dims.heads
+        own, shared = (
+            count * self.head_dim for count in (self.num_heads, 2 * self.num_key_value_heads)
+        )
+        self.qkv = nn.Linear(dims.width, own + shared, bias=dims.bias)
+        self.out = nn.Linear(own, dims.width, bias=dims.bias)
 
     @override
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ _COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72a0c8",
     "optimizer": "#9ebcda",
+    "buffers": "#c5d6e8",
     "in_flight": "#f58518",
     "activations": "#54a24b",
     "logits": "#88d27a",
@@ -70,7 +71,7 @@ def plan_lines(
         _numbers("batch", [_batch(it) for it in shown]),
         _numbers("GiB", [f"{it.memory.peak / GIB:.1f}" for it in shown]),
         _numbers("step s", [f"{it.step.total:.3g}" for it in shown]),
-        _numbers("tokens/s", [f"{it.tokens_per_second:,.0f}" for it in shown]),
+        _numbers(f"{shown[0].counted}/s", [f"{it.tokens_per_second:,.0f}" for it in shown]),
         _numbers("MFU", [f"{100 * it.mfu:.1f} %" for it in shown]),
     ]
     lines = [
@@ -144,8 +145,8 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
             *_head(f"{name} on {cluster.count} x {cluster.gpu.name}", facts),
             f"<h2>Memory of a GPU: {plan.memory.peak / GIB:.1f} GiB of {room / GIB:.1f} GiB</h2>",
             _treemap(memory, 900, 300),
-            f"<h2>A step: {step.total:.3g} s, {plan.tokens_per_second:,.0f} tokens/s, MFU "
-            f"{100 * plan.mfu:.1f} %</h2>",
+            f"<h2>A step: {step.total:.3g} s, {plan.tokens_per_second:,.0f} {plan.counted}/s, "
+            f"MFU {100 * plan.mfu:.1f} %</h2>",
             _bar(vars(step), 900),
             f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
         ]

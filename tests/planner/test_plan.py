@@ -1,0 +1,159 @@
+"""Plans of modules as users write them: what is counted, what is traced anew, what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning import LightningModule
+from torch import nn
+from torchmetrics import MeanMetric
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.transformer import Dimensions
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDTH = 64
+GIB = 2**30
+
+
+class Module(LightningModule):
+    """A layer that trains on vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.example_input_array: Any = torch.zeros(4, WIDTH)
+
+    def training_step(self, batch: Any) -> Any:
+        """A loss of the batch."""
+        return self.layer(batch).pow(2).mean()
+
+
+class MemoryBank(Module):
+    """A layer beside a large buffer, which two names share."""
+
+    def __init__(self, gib: int) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(gib * GIB // 4 // WIDTH, WIDTH))
+        self.register_buffer("view", self.bank[:8])
+
+    def training_step(self, batch: Any) -> Any:
+        """A loss of the batch beside the bank."""
+        return super().training_step(batch) + self.bank[:4].mean()
+
+
+class Contrastive(Module):
+    """A loss over all pairs of samples."""
+
+    def training_step(self, batch: Any) -> Any:
+        """Cross-entropy of similarities."""
+        features = self.layer(batch)
+        targets = torch.arange(len(features), device=features.device)
+        return F.cross_entropy(features @ features.T, targets)
+
+
+class Measured(Module):
+    """A step with a metric, and with tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+        self.weight = torch.ones(WIDTH)
+        self.scales = {"loss": [torch.ones(())]}
+
+    def training_step(self, batch: Any) -> Any:
+        """A weighted loss, which the metric notes."""
+        loss = (self.layer(batch) * self.weight).pow(2).mean() * self.scales["loss"][0]
+        self.metric(loss)
+        return loss
+
+
+class ByName(Module):
+    """Batches are mappings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.example_input_array = {"ids": torch.zeros(4, 12, dtype=torch.long)}
+
+    def training_step(self, batch: Any) -> Any:
+        """A loss of embedded ids."""
+        return super().training_step(self.embedding(batch["ids"]))
+
+
+class Attending(Module):
+    """Attention with dropout, by torch's layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0)
+        self.layer.self_attn.dropout = dropout
+        self.example_input_array = torch.zeros(2, 512, WIDTH)
+
+
+def planned(module: nn.Module | type[nn.Module], **options: Any) -> Plan:
+    options = {"strategies": ["full_shard"], "recomputes": ["none"], "gpus": 2} | options
+    return make_plan(module, **{"micro_batches": [4], **options})
+
+
+def test_buffers_are_counted_whole_on_every_rank() -> None:
+    plan = planned(MemoryBank, arguments={"gib": 100}, gpu="A100-80")
+    assert plan.best.memory.buffers == 100 * GIB
+    assert not plan.best.fits
+    assert planned(MemoryBank, arguments={"gib": 1}, gpu="A100-80").best.fits
+
+
+def test_work_that_grows_with_the_square_of_samples_is_traced_itself() -> None:
+    plan = planned(Contrastive, micro_batches=[65536])
+    assert plan.best.memory.peak > 65536**2 * 4
+    assert planned(Module, micro_batches=[65536]).best.memory.peak < GIB * 2
+
+
+def test_states_of_metrics_and_other_tensors_need_no_values() -> None:
+    for made in (Measured, Measured()):
+        assert planned(made).best.step.total > 0
+
+
+def test_examples_may_be_mappings_and_their_tokens_are_counted() -> None:
+    best = planned(ByName).best
+    assert best.counted == "tokens"
+    assert best.tokens == 4 * 12 * 2
+
+
+def test_what_has_no_tokens_is_counted_by_samples() -> None:
+    plan = planned(Module)
+    assert plan.best.tokens == 4 * 2
+    assert "samples_per_second" in plan.best.as_json()
+    assert "samples/s" in str(plan) and "tokens/s" not in str(plan)
+    assert f"({WIDTH * (WIDTH + 1):,} parameters)" in str(plan)
+
+
+def test_dropout_of_attention_costs_no_memory() -> None:
+    dropped, plain = (planned(Attending, arguments={"dropout": it}).best for it in (0.1, 0.0))
+    assert dropped.memory == plain.memory
+    assert dropped.step == plain.step
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("length", 0), ("global_batch", -8), ("global_batch", 0)]
+)
+def test_sizes_below_one_are_refused(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{option} to be a whole number of at least 1"):
+        planned(Module, **{option: value})
+
+
+def test_precisions_that_cannot_be_planned_are_refused() -> None:
+    with pytest.raises(ValueError, match="precision='64-true': expected one of"):
+        planned(Module, precisions=["64-true"])
+
+
+def test_configs_of_decoders_that_are_not_known_are_refused() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9}
+    wide = Dimensions.of_config({"model_type": "qwen3", "head_dim": 32, **sizes})
+    assert wide.head_dim == 32
+    for kind in ("bert", "falcon"):
+        with pytest.raises(ConfigurationError, match=f"model_type='{kind}' is none of"):
+            Dimensions.of_config({"model_type": kind, **sizes})
