@@ -26,7 +26,7 @@ _MOST = {
 """Upper bound of each size: larger ones are typing errors, and would take minutes to plan."""
 
 
-_MODEL_TYPES = (
+MODEL_TYPES = (
     *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
     *("gpt2", "granite", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3"),
     *("seed_oss", "smollm3", "stablelm"),
@@ -100,10 +100,10 @@ class Dimensions:
                 "itself, or dense dimensions of the active experts with --dims"
             )
         kind = config.get("model_type", "llama")
-        if kind not in _MODEL_TYPES:
+        if kind not in MODEL_TYPES:
             raise ConfigurationError(
                 f"model_type={kind!r} is none of the decoders whose dimensions a config.json tells "
-                f"({', '.join(_MODEL_TYPES)}): plan the LightningModule itself, or say its sizes with "
+                f"({', '.join(MODEL_TYPES)}): plan the LightningModule itself, or say its sizes with "
                 f"--dims"
             )
         old = kind == "gpt2"
