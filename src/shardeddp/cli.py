@@ -258,15 +258,15 @@ def plan(options: argparse.Namespace) -> int:
             calibrate=options.calibrate,
             **{name: given for name, given in compared.items() if given},
         )
-    if options.html is not None:
-        options.html.write_text(made.html())
     if options.json:
         print(made.as_json())
-        return 0 if made.fits else 1
-    lines = made.lines(options.top, terminal_width(80))
-    lines += ["", *made.why()] if options.why else []
-    lines += ["", made.yaml] if made.fits else []
-    print("\n".join(lines))
+    else:
+        lines = made.lines(options.top, terminal_width(80))
+        lines += ["", *made.why()] if options.why else []
+        lines += ["", made.yaml] if made.fits else []
+        print("\n".join(lines))
+    if options.html is not None:  # last: a file that cannot be written costs nobody the plan
+        options.html.write_text(made.html())
     return 0 if made.fits else 1
 
 
