@@ -735,9 +735,11 @@ class Options:
             "uneven_units",
             "debug",
         )
-        mine, others = ([getattr(it, name) for name in names] for it in (self, other))
-        plans = [str(it.tensor_parallel_plan) for it in (self, other)]
-        return mine == others and plans[0] == plans[1]
+        mine, others = (
+            [str(it.tensor_parallel_plan), *(getattr(it, name) for name in names)]
+            for it in (self, other)
+        )
+        return mine == others
 
     def _check_axes(self) -> None:
         """Refuse options that do not work with tensor or expert parallelism."""

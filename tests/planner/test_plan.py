@@ -99,6 +99,39 @@ def planned(module: nn.Module | type[nn.Module], **options: Any) -> Plan:
     return make_plan(module, **{"micro_batches": [4], **options})
 
 
+class Shared(Module):
+    """Two layers over the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight.data = self.layer.weight.data
+
+    def training_step(self, batch: Any) -> Any:
+        """A loss of both layers."""
+        return super().training_step(self.head(batch))
+
+
+class Lazy(Module):
+    """A layer that gets its sizes from data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(WIDTH)
+
+
+def test_memory_that_parameters_share_is_counted_once_of_classes_and_of_instances() -> None:
+    shared, one = (planned(it, precisions=["32-true"]).best.memory for it in (Shared(), Module()))
+    assert shared.parameters == planned(Shared, precisions=["32-true"]).best.memory.parameters
+    assert shared.parameters < one.parameters + WIDTH * WIDTH * 2
+
+
+def test_layers_without_sizes_are_refused_of_classes_and_of_instances() -> None:
+    for made in (Lazy, Lazy()):
+        with pytest.raises(ConfigurationError, match="get their shapes from data"):
+            planned(made)
+
+
 def test_buffers_are_counted_whole_on_every_rank() -> None:
     plan = planned(MemoryBank, arguments={"gib": 100}, gpu="A100-80")
     assert plan.best.memory.buffers == 100 * GIB

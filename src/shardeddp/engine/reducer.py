@@ -51,14 +51,14 @@ class Reducer:
     which no rank reaches a unit (:class:`OrderAgreement`) and reduce it there; ranks that have not
     reached it contribute zeros.
 
-    If gathered buffers are retained, no gathers keep ranks together, and they may even reach different
-    units. Then all units are reduced in one order, that of rank 0's first backward, including units
-    that this rank does not reach.
+    If gathered buffers are retained, no gathers keep ranks together, and they may even reach
+    different units. Then all units are reduced in one order, that of rank 0's first backward,
+    including units that this rank does not reach.
 
     Args:
         progresses: Progress of all units, the root unit first.
         mesh: Process groups and streams of the reductions.
-        sharding: Sharding strategy: whether buffers are retained, and whether each backward reduces.
+        sharding: Sharding strategy: whether buffers are retained, and each backward reduces.
     """
 
     def __init__(

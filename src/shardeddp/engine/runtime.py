@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from typing_extensions import override
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.desync import refuse_traced
@@ -680,8 +681,11 @@ class Runtime:
     # -- Shared by forward and backward
 
     def _enter_phase(self, event: str) -> None:
-        name = f"the phase of {type(self.root_module).__name__}"
-        self.phase = state_after(EVENTS, event, self.phase, name)
+        self.phase = state_after(EVENTS, event, self.phase, self)
+
+    @override
+    def __str__(self) -> str:
+        return f"the phase of {type(self.root_module).__name__}"
 
     def _ensure_unsharded(self, progress: UnitProgress) -> None:
         unit = progress.unit

@@ -113,7 +113,7 @@ EVENTS: Mapping[str, tuple[Set[Phase], Phase]] = {
 
 
 def state_after(
-    table: Mapping[str, tuple[Set[State], State]], verb: str, state: State, of: str
+    table: Mapping[str, tuple[Set[State], State]], verb: str, state: State, of: object
 ) -> State:
     """Return the state that a verb or an event leads to.
 
@@ -121,7 +121,7 @@ def state_after(
         table: Table of the verbs or events.
         verb: Verb or event.
         state: Present state.
-        of: Name of the unit, buffer or model, for the error.
+        of: Unit, buffer or runtime; its ``str`` is a name for the error.
 
     Raises:
         RuntimeError: It may not happen in the present state.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
 
 from shardeddp.engine.states import BUFFER_VERBS, BufferState, state_after
 from shardeddp.plan.layout import FlatLayout
@@ -352,8 +353,11 @@ class GatheredBuffer:
             (self._lender or self)._outlived_memory = None
 
     def _move(self, verb: str) -> None:
-        name = f"the buffer of {self.layout.slots[0].fqn}"
-        self.state = state_after(BUFFER_VERBS, verb, self.state, name)
+        self.state = state_after(BUFFER_VERBS, verb, self.state, self)
+
+    @override
+    def __str__(self) -> str:
+        return f"the buffer of {self.layout.slots[0].fqn}"
 
     # -- Views that outlive their gather
 

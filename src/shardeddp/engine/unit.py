@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardeddp.comm import Mesh, StreamHandle, during
 from shardeddp.engine.flat_group import FlatGroup
@@ -461,7 +462,11 @@ class Unit:
                 group.finish_copies()
 
     def _move(self, verb: str) -> None:
-        self.state = state_after(UNIT_VERBS, verb, self.state, f"unit {self.label}")
+        self.state = state_after(UNIT_VERBS, verb, self.state, self)
+
+    @override
+    def __str__(self) -> str:
+        return f"unit {self.label}"
 
 
 def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:

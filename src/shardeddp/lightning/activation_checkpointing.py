@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ _ONLY_READS = "_can_checkpoint_with_cache"
 
 _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
 """Cache arguments of a transformers layer, with their replacements."""
+
+
+_Registered: TypeAlias = tuple[dict[str, Any], str, torch.Tensor]
+"""Table of a module's parameters or buffers, name in it, and tensor."""
 
 
 class SavedOnHost(saved_tensors_hooks):
@@ -120,13 +124,12 @@ class Recomputation:
             and type(tensor) in (torch.Tensor, nn.Parameter)
             and SHARDED not in vars(tensor)
         ]
+        return functools.partial(self._run, tensors)
 
-        @runs_eagerly
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _registered(tensors), entered(self._module):
-                return self.__wrapped__(*args, **kwargs)
-
-        return run
+    @runs_eagerly
+    def _run(self, tensors: Sequence[_Registered], *args: Any, **kwargs: Any) -> Any:
+        with _registered(tensors), entered(self._module):
+            return self.__wrapped__(*args, **kwargs)
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._context_fn is None:  # torch.compile does not accept context_fn=None
@@ -184,7 +187,7 @@ class Recomputation:
 
 
 @contextmanager
-def _registered(tensors: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Generator[None]:
+def _registered(tensors: Sequence[_Registered]) -> Generator[None]:
     """Register tensors in tables of modules, in place of those that are there."""
     former: list[tuple[dict[str, Any], str, Any]] = []
     for table, name, tensor in tensors:

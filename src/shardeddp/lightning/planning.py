@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,7 +14,6 @@ from lightning_utilities import apply_to_collection
 from torch import nn
 
 from shardeddp.config import AUTO, MixedPrecision, Options, resolve_dtype
-from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -34,7 +34,13 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrate
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.planner.source import configured, tokens_of, without_weights
+from shardeddp.planner.source import (
+    configured,
+    samples_of,
+    sized,
+    tokens_of,
+    without_weights,
+)
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
@@ -137,20 +143,9 @@ def detached(module: LightningModule) -> Generator[None]:
 
 def resized(batch: Any, samples: int) -> Any:
     """Return a batch of ``samples`` samples, without values; other first sizes are kept."""
-    size = samples_of(batch)
-
-    def fitted(tensor: torch.Tensor) -> torch.Tensor:
-        scales = tensor.ndim and tensor.shape[0] == size
-        return torch.empty(
-            (samples, *tensor.shape[1:]) if scales else tensor.shape, dtype=tensor.dtype
-        )
-
-    return apply_to_collection(batch, torch.Tensor, fitted)
-
-
-def samples_of(batch: Any) -> int:
-    """Return the number of samples of a batch: size of dim 0 of its first tensor; 1 without any."""
-    return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
+    return apply_to_collection(
+        batch, torch.Tensor, partial(sized, former=samples_of(batch), samples=samples)
+    )
 
 
 def _plan_with(

@@ -47,7 +47,8 @@ def _check_figure(name: str, figure: float) -> None:
 # stas00/ml-engineering (compute/accelerator), which measured shapes of all sizes; without a
 # measurement the figure of the nearest relative. Network: DGX-1 to DGX B300 and their PCIe relatives,
 # OAM platforms of AMD. Memory of A100 and H100: what torch finds (39.4, 79.1 and 95.0 GiB, of its
-# errors out of memory), which is more than the 40, 80 and 96 GB of the names.
+# errors out of memory), which is more than the 40, 80 and 96 GB of the names. MI250X: one of its two
+# dies, each of which torch shows as a device.
 _TABLE = (
     # name, bf16, fp32, GB, TB/s, GB/s, best, Gbit/s
     ("V100", 125, 15.7, 32, 0.9, 150, 0.80, 100),

@@ -8,16 +8,19 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import yaml
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions, tensor_plan_of
-from shardeddp.torch_private import pytree
+from shardeddp.torch_private import pytree, storage_of
 from shardeddp.wrap.tensor_plan import TensorPlan
 from shardeddp.wrap.tree import imported
 
@@ -154,11 +157,25 @@ def of_instance(
     )
 
 
+def sized(tensor: torch.Tensor, former: int, samples: int) -> torch.Tensor:
+    """Return a tensor like another, without values, for ``samples`` samples in place of ``former``.
+
+    Tensors whose dim 0 is not of samples keep it.
+    """
+    scales = tensor.ndim and tensor.shape[0] == former
+    return torch.empty((samples, *tensor.shape[1:]) if scales else tensor.shape, dtype=tensor.dtype)
+
+
+def samples_of(batch: Any) -> int:
+    """Return the number of samples of a batch: size of dim 0 of its first tensor; 1 without any."""
+    return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
+
+
 def tokens_of(batch: Any) -> int:
     """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1."""
     ids = (torch.int64, torch.int32)
-    found = (it for it in pytree.tree_leaves(batch) if isinstance(it, torch.Tensor))
-    return next((it.shape[1] for it in found if it.ndim == 2 and it.dtype in ids), 1)
+    found = (it for it in find_tensors(batch) if it.ndim == 2)
+    return next((it.shape[1] for it in found if it.dtype in ids), 1)
 
 
 def _tokens(
@@ -172,20 +189,49 @@ def _tokens(
     return found
 
 
+def replacement(
+    empty: Callable[[int, torch.dtype], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that maps tensors to others; tied ones stay tied, shared memory shared.
+
+    Args:
+        empty: Function of a number of elements and the dtype of the tensor that is replaced;
+            returns the new memory, 1D.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # originals keep their ids
+    memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):  # has no storage of its elements
+            return empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        key, storage = (storage_of(tensor), tensor.dtype), tensor.untyped_storage()
+        if key not in memory:
+            memory[key] = empty(storage.nbytes() // tensor.element_size(), tensor.dtype)
+        return memory[key].as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        if id(tensor) not in made:
+            new = fresh(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor, new
+        return made[id(tensor)][1]
+
+    return replaced
+
+
 def without_weights(module: nn.Module) -> nn.Module:
     """Copy a module with its parameters and buffers on the meta device.
 
     Raises:
         ConfigurationError: An attribute of the module cannot be copied.
     """
-    known: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
-        known[id(tensor)] = bare
+    bare = replacement(lambda numel, dtype: torch.empty(numel, dtype=dtype, device="meta"))
+    tensors = [it for it in (*module.parameters(), *module.buffers()) if not is_lazy(it)]
     try:
-        return copy.deepcopy(module, known)
+        return copy.deepcopy(module, {id(it): bare(it) for it in tensors})
     except Exception as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied, so it cannot be planned as it is "
@@ -240,11 +286,8 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
         return tuple(made) if len(made) > 1 else made[0]
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda it: torch.empty(samples, *it.shape[1:], dtype=it.dtype) if it.ndim else it,
-            example,
-        )
+        fitted = partial(sized, former=samples_of(example), samples=samples)
+        return pytree.tree_map_only(torch.Tensor, fitted, example)
     raise ConfigurationError(
         f"{type(module).__name__} has no example_input_array: expected dtypes and sizes of "
         f"a batch, found none: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "

@@ -34,6 +34,7 @@ from shardeddp.planner.backward import (
     with_form,
 )
 from shardeddp.planner.collectives import Exchange
+from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
 from shardeddp.torch_private import (
@@ -45,12 +46,7 @@ from shardeddp.torch_private import (
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import (
-    ParameterSpec,
-    UnitSpec,
-    extent_nbytes,
-    with_one_dtype_of_memory,
-)
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, with_one_dtype_of_memory
 
 # -- counted work
 
@@ -622,48 +618,27 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
 
     Other tensors are attributes (constants, states of metrics), also in lists, tuples and dicts.
     """
-    made: dict[int, torch.Tensor] = {}
-    memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
-    kept: list[torch.Tensor] = []  # so that no other tensor gets its id
 
-    def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        key, offset = (storage_of(tensor), tensor.dtype), tensor.storage_offset()
-        numel = offset + extent_nbytes(tensor) // tensor.element_size() if tensor.numel() else 0
+    def empty(numel: int, own: torch.dtype) -> torch.Tensor:
         with mode:
-            if key not in memory or memory[key].numel() < numel:
-                whole = tensor.untyped_storage().nbytes() // tensor.element_size()
-                memory[key] = torch.empty(max(numel, whole), dtype=cast)
-            fresh = memory[key].as_strided(tensor.shape, tensor.stride(), int(offset))
-        if isinstance(tensor, nn.Parameter):
-            fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
-        return fresh
+            is_cast = dtype is not None and own.is_floating_point
+            return torch.empty(numel, dtype=dtype if is_cast else own)
 
-    def known(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor
-        if id(tensor) not in made:
-            made[id(tensor)] = replaced(tensor)
-            kept.append(tensor)
-        return made[id(tensor)]
-
+    replaced = replacement(empty)
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    table[name] = known(tensor)  # type: ignore[assignment]
+                    table[name] = replaced(tensor)  # type: ignore[assignment]
         for name, value in [*vars(child).items()]:
             if name not in ("_parameters", "_buffers", "_modules") and _has_tensors(value):
-                vars(child)[name] = pytree.tree_map_only(torch.Tensor, known, value)
+                vars(child)[name] = pytree.tree_map_only(torch.Tensor, replaced, value)
 
 
 def _has_tensors(value: object) -> bool:
-    """Return whether an attribute is a strided tensor, or a container of torch or Python with one."""
-    if not isinstance(value, (torch.Tensor, list, tuple, dict)):
-        return False
-    return any(
-        isinstance(it, torch.Tensor) and it.layout is torch.strided
-        for it in pytree.tree_leaves(value)
+    """Return whether an attribute is a tensor, or a list, tuple or dict with one."""
+    return isinstance(value, (torch.Tensor, list, tuple, dict)) and any(
+        isinstance(it, torch.Tensor) for it in pytree.tree_leaves(value)
     )
 
 
@@ -708,9 +683,10 @@ def profile(
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
-    free = {storage_of(it) for it in (*module.parameters(), *module.buffers())}
+    free = {storage_of(it) for it in module.parameters()}
     buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
-    of_parameters = {storage_of(it) for it in module.parameters()}
+    buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
+    free |= buffers.keys()
     wrapped = [*_wrapped(units)]
 
     def run(
@@ -765,9 +741,7 @@ def profile(
         work=recorder.work,
         head=recorder.head,
         tokens=tokens,
-        buffers_nbytes=sum(
-            nbytes for storage, nbytes in buffers.items() if storage not in of_parameters
-        ),
+        buffers_nbytes=buffers_nbytes,
         exchanges=recorder.exchanges,
         memory=recorder.memory,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
