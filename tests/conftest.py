@@ -4,7 +4,7 @@ import math
 import pickle
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,10 +25,17 @@ Only a test that says so itself takes longer than ``LONGEST_S``: after 400 s all
 """
 
 
+SUITES = {"slow", "torture", "cluster", "models", "stores", "fidelity"}
+"""Marks of what `make test` leaves to others."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--cases``, for samples of suites that take long."""
     parser.addoption(
-        "--cases", type=int, metavar="N", help="of each test, at most N of the cases it has"
+        "--cases",
+        type=int,
+        metavar="N",
+        help="of each test, at most N of the cases it has, and none where `make test` has the first of them",
     )
 
 
@@ -46,11 +53,10 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     """Divide the cases of tests among suites; and once marks have selected, keep a sample."""
     _give_strategies_to_suites(items)
+    _leave_cases_to_the_slow_suite(items)
     yield
     if most := config.getoption("cases"):
-        tests = dict[str, list[pytest.Item]]()
-        for item in items:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests = _by_test(it for it in items if not it.get_closest_marker("loop"))
         kept = {it for each in tests.values() for it in each[:: math.ceil(len(each) / most)]}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
@@ -80,6 +86,23 @@ def _give_strategies_to_suites(items: list[pytest.Item]) -> None:
             for item in others:
                 if item is not others[turn % len(others)]:
                     item.add_marker(pytest.mark.torture)
+
+
+def _leave_cases_to_the_slow_suite(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `loop(n)`, only the first n cases are in `make test`."""
+    for cases in _by_test(it for it in items if it.get_closest_marker("loop")).values():
+        (most,) = cases[0].get_closest_marker("loop").args
+        quick = [it for it in cases if not {mark.name for mark in it.iter_markers()} & SUITES]
+        for item in quick[most:]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test, in their order."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests
 
 
 @pytest.fixture(scope="session")

@@ -458,6 +458,7 @@ def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
     assert "leaves" not in out
 
 
+@pytest.mark.slow
 def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None:
     path, given = tmp_path / "plan.json", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     given["blocks.*.gate"] = "colwise"
@@ -473,6 +474,7 @@ def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None
     assert run(capsys, *arguments)[0] == 2
 
 
+@pytest.mark.slow
 def test_plans_of_divided_experts_are_compared(capsys: Output) -> None:
     arguments = ["plan", "gpt.mixture.MixtureGPTModule", "--gpus", "4", "--length", "16", "--args"]
     arguments += ['{"dim": 32, "num_layers": 2}', "--input", "int64:B,S", "--input", "int64:B,S"]

@@ -103,6 +103,7 @@ def test_every_interval_of_what_was_saved_in_boxes_is_read(saved: Path, name: st
             assert torch.equal(found, flat[start:stop])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WHOLE])
 def test_own_and_foreign_readers_read_every_box(saved: Path, name: str) -> None:
     own, foreign, whole = CheckpointReader(saved), ForeignCheckpoint(saved), WHOLE[name]

@@ -78,6 +78,7 @@ def honest(tmp_path: Path) -> Path:
 # -- as others write them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("root", "dim"), [("model", None), ("model", 0), ("model", 1), ("state_dict", 0), (None, 1)]
 )

@@ -122,6 +122,7 @@ def _save_odd_states(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_states_that_cannot_be_loaded_again_are_refused_by_their_place_and_the_others_come_back(
     world: Worlds, tmp_path: Path
 ) -> None:
@@ -304,6 +305,7 @@ def test_whatever_torch_saves_a_full_file_has(world: Worlds, tmp_path: Path) -> 
         assert found[0].endswith("[1, 2, 3]]")
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("name", NEED_PICKLE)
 def test_what_needs_pickle_is_refused_without_and_comes_back_with_it(
     world: Worlds, tmp_path: Path, name: str

@@ -68,6 +68,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(TREES)
 def test_a_tree_comes_back_with_the_same_types_and_bits(tree: Any) -> None:

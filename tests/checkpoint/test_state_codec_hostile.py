@@ -185,6 +185,7 @@ def survive(count: int, seed: int) -> int:
     return refused
 
 
+@pytest.mark.slow
 def test_a_mutated_document_is_read_or_refused_and_nothing_else() -> None:
     assert 0.3 < survive(30_000, seed=7) / 30_000 < 0.99
 

@@ -112,6 +112,7 @@ def test_every_rank_hears_the_highest_of_all_in_log_n_hops(size: int) -> None:
     assert count_hops(size) <= max(0, size - 1).bit_length() + 1
 
 
+@pytest.mark.loop(1)
 @pytest.mark.long
 @pytest.mark.parametrize("size", [*SIZES[:-1], pytest.param(256, marks=pytest.mark.slow)])
 def test_bytes_of_any_length_reach_all_ranks_or_the_first(size: int) -> None:

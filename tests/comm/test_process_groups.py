@@ -188,6 +188,7 @@ def test_runs_of_one_process_share_descriptors(world: Worlds) -> None:
         assert len({descriptors for descriptors, _ in well[1:]}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_runs_that_are_refused_keep_no_more_than_the_first_and_the_next_one_trains(
     world: Worlds, tmp_path: Path, ranks: int

@@ -85,6 +85,7 @@ def on_a_device() -> Iterator[DeviceGroup]:
         yield group
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_waits_for_its_device_goes_on_once_another_has_failed() -> None:
     mesh = make_mesh()

@@ -385,6 +385,7 @@ def test_units_that_have_the_output_of_an_inner_one_are_reduced_once(
     assert counts == [6, 6, 6]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_that_somebody_refers_to_while_autograd_takes_them_are_no_collective() -> None:
     """As a thread that looks at frames does, on one rank."""
@@ -461,6 +462,7 @@ def test_ranks_that_have_left_out_different_parts_of_a_plan_hear_so() -> None:
         trial.forward(loss, 0)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_that_leave_a_plan_at_the_same_place_go_on() -> None:
     trial, own = Trial(Program(), Sharding(units=UNITS, uneven=True)), [[0, 1, 3], [0, 2, 3]]

@@ -146,6 +146,7 @@ def train(name: str, uneven: bool, declared: bool) -> list[Issued]:
         return LOG.copy()
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize(

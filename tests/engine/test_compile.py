@@ -158,6 +158,7 @@ def test_compiled_units_may_be_recomputed(way: str, use_reentrant: bool) -> None
     assert backend.frame_count <= 2  # reentrant checkpointing runs it without gradients first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_frozen_parameters_in_compiled_units(way: str) -> None:
@@ -180,6 +181,7 @@ def test_a_compiled_unit_may_run_twice_in_a_forward(way: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_compiled_unit_under_autocast_equals_an_eager_one(way: str) -> None:

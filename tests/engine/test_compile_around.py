@@ -77,6 +77,7 @@ def test_a_unit_between_plain_layers_in_compiled_code_splits_it_in_two() -> None
     assert backend.frame_count == 3, "before the unit, the unit, and behind it"
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("inner", ["not at all", *WAYS])
 @on_ranks(2)
 def test_a_unit_inside_of_a_whole_graph_is_refused_with_the_reason(inner: str) -> None:
@@ -185,6 +186,7 @@ def test_nothing_of_a_gathered_buffer_lives_between_forward_and_backward(
         assert gathered_bytes(compiled) == [0, 0, 0, 0]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_parameter_that_was_kept_from_a_compiled_forward_raises(way: str) -> None:

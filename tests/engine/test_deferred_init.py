@@ -242,6 +242,7 @@ def test_what_was_computed_with_a_graph_and_is_kept_elsewhere_is_named() -> None
     assert torch.equal(cast(Any, CACHE[0]), full(model.linear.weight) * 2)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_module_beside_waits_until_it_is_sharded_itself() -> None:
     torch.manual_seed(5)
@@ -420,6 +421,7 @@ def test_the_norm_of_a_weight_in_torchs_former_way_is_no_reason_to_warn() -> Non
     assert torch.equal(outputs[0], expected(torch.ones(4)))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("build", [constant_of, draws_before, scaled_by])
 @on_ranks(2)
 def test_rank_zero_sends_its_values_where_ranks_construct_differently(build: Any) -> None:

@@ -27,6 +27,7 @@ def changes(order: ExecutionOrder, *visits: int) -> list[OrderChange]:
     return [change for change in map(order.visit, visits) if change is not None]
 
 
+@pytest.mark.slow
 @given(some_pass)
 def test_the_first_pass_is_recorded_and_predicts_nothing(visits: list[int]) -> None:
     order = ExecutionOrder()

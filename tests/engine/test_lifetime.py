@@ -64,6 +64,7 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, end: str) -> list[bo
     return [reference() is not None for reference in watched]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("keeps", ["", "output", "output of frozen", "feature"])
 @pytest.mark.parametrize("end", ["forward", "backward", "step"])

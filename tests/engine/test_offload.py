@@ -45,6 +45,7 @@ def offloaded(make_optimizer: MakeOptimizer, strategy: str = "full_shard") -> Tr
     return trial
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @pytest.mark.parametrize("make_optimizer", [sgd, adam, two_groups, rprop])
 @on_ranks(2)

@@ -72,6 +72,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 }
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @pytest.mark.parametrize("container", CONTAINERS)
 @on_ranks(2)

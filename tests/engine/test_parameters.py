@@ -164,6 +164,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("units", [(), ("lstm",)])
 @on_ranks(2)
@@ -198,6 +199,7 @@ PARAMETRIZATIONS: list[Callable[[nn.Linear], nn.Module]] = [
 ]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("parametrization", range(len(PARAMETRIZATIONS)))
 @on_ranks(2)

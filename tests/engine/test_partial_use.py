@@ -90,6 +90,7 @@ def test_replicas_use_different_parameters(loss: Loss) -> None:
     )
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("reduce_each_time", [True, False])
 @on_ranks(2)
@@ -291,6 +292,7 @@ def train_drawn(seed: int, sharding: Sharding) -> None:
                     parameter.grad = parameter.detach() * 0.1
 
 
+@pytest.mark.slow
 @every_strategy
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]

@@ -58,6 +58,7 @@ def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("mode", ["each", "together"])
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -75,6 +76,7 @@ def collectives(strategy: str, mode: str, reentrant: bool) -> Counter[str]:
     return trial.runtime.mesh.traffic.calls
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("mode", ["each", "together"])
 @on_ranks(2)
@@ -84,6 +86,7 @@ def test_recomputation_communicates_nothing_more(strategy: str, mode: str) -> No
     )
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("mode", ["each", "together"])
 @on_ranks(2)
 def test_reentrant_recomputation_reduces_every_unit_once(mode: str) -> None:
@@ -94,6 +97,7 @@ def test_reentrant_recomputation_reduces_every_unit_once(mode: str) -> None:
     assert found["reduce_scatter"] == plain["reduce_scatter"]
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)

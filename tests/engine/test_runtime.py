@@ -190,6 +190,7 @@ class TwoHeads(nn.Module):
         return {"left": self.heads[0](x), "right": self.heads[1](x)}
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("units", [(), ("heads.*",), ("body", "heads.*")])
 @on_ranks(2)
@@ -239,6 +240,7 @@ def test_one_gradient_is_dropped_and_the_others_accumulate(strategy: str) -> Non
     trial.check_gradients()
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @every_strategy
 @on_ranks(2)

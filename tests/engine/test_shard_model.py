@@ -108,6 +108,7 @@ LED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("is_all", [False, True])
 @pytest.mark.parametrize("way", LED)
 @on_ranks(2)

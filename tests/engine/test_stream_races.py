@@ -70,6 +70,7 @@ def test_state_on_the_host_trains_as_state_on_the_device(world: Worlds, strategy
         assert other.losses == pytest.approx(usually.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_steady_step_does_not_hold_the_host_up(world: Worlds) -> None:
     on_device = Scenario(strategy="hybrid_shard", accumulate=2, precision="bf16-mixed", clip=0.1)
     from_host = Scenario(options={"cpu_offload": CPUOffload(params=True)})
@@ -303,6 +304,7 @@ def found_with(name: str) -> list[str]:
         return check(mutant.scenario).violations
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_order_is_found_and_its_lines_are_named(world: Worlds, name: str) -> None:
     mutant = MUTANTS[name]

@@ -79,6 +79,7 @@ def double(model: nn.Module) -> None:
     model[1].bias.data[0] = 7.0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_rank_zero_writes_is_what_all_ranks_have() -> None:
     for strategy in STRATEGIES:

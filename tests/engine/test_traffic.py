@@ -69,6 +69,7 @@ BOTH_WAYS = 2 * ALL_NBYTES - 2 * UNIT_NBYTES  # forward and backward, less root 
 ONE_WAY = ALL_NBYTES
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
 def test_full_shard_gathers_twice_and_reduces_once_each_time(
@@ -93,6 +94,7 @@ def test_shard_grad_op_gathers_once_and_reduces_once(world: Worlds, size: int) -
         assert +found == expected
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
 def test_shard_optimizer_gathers_and_reduces_once_per_step(
@@ -115,6 +117,7 @@ def test_no_shard_all_reduces_once_per_step(world: Worlds, size: int, micro_batc
         assert +found == expected
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_hybrid_shard_crosses_replicas_once_per_step_with_a_shard(
     world: Worlds, micro_batches: int

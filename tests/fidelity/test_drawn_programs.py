@@ -48,6 +48,7 @@ def _young_ranks(world: Pool, tally: Counter[str]) -> None:
         world.kill()
 
 
+@pytest.mark.loop(6)
 @pytest.mark.parametrize(
     "seed",
     [*QUICK, *(pytest.param(seed, marks=pytest.mark.torture) for seed in LONG)],

@@ -97,6 +97,7 @@ def test_recomputed_modules_train_like_plain_ones(strategy: str, kind: str) -> N
     make_trial(strategy, kind).train(square)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["full", "selective", "around units"])
 @on_ranks(2)
 def test_the_recomputation_has_the_autocast_of_the_forward(kind: str) -> None:
@@ -109,6 +110,7 @@ def test_the_recomputation_has_the_autocast_of_the_forward(kind: str) -> None:
         assert torch.equal(found.grad.full_tensor(), expected.grad.full_tensor())
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("kind", ["full", "offload"])
 @on_ranks(2)
@@ -134,6 +136,7 @@ def adapted(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return loss({name: value - 0.5 * gradient for (name, value), gradient in pairs})
 
 
+@pytest.mark.loop(1)
 @every_strategy
 @pytest.mark.parametrize("kind", ["full", "offload", "around units"])
 @on_ranks(2)

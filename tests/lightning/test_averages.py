@@ -224,6 +224,7 @@ def test_averages_begin_and_go_on_from_any_checkpoint(world: Worlds, tmp_path: P
     world(2).run(start_anywhere, str(tmp_path))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_the_average_of_a_deferred_module_begins_with_its_values() -> None:
     def fit(deferred: bool) -> dict[str, Tensor]:

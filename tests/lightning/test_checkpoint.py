@@ -98,6 +98,7 @@ def edit_and_resume(make: Make, path: str) -> dict[str, Any]:
     return {"weights": full_weights(model), "resumed": full_weights(resumed), "seen": resumed.seen}
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("make", [in_one_file, full_shard])
 def test_what_the_module_changes_in_its_checkpoint_is_saved_and_loaded(
     world: Worlds, tmp_path: Path, make: Make

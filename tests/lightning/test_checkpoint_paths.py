@@ -42,6 +42,7 @@ def _contents(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(each), each.stat().st_mtime_ns) for each in folder.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [full_shard, pytest.param(in_one_file, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["move", pytest.param("copy", marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_its_directory_is_now(

@@ -80,6 +80,7 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
     assert strategy.options.timeout == timedelta(minutes=2)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

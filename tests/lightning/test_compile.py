@@ -257,6 +257,7 @@ class CalledEarly(TinyGpt):
             self.blocks[0](torch.randn(2, 8))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("called", ["in training", "when it is built", "in a hook"])
 @on_ranks(2)
@@ -315,6 +316,7 @@ IN_BF16: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computed", IN_BF16)
 @on_ranks(2)
 def test_another_batch_size_is_compiled_where_gradients_have_another_dtype(computed: str) -> None:
@@ -415,6 +417,7 @@ class CallsAFunction(TinyGpt):
         return self.double(super().loss(batch))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("planned", ["by 'auto'", "by a monitor"])
 @on_ranks(2)
 def test_a_function_that_was_planned_with_its_model_is_compiled(planned: str) -> None:

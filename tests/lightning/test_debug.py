@@ -94,6 +94,7 @@ ODD = {
 }
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("action", ODD)
 def test_ranks_that_communicate_otherwise_are_told_both_lines(

@@ -88,6 +88,7 @@ def evaluate(path: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_every_verb_takes_a_checkpoint(world: Worlds, checkpoint: str) -> None:
     world(2).run(evaluate, checkpoint)
 

@@ -179,6 +179,7 @@ def test_it_is_with_replicas(world: Worlds) -> None:
     world(4).run(check_training, {"sharding_strategy": "hybrid_shard", "shard_size": 2})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_tied_weight_is_that_of_the_module_that_made_it() -> None:
     same_runs(TiedToTheHead, {}, globally=False)
@@ -190,6 +191,7 @@ def test_it_is_on_one_rank() -> None:
     check_training({})
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
 @on_ranks(2)
 def test_it_is_in_other_precisions(precision: Any) -> None:
@@ -243,6 +245,7 @@ class Measures(BuildsInConfigureModel):
         return found
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_metrics_and_modules_in_lists_may_be_built_on_the_meta_device() -> None:
     runs = {}
@@ -257,6 +260,7 @@ def test_metrics_and_modules_in_lists_may_be_built_on_the_meta_device() -> None:
             assert torch.equal(runs[how][1][name], value)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("globally", [True, False])
 @on_ranks(2)
 def test_a_module_may_be_deferred_in_two_places(globally: bool) -> None:
@@ -310,6 +314,7 @@ class CopiesInSetup(Callback):
         return [*self.weights, *self.module.parameters(), self.chosen[0], Tensor([self.chosen[1]])]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_setup_hooks_take_from_a_model_is_as_of_one_that_was_built_at_once() -> None:
     def run(deferred: bool) -> tuple[list[float], list[Tensor]]:
@@ -327,6 +332,7 @@ def test_what_setup_hooks_take_from_a_model_is_as_of_one_that_was_built_at_once(
     assert all(torch.equal(one, other) for one, other in zip(found[1], kept, strict=True))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_copy_that_was_taken_before_the_training_is_named() -> None:
     trainer = make_trainer(ShardedDP(), max_steps=1)
@@ -373,6 +379,7 @@ def resumed(shared_folder: str) -> None:
     same_weights(runs[1][1], runs[0][1])
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_writes_to_copies_of_setup_hooks_is_there_when_training_goes_on(
     world: Worlds, tmp_path: Path
 ) -> None:
@@ -407,6 +414,7 @@ class HasATeacher(TinyGpt):
         self.said = [teacher() for teacher in self.teachers.each]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_modules_beside_a_model_and_copies_of_them_are_on_the_host_as_they_have_noted() -> None:
     said = []
@@ -425,6 +433,7 @@ class LoadsInSetup(TinyGpt):
         self.load_state_dict(weights)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_weights_that_a_setup_hook_loads_are_those_of_the_model() -> None:
     runs = []
@@ -448,6 +457,7 @@ LOST_WRITES: dict[str, Callable[[TinyGpt], object]] = {
 }
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("how", LOST_WRITES)
 @on_ranks(2)
 def test_a_write_that_is_lost_between_building_and_training_is_refused_by_name(how: str) -> None:
@@ -491,6 +501,7 @@ def test_a_setup_hook_that_fails_ends_the_recording() -> None:
     assert _len_torch_function_stack() == _len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_several_modules_may_be_built_before_one_is_trained() -> None:
     seed(False)

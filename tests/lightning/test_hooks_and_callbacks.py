@@ -151,6 +151,7 @@ def hybrid_groups(num_nodes: int, shard_size: int | None) -> tuple[int, int]:
     return strategy.mesh.topology.replicate_size, strategy.mesh.topology.shard_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_nodes", "shard_size", "expected"),
     [(1, None, (1, 4)), (2, None, (2, 2)), (1, 2, (2, 2)), (2, 1, (4, 1))],

@@ -140,6 +140,7 @@ def resume_own_classes(kind: str, path: str, listed: bool) -> tuple[Any, ...]:
     return [it.loaded for it in callbacks], saved, again
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("listed", [False, True], ids=["phases", "list"])
 def test_own_classes_go_on_whatever_their_states_and_names_are(
@@ -206,6 +207,7 @@ def resume_packed(kind: str, folder: str, model: type[Packed]) -> tuple[float, A
     return max((expected[name] - found[name]).abs().max().item() for name in expected), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_what_a_hook_undoes_is_looked_at_after_it(world: Worlds, tmp_path: Path, kind: str) -> None:
     for difference, error in world(2).run(resume_packed, kind, str(tmp_path), Packed):
@@ -213,6 +215,7 @@ def test_what_a_hook_undoes_is_looked_at_after_it(world: Worlds, tmp_path: Path,
         assert difference == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_what_no_hook_undoes_is_an_error_with_its_place(
     world: Worlds, tmp_path: Path, kind: str
@@ -251,6 +254,7 @@ def resume_loopless(kind: str, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_hook_may_take_the_state_of_loops_away(world: Worlds, tmp_path: Path, kind: str) -> None:
     for step, *errors in world(2).run(resume_loopless, kind, str(tmp_path)):
@@ -284,6 +288,7 @@ def resume_with_object(kind: str, path: str) -> tuple[str, int]:
     return str(caught.value), trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_what_only_pickle_can_load_is_a_checkpoint_error_that_says_how(
     world: Worlds, tmp_path: Path, kind: str

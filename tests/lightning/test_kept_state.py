@@ -409,6 +409,7 @@ def load_in_its_own_way(path: str, kind: Any) -> tuple[int, bool, bool]:
     )
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 def test_an_instance_loads_by_its_own_method_and_keeps_it(
     world: Worlds, tmp_path: Path, kind: str
@@ -434,6 +435,7 @@ def save_what_was_seen(path: str, kind: Any) -> bool:
     return list(model.seen) == model.keys and KEY not in model.seen
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 def test_the_checkpoint_that_a_hook_has_seen_stays_as_it_is(
     world: Worlds, tmp_path: Path, kind: str

@@ -86,6 +86,7 @@ def save(make: Make, folder: str, name: str) -> bool:
     return _same(resumed.callbacks[0].state, state) and resumed.current_epoch == 2
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("name", "make"),
     [

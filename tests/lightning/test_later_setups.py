@@ -56,6 +56,7 @@ def test_a_module_that_has_not_changed_keeps_its_units(name: str) -> None:
     assert only_sharded(model)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_layer_of_one_rank_alone_is_an_error_of_all_that_loses_nothing() -> None:
     model = Gpt()
@@ -100,6 +101,7 @@ def with_parts_of(other: Gpt) -> Gpt:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
 def test_the_module_that_parts_were_taken_from_shows_what_they_are_now(name: str) -> None:
@@ -144,6 +146,7 @@ def save_both(folder: str) -> None:
         assert_same_weights(saved, full_weights(module), 0)
 
 
+@pytest.mark.slow
 def test_both_modules_can_be_saved(world: Worlds, tmp_path: Any) -> None:
     world(2).run(save_both, str(tmp_path))
 
@@ -183,6 +186,7 @@ def test_debug_can_be_switched_on_for_a_sharded_module() -> None:
     assert not fit(model).strategy.mesh.compares_user_calls
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_another_timeout_for_a_sharded_module_is_not_ignored_without_a_word() -> None:
     model = Gpt()
@@ -233,6 +237,7 @@ def test_compiled_units_are_compiled_after_a_later_setup() -> None:
         torch.testing.assert_close(weight, expected[name.replace("._orig_mod", "")])
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @on_ranks(1)
 def test_one_rank_takes_over_as_well(precision: Any) -> None:

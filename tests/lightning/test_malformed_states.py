@@ -80,6 +80,7 @@ def resume_changed(path: str, name: str) -> tuple[str, bool]:
     return str(caught.value), all(torch.equal(after[key], before[key]) for key in before)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_state_that_no_step_has_made_is_refused_and_named(
     world: Worlds, tmp_path: Path, name: str

@@ -67,6 +67,7 @@ class GanWithDirectBackward(Gan):
 GAN = Run(model=Gan, loader=token_loader, steps=10, ddp={"find_unused_parameters": True})
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("units", [{nn.Linear}, None])
 @pytest.mark.parametrize("model", [Gan, GanWithDirectBackward])
 def test_a_gan_with_toggled_optimizers_equals_ddp(
@@ -97,6 +98,7 @@ class ClipsValuesWithTorch(TinyGpt):
         torch.nn.utils.clip_grad_value_(self.parameters(), 0.02)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("model", [ClipsThroughLightning, ClipsWithTorch, ClipsValuesWithTorch])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_clipping_in_an_overridden_hook_is_global(

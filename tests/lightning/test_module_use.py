@@ -350,6 +350,7 @@ def count_reductions(
 
 
 # Five micro-batches make three steps, the last of them from one; there are four units.
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("strategy", "reduce_every_backward", "backwards"),
     [

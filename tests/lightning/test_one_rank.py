@@ -46,6 +46,7 @@ def compare() -> None:
             )
 
 
+@pytest.mark.slow
 def test_training_is_that_of_a_single_device_and_parameters_stay_what_they_are(
     world: Worlds,
 ) -> None:
@@ -83,6 +84,7 @@ def load(folder: str) -> tuple[dict[str, Any], int]:
     return full_weights(model), trainer.global_step
 
 
+@pytest.mark.slow
 def test_its_checkpoints_are_those_of_any_number_of_ranks(world: Worlds, tmp_path: Path) -> None:
     expected = world(1).run(save, str(tmp_path / "one.ckpt"))[0]
     for size in (1, 2):

@@ -61,6 +61,7 @@ def count(model: type[Counted], scope: Any, kind: str, path: str) -> list[int]:
     return [state[key]["steps"] - second.global_step for key in KEYS]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("model", "scope", "kind"),
     [
@@ -102,6 +103,7 @@ def resume_noted(kind: str, path: str) -> list[bool]:
     return [key in state and torch.equal(state[key]["sum"], torch.ones(2)) for key in KEYS]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_tensors_under_other_keys_are_resumed_beside_states_that_are_checked(
     world: Worlds, tmp_path: Path, kind: str

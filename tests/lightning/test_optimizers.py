@@ -103,6 +103,7 @@ class WantsSparseGradients(TinyGpt):
         return torch.optim.SparseAdam(list(self.parameters()), lr=0.01)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_cannot_work_is_refused_on_all_ranks_before_training() -> None:
     for model, reason in (

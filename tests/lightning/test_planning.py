@@ -557,6 +557,7 @@ def test_expert_parallel_runs_are_planned_and_tensor_parallel_ones_where_a_plan_
     ShardedDP(**option, expert_parallel_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 def test_a_dry_run_plans_the_ranks_that_split_layers(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = ShardedDP(plan_only="A100-80", tensor_parallel_size=2, tensor_parallel_plan=SPLIT)
@@ -585,6 +586,7 @@ class Mixed(TinyGpt):
         return super().training_step(tokens, batch_index) + routed.combine(torch.cat(rows)).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
 def test_a_dry_run_plans_the_ranks_that_divide_experts(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = ShardedDP(plan_only="A100-80", expert_parallel_size=2, experts="experts.*")
@@ -612,6 +614,7 @@ def test_a_choice_knows_which_ranks_have_experts(monkeypatch: pytest.MonkeyPatch
     assert "does not divide" in choose_strategy(module, candidates(), three).reason
 
 
+@pytest.mark.slow
 def test_a_choice_is_of_the_ranks_with_different_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)

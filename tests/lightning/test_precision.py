@@ -95,6 +95,7 @@ def test_a_sharded_precision_converts_as_the_stock_one_does(stock: Precision) ->
 # -- training
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     "arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"]
 )

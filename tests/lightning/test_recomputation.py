@@ -109,6 +109,7 @@ def saved_numel(model: nn.Module) -> int:
     return sum(tensor.numel() for tensor in saved if not isinstance(tensor, nn.Parameter))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_plain_model(kind: str) -> None:
     debug = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -248,6 +249,7 @@ def test_to_choose_a_module_again_changes_nothing() -> None:
     assert calls.count["tanh"] == 3
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deep_copy_recomputes_with_its_own_parameters(kind: str) -> None:
     model = net(kind)
@@ -259,6 +261,7 @@ def test_a_deep_copy_recomputes_with_its_own_parameters(kind: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pickled_module_computes_plainly_and_may_be_chosen_again(kind: str) -> None:
     text = pickle.dumps(net(kind))

@@ -121,6 +121,7 @@ def resume(make: Any, path: str, saver: type[TinyGpt], loader: type[TinyGpt]) ->
     return [text for text in said if "optimizer" in text]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("make", [full_shard, in_one_file, shard_grad_op])
 @pytest.mark.parametrize(
     ("saver", "loader"),
@@ -137,6 +138,7 @@ def test_states_follow_their_parameters_by_name(
     assert world(2).run(resume, make, str(tmp_path / "a.ckpt"), saver, loader) == [[], []]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("make", [full_shard, in_one_file])
 def test_a_renamed_parameter_takes_the_state_by_number_and_is_named(
     world: Worlds, tmp_path: Path, make: Make
@@ -155,6 +157,7 @@ def resume_from_ddp(path: str, loader: type[TinyGpt]) -> list[str]:
     return [text for text in trained(full_shard(), loader(), 2, path)[2] if "optimizer" in text]
 
 
+@pytest.mark.slow
 def test_states_without_names_are_loaded_by_number_and_another_order_is_said(
     world: Worlds, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def validate_while_replaced(folder: str, kind: str, times: int) -> set[float] | 
     return model.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_what_is_replaced_once_is_read_again_by_all_ranks(
     world: Worlds, tmp_path: Path, kind: str

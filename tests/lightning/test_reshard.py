@@ -262,6 +262,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_cannot_be_is_refused_and_the_run_goes_on() -> None:
     tries = [Once(hook, *given) for hook, given, _, _ in REFUSED]
@@ -297,6 +298,7 @@ class KeepsInside(Keeps):
     when = "inside"
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", [Keeps, KeepsInside])
 def test_shards_from_before_a_change_are_not_saved(
     world: Worlds, kind: type[Keeps], tmp_path: Path

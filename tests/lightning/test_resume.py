@@ -44,6 +44,7 @@ def after_two_epochs(
     return path, world(2).run(train, in_one_file, 2, None, str(path))[0]["weights"]
 
 
+@pytest.mark.slow
 def test_a_file_loads_without_this_package_and_has_the_keys_of_the_plain_module(
     after_two_epochs: tuple[Path, dict[str, Tensor]],
 ) -> None:

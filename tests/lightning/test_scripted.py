@@ -140,6 +140,7 @@ def test_what_is_done_with_parameters_between_steps_reaches_scripted_modules(wor
     assert_same_training(world(2).run(run.sharded_by, {}), world(2).run(run.under_ddp))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_trains_scripted_modules_as_without_a_strategy(
     world: Worlds, model: type[Recorded]
@@ -148,6 +149,7 @@ def test_one_rank_trains_scripted_modules_as_without_a_strategy(
     assert_same_training(world(1).run(run.sharded_by, {}), world(1).run(run.alone, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [ScriptedBlocks, TracedBlock])
 def test_scripted_modules_train_in_mixed_precision(world: Worlds, model: type[Recorded]) -> None:
     run = Run(model=model, loader=token_loader, warns=".*jit", options={"precision": "bf16-mixed"})
@@ -165,6 +167,7 @@ def save_and_load(path: str, kind: str) -> None:
     assert_same_weights(full_weights(again), full_weights(model))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_scripted_modules_are_saved_and_loaded(world: Worlds, tmp_path: Path, kind: str) -> None:
     world(2).run(save_and_load, str(tmp_path / "saved"), kind)

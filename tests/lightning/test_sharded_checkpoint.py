@@ -224,6 +224,7 @@ class LogsScores(EvaluatedGpt):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_link_to_the_last_goes_with_what_it_leads_to(
     world: Worlds, tmp_path: Path, asynchronous: bool
@@ -253,6 +254,7 @@ def train_some(folder: str) -> None:
     fit(strategy_of("full_shard"), 1, callbacks=[keeper], enable_checkpointing=True)
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_that_of_the_highest_step_whatever_the_clock_says(
     world: Worlds, tmp_path: Path
 ) -> None:
@@ -396,6 +398,7 @@ def train_with_a_plugin_of_files() -> None:
         make_trainer(strategy, max_epochs=1).fit(TinyGpt(), same_batches())
 
 
+@pytest.mark.slow
 def test_a_plugin_that_writes_files_is_refused(world: Worlds) -> None:
     world(2).run(train_with_a_plugin_of_files)
 
@@ -436,6 +439,7 @@ def test_an_error_of_the_thread_ends_training_on_all_ranks_in_the_same_batch(
 # -- elsewhere
 
 
+@pytest.mark.slow
 def test_a_module_is_made_of_a_directory_without_ranks(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "state.ckpt"
     weights = world(2).run(save_as, "full_shard", str(path))[0]["model"]
@@ -444,6 +448,7 @@ def test_a_module_is_made_of_a_directory_without_ranks(world: Worlds, tmp_path: 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_tools_that_do_not_know_this_package_read_the_directory(
     world: Worlds, tmp_path: Path
 ) -> None:

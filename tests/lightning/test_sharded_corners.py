@@ -118,6 +118,7 @@ def save_odd_buffers(make: Make, path: str) -> bool:
     )
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("make", [full_shard, in_one_file, no_shard])
 def test_buffers_of_any_strides_are_saved(world: Worlds, tmp_path: Path, make: Make) -> None:
     assert world(2).run(save_odd_buffers, make, str(tmp_path / "odd.ckpt")) == [True, True]

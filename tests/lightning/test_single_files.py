@@ -93,6 +93,7 @@ def test_a_small_checkpoint_is_one_file_that_lightning_and_torch_read(
     assert verify(path) == []
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     "options", [{"max_file_gb": 5e-6}, {"asynchronous": True}, {"zip_crc": False}]
 )
@@ -239,6 +240,7 @@ def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(
     assert main(["consolidate", str(path), "-o", str(tmp_path / "x.safetensors")]) == 1
 
 
+@pytest.mark.slow
 def test_the_tools_take_a_file_as_they_take_a_directory(
     world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +263,7 @@ def flip_a_bit_and_save(path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_named_and_no_file_is_saved(world: Worlds, tmp_path: Path) -> None:
     (message,) = set(world(4).run(flip_a_bit_and_save, str(tmp_path / "state.ckpt")))
     assert "replicas differ: model.blocks.1.up.weight" in message and "rank 2" in message
@@ -322,6 +325,7 @@ def save_by_plugin(path: str) -> list[int]:
     return [CountingIO.saved]
 
 
+@pytest.mark.slow
 def test_a_plugin_for_files_is_asked_to_write_them_however_large(
     world: Worlds, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def scales(kind: str, path: str) -> list[list[float]]:
     return [module.measure.scale.tolist() for module in (resumed, loaded)]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_state_of_the_version_that_a_module_has_is_not_converted(
     world: Worlds, tmp_path: Path, kind: str
@@ -102,6 +103,7 @@ def scale_of_plugin(path: str) -> list[float]:
     return load_from_checkpoint(Scaled, path).measure.scale.tolist()
 
 
+@pytest.mark.slow
 def test_files_of_plugins_have_versions(world: Worlds, tmp_path: Path) -> None:
     assert world(2).run(scale_of_plugin, str(tmp_path / "x.ckpt")) == [[2.0, 2.0]] * 2
 
@@ -168,6 +170,7 @@ def shadow(kind: str, path: str) -> bool:
     )
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_extra_state_may_hold_parameters(world: Worlds, tmp_path: Path, kind: str) -> None:
     assert world(2).run(shadow, kind, str(tmp_path / "saved.ckpt")) == [True, True]

@@ -95,6 +95,7 @@ def waits_of_ranks(name: str) -> int:
     return watch_steps(ShardedDP(name, auto_wrap_policy={Block}), **CLIPPED)["waits"]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
 def test_a_step_waits_for_its_device_no_more_often_than_one_process(

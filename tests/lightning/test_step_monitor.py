@@ -134,6 +134,7 @@ def shares(strategy: str, shard_size: int | None, options: dict[str, Any]) -> St
     return report
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("strategy", "size", "shard_size", "options"),
     [
@@ -293,6 +294,7 @@ def test_a_monitor_measures_the_next_training_after_one_that_has_failed() -> Non
     assert (first.steps, second.steps) == (STEPS - 1, 6)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_training_that_goes_on_measures_its_own_steps() -> None:
     monitor, task = StepMonitor(), Takes()
@@ -322,6 +324,7 @@ class Manual(TinyGpt):
         optimizer.step()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_manual_optimization_has_the_same_parts() -> None:
     report = fit_between_watches(task=Manual())
@@ -340,6 +343,7 @@ def logged(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_loggers_get_stable_names_and_a_trace_sums_to_the_steps(
     world: Worlds, tmp_path: Path
 ) -> None:

@@ -238,6 +238,7 @@ def watch_both(folder: str) -> None:
     assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_monitors_log_what_they_log_under_ddp(world: Worlds, tmp_path: Path) -> None:
     world(2).run(watch_both, str(tmp_path))
 

@@ -94,6 +94,7 @@ def assert_as_alone(world: Worlds, run: Run, strategy: str) -> None:
         assert_same_weights(found.weights, alone.weights, 1e-5)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
 @pytest.mark.parametrize("model", [AddsALayer, AddsALayerToItsOptimizer])
 def test_a_late_layer_is_trained_as_in_one_process(

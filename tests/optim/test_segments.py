@@ -539,6 +539,7 @@ def test_a_scaler_skips_the_step_on_segments_that_it_skips_on_single_parameters(
 # -- copies, memory, and what is not joined
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_copy_and_a_pickle_of_an_optimizer_have_its_states() -> None:
     training = Training(Sharding(units=("units.*",)), adamw, joins=True)
@@ -587,6 +588,7 @@ def test_segments_come_back_after_their_states_were_looked_at_and_loaded() -> No
     assert joined == [len(training.parameters) - 3] * 4, joined
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_segments_are_joined_while_another_thread_is_in_compiled_code() -> None:
     """Python calls functions in another way then, and counts one more reference to what they are given."""

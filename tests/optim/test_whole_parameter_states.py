@@ -37,6 +37,7 @@ def train_from(steps: range, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     }, whole
 
 
+@pytest.mark.slow
 def test_states_of_every_kind_move_to_another_number_of_ranks(world: Worlds) -> None:
     straight = world(1).run(train_from, range(6), None)[0]
     half = world(2).run(train_from, range(3), None)

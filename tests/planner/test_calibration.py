@@ -126,6 +126,7 @@ def test_between_nodes_the_measured_network_takes_the_place_of_a_usual_one(tmp_p
 TIMES = [{"compute": 1.3}, {"optimizer": 0.4}, {"exposed": 2.5}, {"compute": 0.8, "exposed": 0.7}]
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("times", TIMES)
 def test_the_plan_of_a_run_takes_as_long_as_the_run(
     tmp_path: Path, times: dict[str, float]
@@ -142,6 +143,7 @@ def test_the_plan_of_a_run_takes_as_long_as_the_run(
     )
 
 
+@pytest.mark.slow
 def test_what_split_layers_wait_for_is_in_the_computing_of_a_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"gpus": 4, "tensor_parallel_sizes": (2,), "gpu": "A100-80"}
     planned = plan(**options, strategies=("full_shard",)).best
@@ -152,6 +154,7 @@ def test_what_split_layers_wait_for_is_in_the_computing_of_a_run(tmp_path: Path)
     assert step.total == pytest.approx(sum(recorded.parts.values()))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("times", TIMES)
 def test_where_the_host_computes_a_run_s_network_is_that_of_the_probe(
     probe: Path, times: dict[str, float]
@@ -168,6 +171,7 @@ def test_where_the_host_computes_a_run_s_network_is_that_of_the_probe(
         assert getattr(constants, name) == pytest.approx(getattr(measured, name)), name
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_host_s_time_grows_with_the_collectives_that_a_strategy_issues(
     probe: Path, count: int
@@ -187,6 +191,7 @@ def test_the_host_s_time_grows_with_the_collectives_that_a_strategy_issues(
     assert [*times.values()] == pytest.approx([beside] * 4, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_each_kind_of_collective_slows_computing_by_its_own_measure(tmp_path: Path) -> None:
     found: dict[str, Step] = {}
     for kind in ("none", "all_gather", "all_reduce"):
@@ -208,6 +213,7 @@ def test_a_plan_without_files_is_that_of_the_fitted_constants() -> None:
     assert "Calibrated" not in shown(found)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_was_calibrated_with_what_and_how_far_it_may_be_off(
     probe: Path,
 ) -> None:
@@ -323,6 +329,7 @@ def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
         calibrate([probe])
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

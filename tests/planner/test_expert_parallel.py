@@ -159,6 +159,7 @@ def run(name: str, size: int, kind: type[Model], precision: str = "32-true", **m
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Model, Stacked], ids=["list", "stacked"])
 @pytest.mark.parametrize("name", ["full_shard", "hybrid_shard", "no_shard"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
@@ -168,6 +169,7 @@ def test_the_plan_lists_what_ranks_with_different_experts_send_and_hold(
     check(world, ranks, partial(run, name, size, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -259,6 +261,7 @@ def monitored() -> tuple[str, float]:
     return report.note, (report.model_flops_per_s or 0.0) * report.seconds
 
 
+@pytest.mark.slow
 def test_a_monitor_knows_the_flops_of_divided_experts(world: Worlds) -> None:
     (note, flops), _ = world(2).run(monitored)
     assert "no dense peak of this device" in note
@@ -277,6 +280,7 @@ def planned(kind: type[nn.Module] = Model, **options: Any) -> Plan:
 OF_LIST: dict[str, Any] = {"experts": "blocks.*.experts.*"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Model, Stacked], ids=["list", "stacked"])
 def test_all_tokens_are_computed_wherever_their_experts_are(kind: type[Model]) -> None:
     more = {"expert_parallel_sizes": (1, 2, 4)} | (OF_LIST if kind is Model else {})
@@ -293,6 +297,7 @@ def test_all_tokens_are_computed_wherever_their_experts_are(kind: type[Model]) -
     assert whole.task.work.matmul_flops == forward_flops(2 * LENGTH)
 
 
+@pytest.mark.slow
 def test_few_tokens_are_traced_as_they_are() -> None:
     # Eight rows over four experts are even, and so are sixteen; of samples of one token they are not.
     options: dict[str, Any] = {"strategies": ["no_shard"], "expert_parallel_sizes": (4,), **OF_LIST}
@@ -302,6 +307,7 @@ def test_few_tokens_are_traced_as_they_are() -> None:
     assert few.step.exchanges == many.step.exchanges
 
 
+@pytest.mark.slow
 def test_plans_say_which_ranks_have_experts_and_what_is_assumed() -> None:
     plain, divided = planned(), planned(expert_parallel_sizes=(2,), **OF_LIST)
     assert "EP" not in str(plain) and "expert" not in plain.yaml + plain.html()
@@ -403,6 +409,7 @@ def test_a_transformer_of_dimensions_has_no_experts() -> None:
         make_plan(dims, length=8, micro_batches=(1,), expert_parallel_sizes=(2,))
 
 
+@pytest.mark.slow
 def test_the_example_with_a_mixture_of_experts_is_planned() -> None:
     found = make_plan(
         MixtureGPTModule,

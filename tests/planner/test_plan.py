@@ -164,6 +164,7 @@ def test_what_has_no_tokens_is_counted_by_samples() -> None:
     assert f"({WIDTH * (WIDTH + 1):,} parameters)" in str(plan)
 
 
+@pytest.mark.slow
 def test_dropout_of_attention_costs_no_memory() -> None:
     dropped, plain = (planned(Attending, arguments={"dropout": it}).best for it in (0.1, 0.0))
     assert dropped.memory == plain.memory

@@ -109,6 +109,7 @@ def run_split(name: str, size: int, plan: Any, precision: str = "32-true", **mor
     return counted_and_planned(Model, strategy, precision)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [WHOLE, PARTS], ids=["whole sequences", "parts of sequences"])
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
@@ -118,6 +119,7 @@ def test_the_plan_lists_what_ranks_of_split_layers_send(
     check(world, ranks, partial(run_split, name, size, plan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -149,6 +151,7 @@ def planned(*sizes: int, **options: Any) -> Plan:
     return make_plan(DIMENSIONS, gpu="A100-80", tensor_parallel_sizes=sizes, **given)
 
 
+@pytest.mark.slow
 def test_ranks_share_what_is_left_of_the_ranks_and_have_a_part_of_the_layers() -> None:
     plans = {
         it.choice.tensor_parallel_size: it for it in planned(1, 2, strategies=["no_shard"]).plans
@@ -165,6 +168,7 @@ def test_ranks_share_what_is_left_of_the_ranks_and_have_a_part_of_the_layers() -
     assert {it.stride for it in sharded[0].task.collectives if it.phase == "forward"} == {2}
 
 
+@pytest.mark.slow
 def test_only_plans_that_split_layers_speak_of_it() -> None:
     plain, split = planned(1), planned(2)
     for text in (str(plain), plain.html()):
@@ -181,6 +185,7 @@ def test_only_plans_that_split_layers_speak_of_it() -> None:
     assert any("tensor_parallel_size 2 4: " in it for it in compared.why()), compared.why()
 
 
+@pytest.mark.slow
 def test_a_plan_of_names_is_written_out_to_copy() -> None:
     found = ShardedDP.plan(
         Model,
@@ -228,6 +233,7 @@ def test_a_module_without_a_plan_of_names_is_told_what_is_planned() -> None:
         make_plan(Model, inputs=["int64:B,S"], length=LENGTH, tensor_parallel_sizes=(2,))
 
 
+@pytest.mark.slow
 def test_ranks_keep_part_of_the_activations_where_sequences_are_split() -> None:
     options: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 64, "strategies": ["no_shard"]}
     options |= {"tensor_parallel_sizes": (4,), "recomputes": ("none",), "precisions": ["32-true"]}

@@ -155,6 +155,7 @@ def clip_what_is_not_finite(foreach: bool | None, order: float, bad: float) -> N
         check_same([pair.sharded.grad for pair in pairs], before, "gradients after the error")
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("order", [2.0, float("inf")])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -45,6 +45,7 @@ TRACES: dict[str, Callable[[Callable[[torch.Tensor], torch.Tensor]], object]] = 
 }
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("trace", TRACES)
 @on_ranks(2)
 def test_what_would_trace_gathered_memory_is_refused_by_name_and_training_goes_on(

@@ -247,6 +247,7 @@ class Writing(nn.Module):
         return self.linear(x).tanh()
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @pytest.mark.parametrize("write", WRITES)
 @on_ranks(2)

@@ -53,6 +53,7 @@ def test_extremes_are_global_where_some_rank_has_no_element(world: Worlds, size:
     world(size).run(compare_extremes)
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(
     "dtype",
     [

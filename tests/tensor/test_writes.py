@@ -353,6 +353,7 @@ def check_told(strategy: str, write: Write, inside: bool, name: str) -> None:
         train(strategy, write, inside, ranked(2, 4))
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize(("write", "inside"), WRITES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 def test_ranks_that_write_the_same_are_not(
@@ -523,6 +524,7 @@ def change_places(model: nn.Sequential) -> None:
     one.data, other.data = other.data, one.data
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "in a step"])
 @pytest.mark.parametrize("units", [(), ("0",), ("1",)], ids=["root", "first", "second"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])

@@ -129,6 +129,7 @@ def fill_disk(
     return results
 
 
+@pytest.mark.loop(1)
 @pytest.mark.parametrize("reports_free", [True, False], ids=["tells what is free", "does not tell"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_disk_that_is_full_at_any_byte_refuses_the_save_on_all_ranks(

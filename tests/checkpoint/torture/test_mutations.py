@@ -87,6 +87,7 @@ def check(tally: Tally, folder: Path, seed: int) -> None:
             assert "bytes" in text and "expected" in text, text
 
 
+@pytest.mark.slow
 def test_damage_is_refused_or_harmless(original: Files, tmp_path: Path) -> None:
     check(mutate_and_load(original, tmp_path / "bad.ckpt", 3, 120), tmp_path, 3)
 

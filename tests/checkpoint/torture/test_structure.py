@@ -141,6 +141,7 @@ def difference(before: Any, after: Any, path: str = "") -> str:
     return next((text for pair in pairs if (text := difference(*pair))), "")
 
 
+@pytest.mark.slow
 def test_thirty_structures_are_gone_on_from_or_refused(world: Worlds, tmp_path: Path) -> None:
     [found] = world(1).run(survive, str(tmp_path), 30, 1, timeout_s=600)
     assert found["refused"] > 5
