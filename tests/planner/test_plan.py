@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.transformer import Dimensions
 
@@ -191,3 +191,50 @@ def test_configs_of_decoders_that_are_not_known_are_refused() -> None:
     for kind in ("bert", "falcon"):
         with pytest.raises(ConfigurationError, match=f"model_type='{kind}' is none of"):
             Dimensions.of_config({"model_type": kind, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": "8"}, "expected whole numbers of GPUs, at least one on a node, found '8'"),
+        ({"per_node": 2.0}, "found 8 GPUs at 2.0"),
+        ({"gpus": True}, "found True GPUs"),
+        ({"gpu": 5}, "expected gpu to be the name of a GPU, found 5"),
+        ({"gpu": ""}, "GPU '' is not in the table"),
+        ({"gpu_figures": [1]}, "expected gpu_figures to be figures by name"),
+        ({"gpu_figures": {"memory": 80}}, "'memory' is no figure of a GPU; expected bf16_tflops"),
+        ({"gpu_figures": {"bf16_tflops": "a"}}, "H100-80: bf16_tflops='a': expected a number"),
+        ({"network_gbits": "fast"}, "network_gbits='fast': expected a number above 0"),
+        ({"tensor_parallel_sizes": "2"}, "expected tensor_parallel_sizes to be int"),
+        ({"expert_parallel_sizes": ()}, "expected at least one value of expert_parallel_sizes"),
+        ({"micro_batches": [True]}, "expected micro_batches to be int, one or several, found True"),
+        ({"micro_batches": [1.5]}, "found 1.5"),
+        ({"strategies": [("full_shard",)]}, r"expected strategies to be str.* found \('full_shard"),
+        ({"strategies": []}, "expected at least one value of strategies, found none"),
+        ({"precisions": [16]}, "expected precisions to be str, one or several, found 16"),
+        ({"recomputes": 1}, "expected recomputes to be str, one or several, found 1"),
+        ({"inputs": {"x": 1}}, "expected inputs to be str, one or several"),
+        ({"batch": 4}, "expected batch to be a function of the number of samples, found 4"),
+        ({"arguments": [1]}, "expected arguments to be arguments by name"),
+        ({"arguments": {"width": 1}}, "are those of a constructor.* found Module"),
+        ({"calibrate": 5}, "expected calibrate to be str or Path, one or several, found 5"),
+    ],
+    ids=lambda it: str(it) if isinstance(it, dict) else "",
+)
+def test_values_of_another_kind_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make_plan(Module(), **options)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"strategies": "full_shard", "recomputes": "none"},
+        {"precisions": "bf16", "offloads": "none"},
+        {"tensor_parallel_sizes": 1, "expert_parallel_sizes": 1, "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_one_value_may_stand_for_a_list_of_it(one: dict[str, Any]) -> None:
+    several = {name: [value] for name, value in one.items()}
+    assert make_plan(Module(), **one).as_json() == make_plan(Module(), **several).as_json()

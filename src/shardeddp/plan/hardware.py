@@ -1,7 +1,7 @@
 """Hardware: dense peaks, memory and links of GPUs, and the machines that a plan is for."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
@@ -30,15 +30,13 @@ class GPU:
     """Inter-node bandwidth per GPU of the vendor's reference machine, in Gbit/s."""
     has_bf16: bool = True
 
-    def __post_init__(self) -> None:
-        for name, figure in vars(self).items():
-            if isinstance(figure, (int, float)) and name != "has_bf16":
-                _check_figure(f"{self.name}: {name}", figure)
+
+FIGURES = tuple(it.name for it in fields(GPU) if it.name not in ("name", "has_bf16"))
 
 
-def _check_figure(name: str, figure: float) -> None:
-    if not 0 < figure < inf:
-        raise UsageError(f"{name}={figure}: expected a number above 0")
+def _check_figure(name: str, figure: Any) -> None:
+    if type(figure) not in (int, float) or not 0 < figure < inf:
+        raise UsageError(f"{name}={figure!r}: expected a number above 0")
 
 
 # Peaks, memory, links: the vendors' data sheets (A100 2021, H100 2023, H200 2024, Blackwell 2024,
@@ -94,6 +92,10 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         UsageError: The GPU is not in the table, and figures are missing.
     """
     given = {key: value for key, value in figures.items() if value is not None}
+    for figure, value in given.items():
+        if figure not in FIGURES:
+            raise UsageError(f"{figure!r} is no figure of a GPU; expected {', '.join(FIGURES)}")
+        _check_figure(f"{name}: {figure}", value)
     key = name_of_gpu(name)
     found = GPUS.get(key)
     if found is not None:
@@ -139,9 +141,10 @@ class Cluster:
     """Inter-node bandwidth per GPU in Gbit/s; None: a fraction of the reference machine's."""
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.per_node < 1:
+        if any(type(it) is not int or it < 1 for it in (self.count, self.per_node)):
             raise UsageError(
-                f"expected at least one GPU on a node, found {self.count} GPUs at {self.per_node}"
+                f"expected whole numbers of GPUs, at least one on a node, found {self.count!r} GPUs at "
+                f"{self.per_node!r}"
             )
         if self.network_gbits is not None:
             _check_figure("network_gbits", self.network_gbits)

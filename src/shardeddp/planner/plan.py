@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
 from shardeddp.config import check_size, resolve_prefetch
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
@@ -166,11 +166,26 @@ def make_plan(
             size does not divide layers or experts.
         ConfigurationError: The model cannot be built, or its step fails without data and values.
     """
-    inputs = [inputs] if isinstance(inputs, str) else inputs
-    calibrate = [calibrate] if isinstance(calibrate, (str, Path)) else calibrate
-    micro_batches = [micro_batches] if isinstance(micro_batches, int) else micro_batches
+    inputs = _several("inputs", inputs, str, may_be_empty=True)
+    calibrate = _several("calibrate", calibrate, (str, Path), may_be_empty=True)
+    micro_batches = _several("micro_batches", micro_batches, int)
+    tensor_parallel_sizes = _several("tensor_parallel_sizes", tensor_parallel_sizes, int)
+    expert_parallel_sizes = _several("expert_parallel_sizes", expert_parallel_sizes, int)
+    strategies = _several("strategies", strategies, str, pairs=True)
+    recomputes = _several("recomputes", recomputes, str)
+    offloads = _several("offloads", offloads, str)
+    if precisions is not None:
+        precisions = _several("precisions", precisions, str)
+    for option, found, is_right, wanted in (
+        ("gpu", gpu, isinstance(gpu, str), "the name of a GPU"),
+        ("gpu_figures", gpu_figures, isinstance(gpu_figures, Mapping), "figures by name"),
+        ("arguments", arguments, isinstance(arguments, Mapping), "arguments by name"),
+        ("batch", batch, callable(batch), "a function of the number of samples"),
+    ):
+        if found is not None and not is_right:
+            raise UsageError(f"expected {option} to be {wanted}, found {found!r}")
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
-    name = calibration.device.name if calibration.device else gpu or "H100-80"
+    name = calibration.device.name if calibration.device else "H100-80" if gpu is None else gpu
     given = {key: value for key, value in (gpu_figures or {}).items() if value is not None}
     alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # not used
     cluster = Cluster(
@@ -226,6 +241,34 @@ def make_plan(
     )
 
 
+def _several(
+    option: str,
+    given: Any,
+    kind: type | tuple[type, ...],
+    *,
+    pairs: bool = False,
+    may_be_empty: bool = False,
+) -> Sequence[Any]:
+    """Return the values of an option to compare; a single value counts as a list of it.
+
+    With ``pairs``, a tuple of a name and a sharding strategy is a value as well.
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
+    values = [*cast("Iterable[Any]", given)] if is_list else [given]
+    for value in values:
+        is_pair = isinstance(value, tuple) and [*map(type, cast("tuple[Any, ...]", value))] == [
+            str,
+            ShardingStrategy,
+        ]
+        if not (pairs and is_pair) and (not isinstance(value, kinds) or isinstance(value, bool)):
+            names = " or ".join(it.__name__ for it in kinds)
+            raise UsageError(f"expected {option} to be {names}, one or several, found {value!r}")
+    if not values and not may_be_empty:
+        raise UsageError(f"expected at least one value of {option}, found none")
+    return values
+
+
 def _check_sizes(
     tensor_sizes: Sequence[int], expert_sizes: Sequence[int], cluster: Cluster
 ) -> None:
@@ -263,6 +306,11 @@ def _source(
     batch: Callable[[int], Any] | None,
     length: int,
 ) -> Source:
+    if arguments and not isinstance(model, (str, type)):
+        raise UsageError(
+            f"arguments={dict(arguments)!r} are those of a constructor: expected a class or an import "
+            f"path beside them, found {type(model).__name__}"
+        )
     if isinstance(model, Source):
         return model
     if isinstance(model, Dimensions):
