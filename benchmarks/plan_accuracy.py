@@ -24,8 +24,8 @@ from shardeddp.config import choose_sharding
 from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_of_work
+from shardeddp.planner.collectives import collectives_of_step
+from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
 from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
@@ -48,11 +48,8 @@ class Run:
     """One published run, with its work and its collectives."""
 
     row: dict[str, Any]
-    all_work: Work
-    inner: Work
-    collectives: list[Collective]
+    task: Task
     cluster: Cluster
-    setting: StepSetting
     profile: ModelProfile
     memory: Memory
     measured: float | None
@@ -161,11 +158,13 @@ def as_run(row: dict[str, Any]) -> Run:
     )
     return Run(
         row=row,
-        all_work=found.total,
-        inner=found.inner,
-        collectives=combined(collectives_of_step(units, sharding, accumulation)),
+        task=Task(
+            work=found.total,
+            inner=found.inner,
+            collectives=combined(collectives_of_step(units, sharding, accumulation)),
+            setting=setting,
+        ),
         cluster=cluster,
-        setting=setting,
         profile=found,
         memory=memory_at_peak(run, found, units, sharding),
         measured=seconds_of(row, found),
@@ -273,14 +272,8 @@ def predicted(run: Run, constants: Constants) -> float:
         )
 
     launch_us = constants.launch_us * rates.get(f"launch {engine}", 1.0)
-    return time_of_work(
-        adapted(run.all_work),
-        adapted(run.inner),
-        run.collectives,
-        run.cluster,
-        run.setting,
-        replace(constants, launch_us=launch_us),
-    ).total
+    task = replace(run.task, work=adapted(run.task.work), inner=adapted(run.task.inner))
+    return task.time(run.cluster, replace(constants, launch_us=launch_us)).total
 
 
 def with_constants(constants: Constants, values: Mapping[str, float]) -> Constants:
@@ -375,7 +368,7 @@ def order_of_pairs(runs: Sequence[Run], constants: Constants) -> str:
     groups: defaultdict[object, list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
         if run.measured:
-            tokens = run.profile.tokens * run.setting.micro_batches
+            tokens = run.profile.tokens * run.task.setting.micro_batches
             key = (run.row["source"]["key"], run.row["model"]["name"], run.cluster.gpu.name)
             groups[key].append((tokens / run.measured, tokens / predicted(run, constants)))
     right = pairs = 0
@@ -441,7 +434,7 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
         groups[f"time, {row['model']['name']}"].append(errors[id(run)])
         groups[f"time, {run.cluster.count} GPUs"].append(errors[id(run)])
         if verbose:
-            setting = f"S{row['run']['seq_len']} {row['run']['micro_batch']} x {run.setting.micro_batches}"
+            setting = f"S{row['run']['seq_len']} {row['run']['micro_batch']} x {run.task.setting.micro_batches}"
             gpus = f"{run.cluster.gpu.name} x {run.cluster.count}"
             seconds = f"{run.measured:9.4f} {predicted(run, constants):9.4f}"
             name = f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s}"

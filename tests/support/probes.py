@@ -6,7 +6,7 @@ from typing import Any
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.cost import FITTED, Constants, StepSetting, time_collective, time_of_work
+from shardeddp.planner.cost import FITTED, Constants, Step, StepSetting, Task, time_collective
 from shardeddp.planner.trace import Work
 
 CPU = Device(name="CPU", threads=1, memory_gb=16.0, ranks=2, per_node=2)
@@ -56,12 +56,15 @@ def timed(label: str, done: Work, constants: Constants, dtype: str = "fp32") -> 
     alone = replace(constants, micro_batch_ms=0.0, step_ms=0.0)
     setting = StepSetting(fp32=dtype == "fp32")
 
+    def step_of(done: Work, constants: Constants) -> Step:
+        return Task(work=done, inner=done, collectives=[], setting=setting).time(cluster, constants)
+
     def seconds(backward: float) -> float:
         none = replace(alone, moved_backward=backward)
-        return time_of_work(done, done, [], cluster, setting, none).total
+        return step_of(done, none).total
 
     matmuls = replace(done, moved_nbytes=0.0, kernels=0, attention_flops=0.0)
-    ahead = time_of_work(matmuls, matmuls, [], cluster, setting, alone).compute / 3
+    ahead = step_of(matmuls, alone).compute / 3
     if label == "matmul":
         return Timed(label=label, dtype=dtype, work=matmuls, seconds=ahead)
     both = seconds(constants.moved_backward)
@@ -69,7 +72,7 @@ def timed(label: str, done: Work, constants: Constants, dtype: str = "fp32") -> 
     attention = replace(
         matmuls, matmul_flops=0.0, matmul_nbytes=0.0, attention_flops=done.attention_flops
     )
-    attended = time_of_work(attention, attention, [], cluster, setting, alone).compute / 3.5
+    attended = step_of(attention, alone).compute / 3.5
     forward = ahead + attended + rest
     return Timed(label=label, dtype=dtype, work=done, seconds=forward, backward_s=both - forward)
 

@@ -17,14 +17,12 @@ import torch
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.hardware import GPU, GPUS, Cluster, find_gpu, gpu_of_device, name_of_gpu
-from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import (
     BACKWARD_ATTENTION,
     FITTED,
     Constants,
     Step,
-    StepSetting,
-    time_of_work,
+    Task,
 )
 from shardeddp.planner.trace import Work
 
@@ -118,24 +116,6 @@ class Probe:
     """Timed collectives; empty for a single rank."""
     interference: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds that overlapped compute loses per second of a collective, by kind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Input of the cost model for one step, apart from the cluster and the constants."""
-
-    work: Work
-    """Work of a micro-batch."""
-    inner: Work
-    """Part of ``work`` that inner units do."""
-    collectives: Sequence[Collective]
-    setting: StepSetting
-
-    def time(self, cluster: Cluster, constants: Constants) -> Step:
-        """Predict the time of one optimizer step."""
-        return time_of_work(
-            self.work, self.inner, self.collectives, cluster, self.setting, constants
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,88 +126,77 @@ class StepSetting:
     """Number of units gathered ahead in backward; 0: compute waits for each gather."""
 
 
-def time_of_work(
-    all_work: Work,
-    inner: Work,
-    collectives: Sequence[Collective],
-    cluster: Cluster,
-    setting: StepSetting,
-    constants: Constants,
-) -> Step:
-    """Predict the time of one optimizer step.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Input of the cost model for one step, apart from the cluster and the constants."""
 
-    Args:
-        all_work: Work of one micro-batch.
-        inner: Part of ``all_work`` that inner units do.
-        collectives: Collectives of one optimizer step.
-        cluster: Cluster with the rates of its GPUs and links.
-        setting: Micro-batches, recomputation and optimizer of the step.
-        constants: Fitted or measured constants.
-    """
-    c, count = constants, setting.micro_batches
-    root = Work()
-    root.add(all_work)
-    root.add(inner, times=-1)
-    own, own_launch = _forward(inner, cluster, setting, c)
-    others, other_launch = _forward(root, cluster, setting, c, c.root_moved)
-    forward = tuple(map(sum, zip(own, others, strict=True)))
-    matmul, attention, moved = forward
-    backward = (2 * matmul, BACKWARD_ATTENTION * attention, c.moved_backward * moved)
-    again = [
-        c.recompute * share * part for share, part in zip(setting.recomputes, own, strict=True)
-    ]
-    again_launch = own_launch * sum(setting.recomputes) / 3
-    forward_launch = own_launch + other_launch
-    ahead, back, redone = sum(forward), sum(backward), sum(again)
-    hosts = {
-        "forward": forward_launch,
-        "backward": c.launch_backward * forward_launch + again_launch,
-    }
-    work = {"forward": ahead, "backward": back + redone}
-    waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
-    compute = {phase: work[phase] + waits[phase] for phase in work}
-    gathers, reductions = _exposed_by_kind(collectives, cluster, setting, c, compute)
-    issued = sum(it.times for it in collectives if it.phase != "layer")
-    exchanges = sum(
-        time_collective(it, cluster, c) * it.times for it in collectives if it.phase == "layer"
-    )
-    rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
-    return Step(
-        compute=(ahead + back) * count,
-        recompute=redone * count,
-        gathers=gathers,
-        reductions=reductions,
-        optimizer=setting.optimizer_nbytes / (rate * 1e9),
-        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
-        + c.step_ms * 1e-3
-        + c.collective_us * 1e-6 * issued,
-        exchanges=exchanges,
-    )
+    work: Work
+    """Work of a micro-batch."""
+    inner: Work
+    """Part of ``work`` that inner units do."""
+    collectives: Sequence[Collective]
+    setting: StepSetting
+
+    def time(self, cluster: Cluster, constants: Constants) -> Step:
+        """Predict the time of one optimizer step."""
+        c, setting = constants, self.setting
+        count = setting.micro_batches
+        root = Work()
+        root.add(self.work)
+        root.add(self.inner, times=-1)
+        own, own_launch = _forward(self.inner, cluster, setting, c)
+        others, other_launch = _forward(root, cluster, setting, c, c.root_moved)
+        forward = tuple(map(sum, zip(own, others, strict=True)))
+        matmul, attention, moved = forward
+        backward = (2 * matmul, BACKWARD_ATTENTION * attention, c.moved_backward * moved)
+        again = [
+            c.recompute * share * part for share, part in zip(setting.recomputes, own, strict=True)
+        ]
+        again_launch = own_launch * sum(setting.recomputes) / 3
+        forward_launch = own_launch + other_launch
+        ahead, back, redone = sum(forward), sum(backward), sum(again)
+        hosts = {
+            "forward": forward_launch,
+            "backward": c.launch_backward * forward_launch + again_launch,
+        }
+        work = {"forward": ahead, "backward": back + redone}
+        waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
+        compute = {phase: work[phase] + waits[phase] for phase in work}
+        gathers, reductions = _exposed_by_kind(self, cluster, c, compute)
+        issued = sum(it.times for it in self.collectives if it.phase != "layer")
+        exchanges = sum(
+            time_collective(it, cluster, c) * it.times
+            for it in self.collectives
+            if it.phase == "layer"
+        )
+        rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
+        return Step(
+            compute=(ahead + back) * count,
+            recompute=redone * count,
+            gathers=gathers,
+            reductions=reductions,
+            optimizer=setting.optimizer_nbytes / (rate * 1e9),
+            launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
+            + c.step_ms * 1e-3
+            + c.collective_us * 1e-6 * issued,
+            exchanges=exchanges,
+        )
 
 
 def _exposed_by_kind(
-    collectives: Sequence[Collective],
-    cluster: Cluster,
-    setting: StepSetting,
-    c: Constants,
-    compute: Mapping[str, float],
+    task: Task, cluster: Cluster, c: Constants, compute: Mapping[str, float]
 ) -> tuple[float, float]:
     """Return the seconds of a step's all-gathers, and of its reductions, that nothing hides.
 
-    Args:
-        collectives: Collectives of one optimizer step.
-        cluster: Cluster with the rates of its links.
-        setting: Micro-batches, prefetch and overlap of the step.
-        c: Fitted or measured constants.
-        compute: Seconds of a micro-batch's forward and backward, with waits for the host.
+    ``compute`` are the seconds of a micro-batch's forward and backward, with waits for the host.
     """
-    count = setting.micro_batches
+    setting, count = task.setting, task.setting.micro_batches
     # Per phase, for all-gathers and for reductions: seconds, and slowdown of overlapped compute.
     times: dict[str, list[tuple[float, float]]] = {
         phase: [
             _sum_of(
                 (seconds, seconds * c.interferences.get(it.kind, c.interference))
-                for it in collectives
+                for it in task.collectives
                 if it.phase == phase and (it.kind != "all_gather") is reduces
                 for seconds in [time_collective(it, cluster, c) * it.times]
             )

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
-from textwrap import indent
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -32,9 +31,9 @@ from shardeddp.plan.sharding_strategy import (
     shard_sizes,
 )
 from shardeddp.planner.axes import WHOLE, ModelAxes, names_of
-from shardeddp.planner.calibration import Calibration, Task
+from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
-from shardeddp.planner.cost import Step, StepSetting
+from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
@@ -89,49 +88,48 @@ class Choice:
             cluster: Cluster with its numbers of nodes and ranks.
             axes: Tensor-parallel plan and experts, written if their size is above 1.
         """
-        lines = ["trainer:", f"  num_nodes: {cluster.num_nodes}"]
-        lines += [f"  devices: {cluster.ranks_per_node}"]
-        if self.micro_batches > 1:
-            lines.append(f"  accumulate_grad_batches: {self.micro_batches}")
-        param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
-        precision = "32-true" if param_dtype else self.precision
-        lines += [f"  precision: {precision}", "  strategy:", "    class_path: shardeddp.ShardedDP"]
-        lines += ["    init_args:", f"      sharding_strategy: {self.strategy}"]
+        options: dict[str, Any] = {"sharding_strategy": self.strategy}
+        notes = [f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank"]
         if self.strategy == "hybrid_shard":
-            lines.append(f"      shard_size: {self.shard_size}")
+            options["shard_size"] = self.shard_size
         if self.tensor_parallel_size > 1:
-            lines.append(f"      tensor_parallel_size: {self.tensor_parallel_size}")
             plan: Any = axes.tensor_plan
-            plan = "auto" if plan in (None, "auto") else dict(plan)
-            lines.append(_as_yaml("tensor_parallel_plan", plan))
+            options["tensor_parallel_size"] = self.tensor_parallel_size
+            options["tensor_parallel_plan"] = "auto" if plan in (None, "auto") else dict(plan)
         if self.expert_parallel_size > 1:
-            lines.append(f"      expert_parallel_size: {self.expert_parallel_size}")
+            options["expert_parallel_size"] = self.expert_parallel_size
             experts = names_of(axes.experts)
             if experts is not None:
-                lines.append(_as_yaml("experts", experts))
+                options["experts"] = experts
             elif axes.experts is not None:
-                lines.append("      # experts: as it was given, which has no name")
+                notes.append("# and experts: as it was given, which has no name")
+        param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if param_dtype:
-            lines.append(f"      mixed_precision: {param_dtype}")
+            options["mixed_precision"] = param_dtype
         if self.recompute == "full":
-            lines.append("      activation_checkpointing: auto")
+            options["activation_checkpointing"] = "auto"
         if self.recompute == "selective":
-            lines += ["      activation_checkpointing:"]
-            lines.append("        class_path: shardeddp.ActivationCheckpointing")
-            lines.append("        init_args: {save_ops: [matmul, attention]}")
+            kept = {"save_ops": ["matmul", "attention"]}
+            options["activation_checkpointing"] = _made("ActivationCheckpointing", kept)
         for option in ("forward_prefetch", "backward_prefetch"):
             if vars(self)[option] != 1:
-                lines.append(f"      {option}: {vars(self)[option]}")
+                options[option] = vars(self)[option]
         if self.offload != "none":
-            lines += ["      cpu_offload:", "        class_path: shardeddp.CPUOffload"]
-            lines.append(f"        init_args: {{{self.offload}: true}}")
-        lines.append(f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank")
-        return "\n".join(lines)
+            options["cpu_offload"] = _made("CPUOffload", {self.offload: True})
+        trainer: dict[str, Any] = {
+            "num_nodes": cluster.num_nodes,
+            "devices": cluster.ranks_per_node,
+        }
+        if self.micro_batches > 1:
+            trainer["accumulate_grad_batches"] = self.micro_batches
+        trainer["precision"] = "32-true" if param_dtype else self.precision
+        trainer["strategy"] = _made("ShardedDP", options)
+        return yaml.safe_dump({"trainer": trainer}, sort_keys=False) + "\n".join(notes)
 
 
-def _as_yaml(option: str, value: object) -> str:
-    text = yaml.safe_dump({option: value}, sort_keys=False)
-    return indent(text.rstrip(), 6 * " ")
+def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of the package as a configuration file has it."""
+    return {"class_path": f"shardeddp.{name}", "init_args": arguments}
 
 
 @dataclass(frozen=True, kw_only=True)
