@@ -177,7 +177,7 @@ class GroupGradients:
             for unsharded in self._unsharded:
                 accumulate_in(unsharded, self._reduce_dtype)
 
-    def arrives(self, index: int) -> None:
+    def arrives(self, index: int, gradients: object) -> None:
         """Cast an existing gradient to the reduce dtype before autograd adds another one.
 
         Several backwards reach a parameter one after the other (micro-batches, a retained graph) or

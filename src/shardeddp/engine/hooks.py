@@ -15,6 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from shardeddp.engine.calls import CallHook, Listener, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
@@ -33,8 +34,8 @@ class _Runtime(Protocol):
     def enter(self, progress: UnitProgress) -> None: ...
     def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None: ...
     def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None: ...
-    def gradient_ready(self, progress: UnitProgress, index: int) -> None: ...
-    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None: ...
+    def gradient_ready(self, unit: int, index: int, parameter: torch.Tensor) -> None: ...
+    def outside_gradient_ready(self, unit: int, first: int, index: int) -> None: ...
 
 
 # -- Hooks of units: forwards and gradients
@@ -93,6 +94,10 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
         Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
     )
     hook.follow()
+    gradient_ready, outside_ready = (
+        type(runtime).gradient_ready,
+        type(runtime).outside_gradient_ready,
+    )
     parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()
     places = [
         (group.gradients, index)
@@ -104,58 +109,25 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             with taking_hooks(parameter):
+                # Weak: autograd's reference to the hook is hidden from the garbage collector, and
+                # would keep the model alive for ever.
                 torch.Tensor.register_post_accumulate_grad_hook(
-                    parameter, _gradient_hook(runtime, progress.index, index)
+                    parameter, weakly(runtime, gradient_ready, progress.index, index)
                 )
                 view: Any = parameter.view_as(parameter)
                 accumulator = view.grad_fn.next_functions[0][0]
                 accumulators.append(accumulator)
                 gradients, place = places[index]
                 if gradients.adds_up_wider:
-                    accumulator.register_prehook(_arrival_hook(gradients, place))
+                    accumulator.register_prehook(weakly(gradients, GroupGradients.arrives, place))
                 del view  # it refers to the parameter, whose references are counted below
     progress.expect_all(accumulators)
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
-        group.gradients.attach(_outside_hook(runtime, progress.index, first))
+        group.gradients.attach(weakly(runtime, outside_ready, progress.index, first))
         first += len(group.unsharded)
     return hook
-
-
-def _outside_hook(runtime: _Runtime, unit: int, first: int) -> Callable[[int], None]:
-    reference = weakref.ref(runtime)
-
-    def ready(index: int) -> None:
-        runtime = reference()
-        if runtime is not None:
-            runtime.outside_gradient_ready(runtime.progresses[unit], first + index)
-
-    return ready
-
-
-def _gradient_hook(runtime: _Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: autograd's reference to the hook is hidden from the garbage collector, and would keep
-    # the model alive for ever.
-    reference = weakref.ref(runtime)
-
-    def ready(parameter: torch.Tensor) -> None:
-        runtime = reference()
-        if runtime is not None:
-            runtime.gradient_ready(runtime.progresses[unit], index)
-
-    return ready
-
-
-def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None]:
-    reference = weakref.ref(gradients)
-
-    def arrives(_: Any) -> None:
-        gradients = reference()
-        if gradients is not None:
-            gradients.arrives(index)
-
-    return arrives
 
 
 # -- Hooks of a graph

@@ -25,17 +25,6 @@ from shardeddp.plan.sharding_strategy import ShardingStrategy
 # -- ExecutionOrder: order of units in a pass, recorded once
 
 
-@dataclass(frozen=True)
-class OrderChange:
-    """Visit that differs from the recorded order, by unit index.
-
-    ``expected`` is None at the end of the record.
-    """
-
-    expected: int | None
-    found: int
-
-
 class ExecutionOrder:
     """Prediction of the next units in a pass.
 
@@ -60,20 +49,17 @@ class ExecutionOrder:
             self._recording = False
         self._position = 0
 
-    def visit(self, unit: int) -> OrderChange | None:
-        """Record or match a visit; return the change if it was not expected."""
+    def visit(self, unit: int) -> bool:
+        """Record or match a visit; return whether it was the :meth:`next` one of the record."""
         if self._recording:
             self._record.append(unit)
             self._position = len(self._record)
-            return None
-        expected = self._record[self._position] if self._position < len(self._record) else None
-        if expected == unit:
-            self._position += 1
-            return None
-        later = self._find(unit, self._position)
-        if later is not None:
-            self._position = later + 1
-        return OrderChange(expected, unit)
+            return True
+        is_expected = self.next() == unit
+        position = self._find(unit, self._position)
+        if position is not None:
+            self._position = position + 1
+        return is_expected
 
     def upcoming(self, depth: int) -> list[int]:
         """Return the next ``depth`` different units in the record after the last visit."""
@@ -309,15 +295,15 @@ class OrderAgreement:
             RuntimeError: This rank uses other units than in former passes, and not all ranks do.
         """
         # A forward begins with the root; a backward visits it like any other unit.
-        change = (
-            self._orders[kind].visit(progress.index) if kind.is_backward or progress.index else None
-        )
+        order, is_expected = self._orders[kind], True
+        recorded = order.next()
+        if kind.is_backward or progress.index:
+            is_expected = order.visit(progress.index)
         if self.agrees(kind):
             self._await_turn(progress, kind)
-        elif change is not None:
-            found, expected = self._progresses[change.found].unit.label, _END
-            if change.expected is not None:
-                expected = self._progresses[change.expected].unit.label
+        elif not is_expected:
+            found = progress.unit.label
+            expected = _END if recorded is None else self._progresses[recorded].unit.label
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)

@@ -145,7 +145,8 @@ class Runtime:
         """Context manager around the first step of each kind; None: no context."""
 
         self._seen_steps: set[str] = set()  # kinds of steps that have run once
-        self._structure = _Structure(self.root_module, {})
+        # The objects are kept alive, so that their ids are not used again.
+        self._structure, self._objects = _structure_of(self.root_module, {})
 
     @property
     def is_current(self) -> bool:
@@ -155,7 +156,8 @@ class Runtime:
             for progress in self.progresses
             for tensor, sharded in progress.unit.overrides()
         }
-        return _Structure(self.root_module, stands_for).places == self._structure.places
+        structure, _ = _structure_of(self.root_module, stands_for)
+        return structure == self._structure
 
     def go_on_from(self, former: Runtime) -> None:
         """Continue the run that another runtime of the module has begun."""
@@ -598,11 +600,15 @@ class Runtime:
                 self._ensure_unsharded(progress)  # users inspect the graph
         return saved.buffer.restore(saved)
 
-    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None:
-        """Record that autograd has left a gradient of a parameter's use outside of its unit."""
+    def outside_gradient_ready(self, unit: int, first: int, index: int) -> None:
+        """Record that autograd has left a gradient of a parameter's use outside of its unit.
+
+        ``first`` is the index in the unit of the first parameter of its group, ``index`` that of
+        the parameter in the group.
+        """
         self._begin_backward()
         self._reducer.note_gradient()
-        progress.arrive_from_outside(index)
+        self.progresses[unit].arrive_from_outside(first + index)
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
@@ -621,8 +627,9 @@ class Runtime:
             progress.begin_backward()
         self._reducer.begin(self._backwards - 1, self.sync_gradients)
 
-    def gradient_ready(self, progress: UnitProgress, index: int) -> None:
+    def gradient_ready(self, unit: int, index: int, parameter: torch.Tensor) -> None:
         """Record that autograd has left a gradient on a parameter of the unit."""
+        progress = self.progresses[unit]
         if self.phase is not Phase.BACKWARD or running_backward() != self._running:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
@@ -716,24 +723,23 @@ class Runtime:
         RELEASED_MEMORY.clear()
 
 
-class _Structure:
-    """Modules of a model, their parameters, and the names of their buffers.
+def _structure_of(
+    root: nn.Module, stands_for: Mapping[int, torch.Tensor]
+) -> tuple[list[tuple[str, int, dict[str, int], list[str]]], list[object]]:
+    """Return what a model consists of, and the objects whose ids that contains.
 
-    Args:
-        root: Root module of the model.
-        stands_for: Sharded parameters by ``id`` of the temporary ones that replace them.
+    Each module has a name, an ``id``, the ids of its parameters and the names of its buffers: equal
+    if nothing has changed. ``stands_for`` has the sharded parameters by ``id`` of the temporary
+    ones that replace them.
     """
-
-    def __init__(self, root: nn.Module, stands_for: Mapping[int, torch.Tensor]) -> None:
-        self.places: list[tuple[str, int, dict[str, int], list[str]]] = []
-        """Name, ``id``, parameter ids and buffer names of each module; equal if nothing changed."""
-
-        self._objects: list[object] = []  # kept alive, so that their ids are not used again
-        for name, module in root.named_modules(remove_duplicate=False):
-            own = {key: stands_for.get(id(it), it) for key, it in module._parameters.items()}
-            self._objects += [module, *own.values()]
-            identities = {key: id(it) for key, it in own.items()}
-            self.places.append((name, id(module), identities, [*module._buffers.keys()]))
+    places: list[tuple[str, int, dict[str, int], list[str]]] = []
+    objects: list[object] = []
+    for name, module in root.named_modules(remove_duplicate=False):
+        own = {key: stands_for.get(id(it), it) for key, it in module._parameters.items()}
+        objects += [module, *own.values()]
+        identities = {key: id(it) for key, it in own.items()}
+        places.append((name, id(module), identities, [*module._buffers.keys()]))
+    return places, objects
 
 
 # -- All runtimes of this process

@@ -39,24 +39,15 @@ class _Registration:
     """Tensor registered while the unit is sharded; a whole one during ``summon_full_params``."""
 
     unsharded: torch.Tensor | None
-    """Tensor registered while the unit is unsharded.
+    """Tensor registered while the unit is unsharded: the parameter, or its wrapper while usable.
 
     None: ``when_sharded``, because the module's forward computes with forward copies.
     """
 
-    buffer: GatheredBuffer | None = None
-    """Buffer that wraps the unsharded parameter for computation while it is usable.
-
-    While the unit is sharded, ``unsharded`` is the parameter itself. None: it is not wrapped.
-    """
-
-    index: int = 0
-    """Index of the parameter in the buffer."""
-
-    layer: nn.Module | None = None
+    layer: nn.Module | None
     """Split layer whose forward alone computes with ``unsharded``; None: no such limit."""
 
-    layer_runs: bool = True
+    layer_runs: bool
     """Whether the forward of ``layer`` runs; True without one."""
 
 
@@ -89,7 +80,9 @@ class Unit:
         self.groups = _make_groups(plan, mesh)
         self._registrations: list[_Registration] = []
         self._copies: dict[int, tuple[nn.Module, ForwardCopies]] = {}
-        # Those of a module's copies that it computes with in another form, and their index.
+        # Registrations and copies that compute with wrappers of parameters: the buffer that makes
+        # them, and the index of the parameter in it.
+        self._wrapped: list[tuple[_Registration, GatheredBuffer, int]] = []
         self._wrapped_copies: list[tuple[ForwardCopies, str, GatheredBuffer, int]] = []
         for group in self.groups:
             for index, (parameter, sharded, unsharded) in enumerate(
@@ -102,7 +95,6 @@ class Unit:
             register(registration.module, registration.attribute, registration.sharded)
             if registration.layer is not None:
                 self._by_layer.setdefault(id(registration.layer), []).append(registration)
-                registration.layer_runs = False
 
     def _add(
         self,
@@ -115,25 +107,22 @@ class Unit:
         """Add the registrations of a parameter in all of its modules."""
         for module, attribute in parameter.registrations:
             copies = copies_of(module) if parameter.is_forward_copy else None
-            computes_with = unsharded if copies is None else None
-            split = parameter.distribution
-            layer = None
-            if copies is None and split is not None and split.layer is not None:
-                is_shared = len(parameter.registrations) > 1
-                layer = module if is_shared and has_forward(module) else split.layer
-            self._registrations.append(
-                _Registration(
-                    module=module,
-                    attribute=attribute,
-                    sharded=sharded,
-                    when_sharded=sharded,
-                    unsharded=computes_with,
-                    buffer=buffer if parameter.is_wrapped and copies is None else None,
-                    index=index,
-                    layer=layer,
-                )
+            layer = _layer_of(parameter, module) if copies is None else None
+            registration = _Registration(
+                module=module,
+                attribute=attribute,
+                sharded=sharded,
+                when_sharded=sharded,
+                unsharded=unsharded if copies is None else None,
+                layer=layer,
+                layer_runs=layer is None,
             )
-            if copies is not None:
+            self._registrations.append(registration)
+            if copies is None:
+                if parameter.is_wrapped:
+                    self._wrapped.append((registration, buffer, index))
+            else:
+                split = parameter.distribution
                 wrapper = None if split is None else split.wrapper
                 copies.hold(attribute, sharded, unsharded, parameter.compute_in, wrapper)
                 if wrapper is not None:
@@ -205,9 +194,21 @@ class Unit:
         self._finish_gather()
         for group in self.groups:
             group.activate()
+        for registration, buffer, index in self._wrapped:
+            registration.unsharded = buffer.wrapped[index]
+        for copies, attribute, buffer, index in self._wrapped_copies:
+            copies.wrapped[attribute] = buffer.wrapped[index]
+        self._register_unsharded()
+        for module, copies in self._copies.values():
+            copies.activate(module)
+
+    def _register_unsharded(self) -> None:
+        """Register the unsharded parameters with the modules.
+
+        Raises:
+            ConfigurationError: A module has another parameter since it was sharded.
+        """
         for registration in self._registrations:
-            if registration.buffer is not None:
-                registration.unsharded = registration.buffer.wrapped[registration.index]
             found = registration.module._parameters.get(registration.attribute)
             if found is None:
                 found = self._moved(registration)
@@ -226,10 +227,6 @@ class Unit:
                     f"Change a parameter's values in place (copy_) instead of assigning another "
                     f"one; replace or tie parameters before the Trainer sets the model up"
                 )
-        for copies, attribute, buffer, index in self._wrapped_copies:
-            copies.wrapped[attribute] = buffer.wrapped[index]
-        for module, copies in self._copies.values():
-            copies.activate(module)
 
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
@@ -275,9 +272,8 @@ class Unit:
         """
         self._move("reshard")
         self.restore_registration()
-        for registration in self._registrations:
-            if registration.buffer is not None:
-                registration.unsharded = registration.buffer.parameters[registration.index]
+        for registration, buffer, index in self._wrapped:
+            registration.unsharded = buffer.parameters[index]
         for module, copies in self._copies.values():
             copies.deactivate(module)
         for group in self.groups:
@@ -393,6 +389,7 @@ class Unit:
         self._mesh.gather_stream.follow_compute()
         self.groups, self._registrations = [], []
         self._copies, self._by_layer = {}, {}
+        self._wrapped, self._wrapped_copies = [], []
 
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)
@@ -480,6 +477,13 @@ def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
         isinstance(found, nn.Parameter)
         and (found.requires_grad or not isinstance(found, ShardTensor))
     )
+
+
+def _layer_of(parameter: ParameterSpec, module: nn.Module) -> nn.Module | None:
+    """Return the split layer whose forward alone computes with a parameter of a module."""
+    layer = None if parameter.distribution is None else parameter.distribution.layer
+    is_shared = len(parameter.registrations) > 1
+    return module if layer is not None and is_shared and has_forward(module) else layer
 
 
 def _make_groups(plan: UnitPlan, mesh: Mesh) -> list[FlatGroup]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 import torch
 from torch import nn
@@ -142,12 +142,17 @@ class GradientHooks:
                 hook(sharded)
 
 
-def weakly(owner: T, method: Callable[[T, torch.Tensor], Any]) -> Callable[..., Any]:
-    """Return a hook that calls a method of an object while the object lives."""
+def weakly(
+    owner: T, method: Callable[Concatenate[T, ...], Any], *arguments: Any
+) -> Callable[[Any], Any]:
+    """Return a hook that calls a method of an object while the object lives.
+
+    The method gets the arguments, and then what the hook gets.
+    """
     reference = weakref.ref(owner)
 
-    def run(tensor: torch.Tensor) -> Any:
+    def run(found: Any) -> Any:
         alive = reference()
-        return None if alive is None else method(alive, tensor)
+        return None if alive is None else method(alive, *arguments, found)
 
     return run

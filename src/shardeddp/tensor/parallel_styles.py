@@ -47,14 +47,6 @@ class TensorAxis:
                 exchange.apply(torch.empty_like(made, requires_grad=False), *arguments)
 
 
-def _same(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def _sum_of_all(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
-    return all_reduce(tensor, axis.group)
-
-
 def _parts_of_all(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
     return all_gather(tensor, dim, axis.size, axis.group)
 
@@ -71,8 +63,8 @@ def _own_part_of_sum(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.
 
 _EXCHANGES: Mapping[str, tuple[Callable[[torch.Tensor, int, TensorAxis], torch.Tensor], str]] = {
     # The identity on a tensor that every rank has; its backward sums the gradients, and vice versa.
-    "sum_gradient": (_same, "sum"),
-    "sum": (_sum_of_all, "sum_gradient"),
+    "sum_gradient": (lambda tensor, dim, axis: tensor.view_as(tensor), "sum"),
+    "sum": (lambda tensor, dim, axis: all_reduce(tensor, axis.group), "sum_gradient"),
     # All-gather along a dim, after which all ranks compute the same; its backward takes this rank's
     # part of the one gradient, and vice versa.
     "gather": (_parts_of_all, "own_part"),

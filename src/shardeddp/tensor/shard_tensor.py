@@ -239,23 +239,8 @@ class _ViewSource(Protocol):
 class NoRawMemory:
     """Refuses raw memory access: writes through a pointer would not reach the shard."""
 
-    def data_ptr(self) -> int:  # noqa: D102
-        raise self._refusal("data_ptr")
-
-    def untyped_storage(self) -> torch.UntypedStorage:  # noqa: D102
-        raise self._refusal("untyped_storage")
-
     def __dlpack__(self, **options: Any) -> Any:
         raise self._refusal("__dlpack__")
-
-    def apply_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
-        raise self._refusal("apply_")
-
-    def map_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
-        raise self._refusal("map_")
-
-    def map2_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
-        raise self._refusal("map2_")
 
     def _refusal(self, asked: str) -> RuntimeError:
         tensor: Any = self  # both have a spec
@@ -265,6 +250,17 @@ class NoRawMemory:
             f"write to it with copy_(). Call functions that save a model by themselves "
             f"(save_pretrained, safetensors) inside of strategy.summon_full_params()"
         )
+
+
+def _refuse_access(asked: str) -> None:
+    def refuse(self: NoRawMemory, *arguments: Any, **options: Any) -> Any:
+        raise self._refusal(asked)
+
+    setattr(NoRawMemory, asked, refuse)
+
+
+for _name in ("data_ptr", "untyped_storage", "apply_", "map_", "map2_"):
+    _refuse_access(_name)
 
 
 class ShardTensor(NoRawMemory, torch.Tensor):

@@ -1,7 +1,6 @@
 """Kept operations of selective activation checkpointing, by name."""
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
@@ -143,17 +142,14 @@ def _named(name: str) -> list[Operation]:
     if namespace == "higher_order" and rest in higher_order_operations:
         return [higher_order_operations[rest]]
     operation, _, overload = rest.partition(".")
-    registered = _registered()
-    overloads = registered.get(f"{namespace}.{operation}", [])
-    if overload in overloads or (overloads and not overload):
-        packet = getattr(getattr(torch.ops, namespace), operation)
+    packet = _packet(namespace, operation)
+    if packet is not None and (not overload or overload in packet.overloads()):
         return [getattr(packet, overload)] if overload else _overloads(packet)
-    near = [f"{namespace}.{operation}.{each}" for each in overloads]
-    known = (
-        near
-        or [other for other in registered if other.startswith(f"{namespace}.")]
-        or list(registered)
-    )
+    if packet is not None:
+        known = [f"{namespace}.{operation}.{each}" for each in packet.overloads()]
+    else:
+        names = {each.partition(".")[0].replace("::", ".") for each in all_operation_names()}
+        known = sorted(it for it in names if it.startswith(f"{namespace}.")) or sorted(names)
     raise ConfigurationError(
         f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {name!r}, which is not registered: "
         f"{nearest(qualified, known)} (Operations of other libraries exist once their library is "
@@ -170,17 +166,13 @@ def _qualified(name: str) -> str:
     first, _, rest = dotted.partition(".")
     if dotted in higher_order_operations:
         return f"higher_order.{dotted}"
-    return f"aten.{dotted}" if not rest or f"aten.{first}" in _registered() else dotted
+    return f"aten.{dotted}" if not rest or _packet("aten", first) else dotted
 
 
-def _registered() -> dict[str, list[str]]:
-    """Return the overload names of every registered operation, by ``namespace.operation``."""
-    operations: defaultdict[str, list[str]] = defaultdict(list)
-    for name in all_operation_names():
-        namespace, _, rest = name.partition("::")
-        operation, _, overload = rest.partition(".")
-        operations[f"{namespace}.{operation}"].append(overload or "default")
-    return {name: sorted(operations[name]) for name in sorted(operations)}
+def _packet(namespace: str, operation: str) -> OpOverloadPacket | None:
+    """Return the operation of torch or of an imported library; None if there is none."""
+    packet = getattr(getattr(torch.ops, namespace, None), operation, None)
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 def _overloads(packet: OpOverloadPacket) -> list[Operation]:

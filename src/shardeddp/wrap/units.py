@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError, listing, nearest
@@ -234,11 +235,7 @@ def _reject_unshardable(root: nn.Module) -> None:
             f"Run one forward through the lazy modules before training, for instance at the end of "
             f"__init__."
         )
-    distributed = [
-        name
-        for name, parameter in parameters.items()
-        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__)
-    ]
+    distributed = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
     if distributed:
         raise ConfigurationError(
             f"Expected plain parameters, found {len(distributed)} that are DTensors already: "
