@@ -130,13 +130,7 @@ class Runtime:
         self._encoder_hooks: list[EncoderHook] = []
         self._split_layers: list[SplitLayer] = []
         if not self.is_passthrough:
-            self._hooks = {
-                id(progress.unit.spec.module): attach_hooks(self, progress)
-                for progress in self.progresses
-            }
-            self._encoder_hooks = [*self._hooks_of_encoders()]
-            self._split_layers = [*split_layers_of(self.root_module, units)]
-            self._follow_calls()
+            self._attach()
 
         self.precision: object = None
         """Precision plugin that chose the dtypes, compared when the model is set up again."""
@@ -147,6 +141,17 @@ class Runtime:
         self._seen_steps: set[str] = set()  # kinds of steps that have run once
         # The objects are kept alive, so that their ids are not used again.
         self._structure, self._objects = _structure_of(self.root_module, {})
+
+    def _attach(self) -> None:
+        """Hook the modules and parameters of the units."""
+        self._hooks = {
+            id(progress.unit.spec.module): attach_hooks(self, progress)
+            for progress in self.progresses
+        }
+        self._encoder_hooks = [*self._hooks_of_encoders()]
+        units = [progress.unit for progress in self.progresses]
+        self._split_layers = [*split_layers_of(self.root_module, units)]
+        self._follow_calls()
 
     @property
     def is_current(self) -> bool:
