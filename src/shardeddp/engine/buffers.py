@@ -15,12 +15,7 @@ from shardeddp.torch_private import foreach_copy_, preserve_versions
 
 
 class BufferBroadcast:
-    """Broadcasts the buffers that a model has at setup.
-
-    Args:
-        module: Root module of the model.
-        mesh: Process groups of the model's ranks.
-    """
+    """Broadcasts the buffers that a model has at setup."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -39,9 +39,6 @@ class CallHook(ModuleHook):
     - A module compiled in place (``module.compile()``) has its module hooks *inside* of the
       compiled code, so the compiled call itself is replaced by one with hooks around it.
     - So is the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
-
-    Args:
-        module: Module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -244,11 +244,7 @@ def _parts_of(
 
 
 def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
-    """Check that the recording gives all tensors values.
-
-    Raises:
-        ConfigurationError: Some get none; the message lists them.
-    """
+    """Check that the recording gives all tensors values."""
     plan = recording.plan(item.view.storage for item in missing)
     found = {storage for storage in plan.completed if recording.knows(storage)}
     lost = [item for item in missing if item.view.storage not in found]
@@ -265,11 +261,7 @@ def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
 
 
 def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
-    """Reject unrecorded writes to parameters; warn about those to other tensors.
-
-    Raises:
-        ConfigurationError: Parameters were written to; the message lists them.
-    """
+    """Reject unrecorded writes to parameters; warn about those to other tensors."""
     lost = [it for it in items if it.view.storage in recording.written]
     parameters = [it.fqn for it in lost if it.is_parameter]
     said = (
@@ -284,12 +276,9 @@ def _check_writes(items: Sequence[Deferred], recording: Recording) -> None:
 
 
 def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
-    """Copy values into a tensor; into this rank's shard if it is sharded.
+    """Copy the whole tensor's values, on the host, into a tensor, or into this rank's shard of it.
 
-    Args:
-        target: Tensor to fill.
-        values: Values of the whole tensor, on the host.
-        source: Mesh in which rank 0 broadcasts its values; None: all ranks have equal values.
+    Rank 0 broadcasts its values in the mesh ``source``; None: all ranks have equal values.
     """
     values = values.resolve_conj().resolve_neg()
     if source is not None:
@@ -329,11 +318,7 @@ def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
 def _allocate(
     tensor: torch.Tensor, view: MetaView, memory: dict[int, torch.UntypedStorage]
 ) -> None:
-    """Give a tensor host memory, shared within its storage; it stays the same object.
-
-    Raises:
-        RuntimeError: Native code holds a weak reference to the tensor.
-    """
+    """Give a tensor host memory, shared within its storage; it stays the same object."""
     storage = memory.setdefault(
         view.storage, torch.UntypedStorage(tensor.untyped_storage().nbytes(), device=HOST)
     )
@@ -468,9 +453,7 @@ def _elsewhere(
 ) -> list[tuple[torch.Tensor, MetaView]]:
     """Find all recorded tensors that still exist on the meta device, with their view geometry.
 
-    Args:
-        recording: Recording of the tensors.
-        deferred: Tensors of a model; a warning lists possible unrecorded copies of them.
+    A warning lists those that may be unrecorded copies of the tensors of a model, ``deferred``.
     """
     tensors = tensors_on_meta() if deferred or recording.is_used else []
     if tensors:  # mostly there are none; else collect garbage, which must not get values
@@ -520,11 +503,8 @@ def _name_host(root: nn.Module | None, elsewhere: Sequence[torch.Tensor]) -> Non
     """Replace the meta device in attributes of modules by the host, as after an eager construction.
 
     A module that makes tensors on a stored device (``self.device = self.weight.device``) would
-    make them on the meta device.
-
-    Args:
-        root: Module with submodules to search; None: none.
-        elsewhere: Tensors; modules that hold one, directly or by other modules, are searched.
+    make them on the meta device. Modules that hold one of the tensors ``elsewhere``, directly or by
+    other modules, are searched as well as the submodules of ``root``.
     """
 
     def named(leaf: Any) -> Any:
@@ -612,10 +592,6 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
     """Record ``reset_parameters()`` of each module that has unrecorded meta parameters or buffers.
 
     Children come before their parent, in the order in which constructors end.
-
-    Raises:
-        ConfigurationError: A reset has removed a parameter, or replaced it by one of another shape
-            or off the meta device.
     """
     for path, module in _post_order(root):
         own = dict(module.named_parameters(recurse=False)) | dict(
@@ -697,13 +673,7 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def materialize(root: nn.Module, recording: Recording, *, is_loaded: bool = False) -> None:
     """Move a module on the meta device to the host, with its values; its tensors stay the same.
 
-    Args:
-        root: Root module.
-        recording: Recorded construction of the module.
-        is_loaded: True if values are loaded afterwards, so that tensors may stay uninitialised.
-
-    Raises:
-        ConfigurationError: Some tensors cannot get values.
+    If ``is_loaded``, values are loaded afterwards, and tensors may stay uninitialised.
     """
     recording.notice_writes()
     record_resets(root, recording)

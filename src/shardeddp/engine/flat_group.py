@@ -46,10 +46,8 @@ class GatherSource(Enum):
 class FlatGroup:
     """One main shard, one gathered buffer, their parameters, and the gradients of these.
 
-    Args:
-        planned: Plan of the flat buffers, and parameters; each becomes a ``ShardTensor`` in place.
-        mesh: Process groups and streams of the gathers and reductions.
-        lender: Group that the plan names as lender.
+    Each parameter of the plan becomes a ``ShardTensor`` in place. ``lender`` is the group that the
+    plan names.
     """
 
     def __init__(self, planned: PlannedGroup, mesh: Mesh, lender: FlatGroup | None = None) -> None:
@@ -315,9 +313,8 @@ class FlatGroup:
     def release(self, before_backward: bool) -> None:
         """Drop the gathered buffer's memory; unsharded parameters stand for the sharded ones then.
 
-        Args:
-            before_backward: True if they are gathered again before they change: this rank keeps a
-                part if the plan says so.
+        Before a backward they are gathered again before they change: this rank keeps a part if the
+        plan says so.
         """
         self.keep_writes()
         self._keep_requires_grad()

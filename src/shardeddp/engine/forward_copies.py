@@ -143,11 +143,7 @@ def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
 class ForwardCopies:
     """Gathered parameters that the forward of one module computes with.
 
-    Args:
-        module: Module that holds the parameters.
-        names: Names of the parameters that are gathered as copies.
-        inner: Copies of child modules, by name, if this module's forward reads their parameters.
-        by_autocast: True if the copies are valid only under autocast.
+    See :func:`compute_with_copies`.
     """
 
     def __init__(
@@ -232,12 +228,8 @@ class ForwardCopies:
     ) -> None:
         """Let the forward compute with a gathered parameter instead of the module's sharded one.
 
-        Args:
-            name: Attribute of the module.
-            sharded: Parameter that the module keeps.
-            gathered: Unsharded parameter.
-            cast_to: Autocast dtype that it is gathered in; None: its own dtype.
-            wrapper: Function of a tensor-parallel layer on its part; None: the part itself.
+        It was gathered in the autocast dtype ``cast_to``, if any. The wrapper is a function of a
+        tensor-parallel layer on its part.
         """
         self.sharded[name], self._gathered[name] = sharded, gathered
         self._device_type = sharded.device.type

@@ -1,12 +1,10 @@
 """Gradient agreement: all ranks set ``.grad`` of the same parameters at the end of a backward.
 
 Ranks may use different parameters, so they take the maximum of their findings over all ranks. Each
-rank expects the maximum of the last backward of the same kind. It installs gradients by that
-expectation at once, starts the maximum of its findings without waiting for it, and reads the
-result when gradients are read, and at the latest before the optimizer steps, another pass begins,
-or ranks agree on anything else. If the result differs, all ranks make the same corrections. A
-micro-batch that does not synchronise starts no maximum: the next one that does includes its
-findings.
+rank installs gradients by the maximum of the last backward of the same kind, and does not wait for
+that of this one: it reads the result when gradients are read, and at the latest before the
+optimizer steps, another pass begins, or ranks agree on anything else. If the result differs, all
+ranks make the same corrections (docs/decisions, 71).
 """
 
 from __future__ import annotations
@@ -105,14 +103,7 @@ class _Unsettled:
 
 
 class GradientAgreement:
-    """Installs the gradients of all units at the end of a backward.
-
-    Args:
-        progresses: Progress of all units, the root unit first.
-        mesh: Process groups of all ranks.
-        queue: Queue that reduces gradients which arrived after their unit was reduced.
-        to_host: True if gradient shards are in host memory.
-    """
+    """Installs the gradients of all units at the end of a backward."""
 
     def __init__(
         self,
@@ -295,9 +286,7 @@ class GradientAgreement:
     def _apply(self, found: Findings, also: Sequence[bool] = ()) -> None:
         """Install the gradients of a backward, and update the progress of units.
 
-        Args:
-            found: Maximum over all ranks, or its expectation.
-            also: Flag per parameter: True if it gets its gradient in any case.
+        Parameters flagged in ``also`` get their gradient in any case.
         """
         self._queue.finish()
         if self._to_host:

@@ -62,15 +62,6 @@ class GroupGradients:
 
     If users set ``.grad``, :meth:`drop` empties the first two, partial sums and the shard without
     ``.grad``. After a failure :meth:`drop_waiting` empties the first two and partial sums.
-
-    Args:
-        plan: Layout of the parameters, and decisions about the buffers.
-        mesh: Process groups and streams of the reductions.
-        main_shard: Main shard; the gradient shard has its dtype and device.
-        param_dtype: Dtype of the gradients that autograd leaves.
-        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
-        unsharded: Parameters on which autograd leaves gradients, in layout order.
-        sharded: User's parameters, which get a ``.grad``; in the same order.
     """
 
     def __init__(
@@ -130,8 +121,7 @@ class GroupGradients:
     def attach(self, on_outside: Callable[[int], None]) -> None:
         """Reduce gradients of outside uses as well, from now on.
 
-        Args:
-            on_outside: Function called with the index of the parameter when a gradient arrives.
+        The function is called with the index of the parameter when one arrives.
         """
         self._on_outside = on_outside
         for index, parameter in enumerate(self._sharded):
@@ -145,11 +135,7 @@ class GroupGradients:
         self._reduced = False
 
     def take_assigned(self, over: ReduceOver) -> None:
-        """Add gradients that users have assigned to those of the running backward.
-
-        Args:
-            over: Ranks over which this backward's gradients are averaged.
-        """
+        """Add gradients that users have assigned to those of the running backward."""
         assigned, self.assigned = sorted(self.assigned), set()
         for index in assigned:
             found = stored_gradient(self._sharded[index])
@@ -204,11 +190,7 @@ class GroupGradients:
         return True
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        """Take this rank's gradient of an outside use, to reduce it with the unit's.
-
-        Args:
-            index: Index of the parameter.
-            gradient: Local gradient, not averaged, in the shape of the parameter.
+        """Take this rank's gradient of an outside use, not averaged, to reduce it with the unit's.
 
         Raises:
             RuntimeError: The parameter belongs to experts: each rank would count only its batch.
@@ -239,9 +221,6 @@ class GroupGradients:
         Gradients of earlier steps are equal on all ranks, so their average is right only if every
         rank merges them, even if it neither used the parameter nor reads its gradient. If a merge
         needs a gather, it is deferred to the first read.
-
-        Args:
-            over: Ranks over which the backward has averaged its gradients; not ``ALL``.
         """
         in_group = over is ReduceOver.SHARD_GROUP
         if in_group and not self._mesh.has_replicas:
@@ -304,12 +283,7 @@ class GroupGradients:
         return gradient
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Drop a parameter's incomplete gradient.
-
-        Args:
-            index: Index of the parameter.
-            successor: Next gradient; cloned if it is a view of the partial sums.
-        """
+        """Drop an incomplete gradient; clone a successor that is a view of the partial sums."""
         if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
@@ -388,8 +362,7 @@ class GroupGradients:
     def reduce(self, over: ReduceOver) -> Reduction:
         """Pack and drop the unsharded gradients; issue their averaging into the gradient shard.
 
-        Args:
-            over: Ranks over which they are averaged; not ``NONE``.
+        ``over`` is not ``NONE``.
         """
         with without_torch_function():
             kept = self._kept()

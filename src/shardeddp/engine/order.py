@@ -206,24 +206,13 @@ class OrderAgreement:
     reduced between two visits, when no rank needs the unit any more; ranks that have not used it
     contribute zeros.
 
-    The path of a forward is not known in advance. A backward visits the units that forwards have
-    announced, in reverse order. So ranks agree on a whole backward when it begins: each announces
-    its visits among the forwards of all ranks (:class:`ForwardRecord`), and the plan has all
-    announced visits. All ranks carry out the whole plan and nothing else, each up to its own next
-    unit. A rank that visits another unit, as in reentrant checkpointing, carries out the rest of
-    the plan and asks again. That causes unneeded gathers, and other ranks may meanwhile wait in a
-    collective of the user. So ranks agree visit by visit on the first backward of a kind, and on
-    all backwards of a kind in which this has happened.
+    Ranks agree on a whole backward when it begins: each announces its visits among the forwards of
+    all ranks (:class:`ForwardRecord`), and all carry out the plan with all of them, each up to its
+    own next unit. Visit by visit they agree on the first backward of a kind, and on all backwards
+    of a kind in which a rank has visited another unit than it had announced (docs/decisions, 73).
 
     If a rank leaves the recorded order in a pass without messages, it asks whether all ranks do. It
     is an error if only some do: collectives that the others have issued cannot be undone.
-
-    Args:
-        progresses: Progress of all units, the root unit first.
-        mesh: Process groups of the messages and gathers.
-        sharding: Sharding strategy: whether forwards and backwards gather.
-        reducer: Reducer of the gradients.
-        uses_different_units: True if ranks are known to use different units.
     """
 
     def __init__(
@@ -289,11 +278,7 @@ class OrderAgreement:
         self._is_planned, self._position = False, -1
 
     def visit(self, progress: UnitProgress, kind: PassKind) -> None:
-        """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass.
-
-        Raises:
-            RuntimeError: This rank uses other units than in former passes, and not all ranks do.
-        """
+        """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass."""
         # A forward begins with the root; a backward visits it like any other unit.
         order, is_expected = self._orders[kind], True
         recorded = order.next()
@@ -329,11 +314,7 @@ class OrderAgreement:
         return not self.agrees(kind) and self._orders[kind].at_end()
 
     def end(self, kind: PassKind) -> None:
-        """End a pass of this rank; if ranks agree on it, wait until all have ended theirs.
-
-        Raises:
-            RuntimeError: This rank has not used all units of former passes, and other ranks do.
-        """
+        """End a pass of this rank; if ranks agree on it, wait until all have ended theirs."""
         expected = self._orders[kind].next()
         if self.agrees(kind):
             if self._is_evaluation:
@@ -423,12 +404,7 @@ class OrderAgreement:
     def _ask(self, wanted: UnitProgress | None, kind: PassKind | None = None) -> bool:
         """Agree with all ranks on next visits, reduce finished units, and plan further visits.
 
-        Args:
-            wanted: Next unit of this rank; None: the end of its pass.
-            kind: Kind of that pass; None: it ends.
-
-        Returns:
-            True if any rank has a next unit.
+        ``wanted`` is None at the end of this rank's pass. Returns whether any rank has a next unit.
         """
         rows, announced = self._send(wanted, kind)
         forward, backward, gather, reduced = rows.tolist()
@@ -508,9 +484,8 @@ class OrderAgreement:
     def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:
         """Yield the planned visits of a backward of all ranks.
 
-        Args:
-            announced: Byte of each recorded forward; see :class:`_Field`.
-            coming: Units that are reduced after their last visit.
+        ``announced`` has a byte for each recorded forward, see :class:`_Field`; units that are
+        ``coming`` are reduced after their last visit.
         """
         positions = [position for position in self._forwards.backwards() if announced[position]]
         left = Counter(self._forwards.units[position] for position in positions)

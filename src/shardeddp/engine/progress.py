@@ -191,12 +191,7 @@ class UnitProgress:
         self.forget_forwards()
 
     def learn(self, entered: bool, used: Sequence[bool]) -> None:
-        """Update the parameters expected in the next backward.
-
-        Args:
-            entered: True if this backward has reached the unit on any rank.
-            used: Flag per parameter: True if any rank has a gradient.
-        """
+        """Update the parameters expected in the next backward, by what any rank has used."""
         trainable = self.unit.trainable()
         if entered or any(used):
             now = {index for index in trainable if used[index]}

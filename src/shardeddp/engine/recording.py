@@ -147,11 +147,7 @@ class Recording:
 
     @contextmanager
     def watched(self, *, builds: bool = True) -> Generator[None]:
-        """Record, as :meth:`active` does, and detect later writes to the recorded tensors.
-
-        Args:
-            builds: See :meth:`active`.
-        """
+        """Record, as :meth:`active` does, and detect later writes to the recorded tensors."""
         if self._is_active:
             with self.active(builds=builds):
                 yield
@@ -433,11 +429,7 @@ class Recording:
         return (Draw(given, before, after),)
 
     def values(self, arguments: Any) -> Any:
-        """Return arguments with values, for a call that needs them now: ``item()``, ``allclose()``.
-
-        Raises:
-            RuntimeError: The construction of a tensor among them was not recorded.
-        """
+        """Return arguments with values, for a call that needs them now: ``item()`` say."""
         needed = {self._number(it) for it in _meta_tensors(arguments)}
         if not needed.isdisjoint(self._unknown):
             raise RuntimeError(

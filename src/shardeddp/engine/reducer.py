@@ -54,11 +54,6 @@ class Reducer:
     If gathered buffers are retained, no gathers keep ranks together, and they may even reach
     different units. Then all units are reduced in one order, that of rank 0's first backward,
     including units that this rank does not reach.
-
-    Args:
-        progresses: Progress of all units, the root unit first.
-        mesh: Process groups and streams of the reductions.
-        sharding: Sharding strategy: whether buffers are retained, and each backward reduces.
     """
 
     def __init__(
@@ -86,12 +81,10 @@ class Reducer:
         self._number = 0  # of earlier backwards in the step
 
     def begin(self, number: int, sync_gradients: bool) -> None:
-        """Begin a backward.
+        """Begin a backward; ``number`` others of the step came before it.
 
-        Args:
-            number: Number of earlier backwards in the step.
-            sync_gradients: False if a later micro-batch completes the gradients. Until then they
-                are reduced in the shard group, or stay on their ranks.
+        Without ``sync_gradients``, a later micro-batch completes the gradients. Until then they are
+        reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
@@ -154,9 +147,8 @@ class Reducer:
     ) -> list[Reduced]:
         """Return the state of each unit's gradients on this rank.
 
-        Args:
-            entering: Next unit of this rank's backward; None: its end.
-            ahead: Number of announced visits from there on, by unit.
+        The backward enters a unit next (None: it ends), and ``ahead`` has the number of announced
+        visits from there on, by unit.
         """
         if not self._running:
             return [Reduced.OPEN] * len(self._progresses)

@@ -24,11 +24,8 @@ from shardeddp.torch_private import storage_of
 class GradientMemory:
     """One gradient buffer, one gradient shard, and partial sums.
 
-    Args:
-        plan: Layout of the parameters, and decisions about the buffers.
-        mesh: Process groups and streams of the reductions.
-        main_shard: Main shard; the gradient shard has its dtype and device.
-        reduce_dtype: Dtype of the gradient buffer and of the reduce-scatter.
+    The gradient shard has the dtype and device of the main shard; the buffer, and the
+    reduce-scatter, have ``reduce_dtype``.
     """
 
     def __init__(

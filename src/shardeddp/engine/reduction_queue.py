@@ -13,11 +13,7 @@ from shardeddp.plan.memory import WAITING_UNITS
 
 
 class ReductionQueue:
-    """Issues the reductions of units and finishes them in the order in which they were issued.
-
-    Args:
-        mesh: Communicators and streams of the reductions.
-    """
+    """Issues the reductions of units and finishes them in the order in which they were issued."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -33,10 +29,6 @@ class ReductionQueue:
 
         A reduce-scatter has the gradients of one unit, one at a time: this bounds memory, and the
         backward of the next unit overlaps with it.
-
-        Args:
-            progress: Progress of the unit.
-            over: Ranks over which they are averaged; not ``NONE``.
         """
         for _ in range(len(self._in_flight)):
             unit, reduction = self._in_flight[0]

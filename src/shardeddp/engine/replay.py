@@ -65,11 +65,7 @@ class MetaView:
 
 
 def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
-    """Return whether strides and sizes leave no gap.
-
-    Args:
-        dims: Stride and size of each dim, the innermost first.
-    """
+    """Return whether strides and sizes of dims, the innermost first, leave no gap."""
     reach = 1
     for stride, size in dims:
         if size != 1 and stride != reach:
@@ -372,11 +368,6 @@ class _GeneratorStates:
     A recorded draw replaces its generator's state by a seeded one. The next draw starts from this
     state, and a program may save and restore it. In the replay it maps to the true state after the
     draw.
-
-    Args:
-        known: States that the program set itself, by digest.
-        operations: Operations to replay.
-        generators: All generators of recorded draws.
     """
 
     def __init__(
@@ -396,8 +387,7 @@ class _GeneratorStates:
     def kept(self, move: bool) -> Generator[None]:
         """Restore the program's generators at the end.
 
-        Args:
-            move: True to set generators in a recorded state to the true state instead.
+        If they ``move``, those in a recorded state get the true state instead.
         """
         states = {generator: generator.get_state() for generator in self._now}
         try:

@@ -67,11 +67,6 @@ class Runtime:
     backward: it neither prefetches nor reshards.
 
     ``states.py`` has the states of units, of buffers and of the model, and who changes them.
-
-    Args:
-        units: Units of the model, the root unit first.
-        mesh: Process groups and streams of the model's ranks.
-        options: Options for resharding, reduction, prefetching and uneven units.
     """
 
     def __init__(self, units: Sequence[Unit], mesh: Mesh, options: Options) -> None:
@@ -173,15 +168,7 @@ class Runtime:
         self._buffers.mesh = self.mesh
 
     def check_rest(self, action: str) -> None:
-        """Raise an error if resharding the module with another strategy would lose state.
-
-        Args:
-            action: Name of the operation, for the message.
-
-        Raises:
-            RuntimeError: A step or ``summon_full_params`` is running, a backward is pending,
-                gradients are incomplete, or users hold views or graph nodes of this sharding.
-        """
+        """Raise an error if resharding the module with another strategy would lose state."""
         # If the step runs backwards itself, a backward of its outputs may never come.
         awaits = self._root.awaiting_backward and self.optimizes_after_step
         overridden = any(each.unit.is_overridden for each in self.progresses)
@@ -216,11 +203,7 @@ class Runtime:
             )
 
     def dissolve(self) -> None:
-        """Detach hooks and dissolve the units; parameters stay sharded.
-
-        Raises:
-            RuntimeError: A step or ``summon_full_params`` is running.
-        """
+        """Detach hooks and dissolve the units; parameters stay sharded."""
         if self._root.active or any(each.unit.is_overridden for each in self.progresses):
             raise RuntimeError(
                 f"{type(self.root_module).__name__} cannot be sharded anew inside of a step or of "
@@ -423,11 +406,7 @@ class Runtime:
                     yield EncoderHook(self, encoder, first)
 
     def _count(self, progress: UnitProgress) -> None:
-        """Count the unit's forward as running.
-
-        Raises:
-            RuntimeError: Another thread is in a unit's forward; ranks could gather in other orders.
-        """
+        """Count the unit's forward as running; refuse that of a second thread."""
         if progress is not self._root:
             with self._entering:
                 thread = threading.get_ident()
@@ -765,10 +744,9 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 
 
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
-    """Mark parameters as changed by an optimizer step.
+    """Mark sharded parameters as changed by an optimizer step: those with a gradient.
 
-    Args:
-        stepped: Sharded parameters that had a gradient; the same on all ranks.
+    They are the same on all ranks.
     """
     increment_versions(stepped)  # fused optimizers do not
     meshes = {mesh.dense for mesh in meshes_of_units(stepped)}

@@ -83,10 +83,8 @@ class SavedTensors:
 class _Hooks:
     """Pair of saved-tensor hooks.
 
-    Args:
-        buffers: Buffers with views to save without memory, by storage address.
-        restore: Weak method that returns the tensor of a saved view.
-        below: Hooks that torch would call without these; they get all other tensors.
+    Views of the buffers, given by storage address, are saved without memory. The hooks ``below``,
+    which torch would call without these, get all other tensors.
     """
 
     def __init__(

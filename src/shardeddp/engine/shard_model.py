@@ -134,10 +134,9 @@ def shard_model(
 def _held_views(
     root: nn.Module, specs: Sequence[UnitSpec]
 ) -> list[tuple[nn.Module, str, ParameterSpec]]:
-    """Find attributes of modules that are detached views of a whole parameter, and follow it.
+    """Return attributes of modules that are detached views of a whole parameter, and follow it.
 
-    Returns:
-        Module, attribute name and parameter of each.
+    Module, attribute name and parameter of each.
 
     Raises:
         ConfigurationError: A buffer, or a view of a part, shares memory with a parameter.

@@ -34,10 +34,7 @@ class SplitLayer(ModuleHook):
     are an exception, whose call is a graph break: it is between exchanges of tokens. A call from
     elsewhere, past that compiled module, enters the layer as well.
 
-    Args:
-        unit: Unit with the parameters.
-        path: Modules from the root to the layer, both included.
-        name: Name of the layer, for messages.
+    ``path`` are the modules from the root to the layer, both included.
     """
 
     def __init__(self, unit: Unit, path: list[nn.Module], name: str) -> None:
@@ -122,11 +119,7 @@ class SplitLayer(ModuleHook):
         return self._path[-1]
 
     def enter(self) -> None:
-        """Register the parts.
-
-        Raises:
-            RuntimeError: The unit is not gathered.
-        """
+        """Register the parts; the unit must be gathered."""
         if self._unit.state is not UnitState.UNSHARDED:
             raise RuntimeError(
                 f"{self._name!r} was called where its unit is not gathered: outside of a step, or in "

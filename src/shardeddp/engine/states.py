@@ -115,16 +115,10 @@ EVENTS: Mapping[str, tuple[Set[Phase], Phase]] = {
 def state_after(
     table: Mapping[str, tuple[Set[State], State]], verb: str, state: State, of: object
 ) -> State:
-    """Return the state that a verb or an event leads to.
-
-    Args:
-        table: Table of the verbs or events.
-        verb: Verb or event.
-        state: Present state.
-        of: Unit, buffer or runtime; its ``str`` is a name for the error.
+    """Return the state that a verb or an event of a table leads to.
 
     Raises:
-        RuntimeError: It may not happen in the present state.
+        RuntimeError: It may not happen in the present state of what ``str(of)`` names.
     """
     sources, target = table[verb]
     if state not in sources:

@@ -69,8 +69,7 @@ def local_view(
 class ReleasedMemory:
     """Host memory of the last released buffer, reused by the next buffer of its size.
 
-    The system takes back large blocks that a process frees, and allocating a new block takes as
-    long as the all-gather into it. Units that are gathered in turn need one block. Device
+    A new block takes as long to allocate as the all-gather into it (docs/decisions, 86). Device
     allocators cache memory themselves.
     """
 
@@ -132,12 +131,11 @@ class GatheredBuffer:
     """Flat buffer of whole parameters, with memory while its unit is unsharded.
 
     [Note: the memory of a gather] Releasing a buffer drops the engine's reference to its memory,
-    which is never emptied in place. A view of a parameter that has left its unit (a prompt, a
-    detached weight) or a graph recorded where no saved-tensor hooks could be set holds its memory
-    for as long as it needs it. Meanwhile later gathers fill that same memory: the view remains a
-    view of the parameter, and a write to either is read from both. Otherwise each gather has
-    memory of its own. Tensors that a unit's forward saves for backward do not hold memory (see
-    ``saved_tensors.py``): they would keep all parameters in memory.
+    which is never emptied in place: views and graphs hold it for as long as they need it, and later
+    gathers fill that same memory meanwhile (docs/decisions, 81). Otherwise each gather has memory
+    of its own, unless the buffer was given permanent ``memory`` (1D, padded_numel) or a ``lender``.
+    Tensors that a unit's forward saves for backward do not hold memory (see ``saved_tensors.py``):
+    they would keep all parameters in memory.
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
     accumulators and compiled code find the same object. An assignment to ``.data`` binds it to the
@@ -147,15 +145,6 @@ class GatheredBuffer:
     placeholder of its shape without memory of that size, and its class forwards to the sharded
     parameter. A graph that has saved the parameter itself, and not a view of it, reads the memory
     that the parameter is bound to: while such a graph exists, the parameter keeps its last memory.
-
-    Args:
-        specs: Parameters, in layout order.
-        layout: Layout of the parameters in the buffer.
-        dtype: Element type of the buffer.
-        device: Device of the buffer.
-        memory: Permanent memory of the buffer, 1D, padded_numel; None: memory per gather.
-        lender: Buffer that lends this one its memory while unsharded.
-        in_turn: True if units are released while others are gathered, which can reuse their memory.
     """
 
     def __init__(
@@ -399,9 +388,7 @@ class GatheredBuffer:
     def save(self, tensor: torch.Tensor, storage: int) -> SavedView | None:
         """Return the substitute that a graph saves for a view; None: save the tensor itself.
 
-        Args:
-            tensor: View of a parameter.
-            storage: Address of the view's storage.
+        ``storage`` is the address of the view's storage.
         """
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
@@ -413,11 +400,7 @@ class GatheredBuffer:
         return SavedView(self, index, version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
-        """Return the saved view, over the memory of the latest gather.
-
-        Raises:
-            RuntimeError: The parameter has changed since the save, or nothing is gathered.
-        """
+        """Return the saved view, over the memory of the latest gather."""
         if not self._storages:
             raise RuntimeError(
                 f"expected {self.layout.slots[saved.parameter_index].fqn} to be gathered for its "

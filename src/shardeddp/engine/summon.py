@@ -44,12 +44,8 @@ def summon(
 ) -> Generator[None]:
     """Let a module and its submodules hold whole parameters; entered and left by all ranks.
 
-    Args:
-        runtime: Runtime of the model, possibly of an earlier run.
-        module: Model, submodule of it, or copy of either.
-        writeback: True to keep rank 0's writes to parameters, on all ranks.
-        rank0_only: True to gather whole parameters on rank 0; other ranks keep their shards.
-        offload_to_cpu: True to hold whole parameters in host memory.
+    The module is the runtime's model, a submodule of it, or a copy of either. See
+    ``strategy.summon_full_params`` for the other arguments.
     """
     passthrough = [] if writeback and not offload_to_cpu else list(_passthrough_in(module))
     summoned = list(_find(module).values())

@@ -49,12 +49,7 @@ def is_taken_over(tensor: torch.Tensor) -> bool:
 class Takeover:
     """Replaces a module's sharded parameters by plain ones on the meta device until resharding.
 
-    Args:
-        root: Root module; the same on all ranks.
-
-    Raises:
-        ConfigurationError: An earlier setup failed before all parameters had values.
-        RuntimeError: A runtime of the module or of a part of it is in a step or a summon.
+    All ranks do so with the same module.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -59,10 +59,6 @@ class Unit:
     ``summon_full_params`` borrows its parameters (``summon.py``). They change its state
     by the transitions below. Two operations change none: reductions, and a write to a parameter
     outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
-
-    Args:
-        plan: Module and parameters of the unit, and the flat buffers that are made for them.
-        mesh: Process groups and streams of the gathers and reductions.
     """
 
     def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:
@@ -203,11 +199,7 @@ class Unit:
             copies.activate(module)
 
     def _register_unsharded(self) -> None:
-        """Register the unsharded parameters with the modules.
-
-        Raises:
-            ConfigurationError: A module has another parameter since it was sharded.
-        """
+        """Register the unsharded parameters with the modules; refuse new parameters there."""
         for registration in self._registrations:
             found = registration.module._parameters.get(registration.attribute)
             if found is None:
@@ -266,9 +258,7 @@ class Unit:
     def reshard(self, before_backward: bool = False) -> None:
         """Register the sharded parameters with the modules and release the gathered buffers.
 
-        Args:
-            before_backward: True if the unit will be gathered again for the backward of its last
-                forward.
+        ``before_backward``: the unit will be gathered again for the backward of its last forward.
         """
         self._move("reshard")
         self.restore_registration()

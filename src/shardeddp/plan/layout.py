@@ -99,13 +99,6 @@ def boxes(interval: Interval, shape: Sequence[int]) -> list[Box]:
         4 5 6 7      Box((1, 0), (1, 4))
         8 9 . .      Box((2, 0), (1, 2))
         . . . .
-
-    Args:
-        interval: Interval of the row-major elements, inside the tensor.
-        shape: Shape of the tensor.
-
-    Returns:
-        Boxes in row-major order; empty for an empty interval.
     """
     numel = math.prod(shape)
     if interval.stop > numel:
@@ -173,17 +166,12 @@ MAX_CUT_DIMS = 6
 
 
 def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None:
-    """Check that every element of a tensor is in exactly one box.
+    """Check that every element of a tensor is in exactly one of the boxes, none of which is empty.
 
     The sum of the boxes' indicator functions counts the cover of each element. A function is
     determined by its differences along all dims, which for a box are its corners with alternating
     signs. So the corners of all boxes must add up to those of the tensor. One pass suffices for
     boxes in any order.
-
-    Args:
-        name: Name of the tensor, for the error.
-        shape: Shape of the tensor.
-        found: Non-empty boxes inside the tensor.
 
     Raises:
         ValueError: Elements are in no box or several, or more than ``MAX_CUT_DIMS`` dims are cut.

@@ -51,9 +51,6 @@ def ranks_by_node(infos: Sequence[RankInfo]) -> dict[int, list[int]]:
 def check_infos(infos: Sequence[RankInfo]) -> None:
     """Check that every node has the number of ranks that the Trainer expects.
 
-    Args:
-        infos: Rank infos of all ranks at the rendezvous, rank 0 first.
-
     Raises:
         ConfigurationError: A rank cannot join the run; or the numbers of ranks per node differ from
             each other or from the Trainer's; the error lists the nodes.
@@ -128,11 +125,7 @@ def reach_of(infos: Sequence[RankInfo]) -> int:
 
 
 def check_runs(infos: Sequence[RankInfo]) -> None:
-    """Check that all ranks run the same code and options, before any collective.
-
-    Raises:
-        ConfigurationError: Ranks differ from rank 0; the error lists them.
-    """
+    """Check that all ranks run the same code and options, before any collective."""
     first = infos[0]
     odd = [info for info in infos if info.run != first.run]
     if odd:

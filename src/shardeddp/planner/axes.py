@@ -47,13 +47,9 @@ class ModelAxes:
     ) -> tuple[Policy, Mapping[nn.Parameter, Distribution]]:
         """Replace the parameters of a module by the first rank's parts.
 
-        Args:
-            module: Module to split; its parameters may be fake tensors or on the meta device.
-            policy: Policy that chooses the units of the whole module.
-            rehearsal: Context of the backward's exchanges, see :class:`TensorAxis`.
-
-        Returns:
-            Policy for the split module; split of each former parameter, by new parameter.
+        They may be fake tensors or on the meta device. Returns the policy for the split module, and
+        the split of each former parameter, by new parameter. For the ``rehearsal`` see
+        :class:`TensorAxis`.
 
         Raises:
             UsageError: No layer or expert can be split, or the size does not divide them.

@@ -172,9 +172,7 @@ class TensorSpec:
     def of(value: Any, requires_grad: bool = False) -> Any:
         """Return the form of a tensor, and any other value as it is.
 
-        Args:
-            value: Part of the result of a module.
-            requires_grad: True if a tensor that requires no gradient stays as it is, too.
+        So is a tensor that requires no gradient, if ``requires_grad``.
         """
         if not isinstance(value, torch.Tensor) or (requires_grad and not value.requires_grad):
             return value
@@ -184,10 +182,8 @@ class TensorSpec:
 def with_form(value: Any, anchors: list[torch.Tensor]) -> Any:
     """Return a fresh tensor of a :class:`TensorSpec`, and any other value as it is.
 
-    Args:
-        value: Part of the result of a module.
-        anchors: List that gets a leaf for each tensor that requires a gradient: a backward that
-            reaches the tensor ends there.
+    ``anchors`` gets a leaf for each tensor that requires a gradient: a backward that reaches the
+    tensor ends there.
     """
     if not isinstance(value, TensorSpec):
         return value

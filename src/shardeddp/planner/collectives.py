@@ -46,11 +46,6 @@ def collectives_of_step(
 
     Inner units are assumed to run one after the other: the last one ends the forward and begins
     the backward, and the root stays unsharded through both.
-
-    Args:
-        units: Flat buffers of every unit with their numbers of ranks, the root unit first.
-        sharding: Strategy: times of resharding and reduction.
-        micro_batches: Number of micro-batches per optimizer step.
     """
     found: list[Collective] = []
     retained = sharding.retains
@@ -117,11 +112,7 @@ def exchanges_of_step(
 ) -> list[Collective]:
     """Return the exchanges of activations that a rank issues in one optimizer step.
 
-    Args:
-        units: Exchanges of each unit, the root unit first, which is not recomputed.
-        ranks: Size of the tensor-parallel or expert-parallel group.
-        micro_batches: Number of micro-batches per optimizer step.
-        recomputes: True if inner units are recomputed in the backward.
+    ``units`` has those of each unit, the root unit first, which is not recomputed.
     """
     return [
         Collective(

@@ -290,10 +290,7 @@ def _sum_of(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def _exposed(communication: float, costs: float, compute: float) -> float:
     """Return the seconds that communication adds to the compute that overlaps it.
 
-    Args:
-        communication: Seconds of communication.
-        costs: Seconds that compute loses if all communication is overlapped.
-        compute: Seconds of compute.
+    ``costs`` are the seconds that compute loses if all communication is overlapped.
     """
     hidden = min(1.0, compute / communication) if communication else 0.0
     return _soft_max(communication, compute) - compute + costs * hidden

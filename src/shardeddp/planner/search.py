@@ -84,9 +84,7 @@ class Choice:
     def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
         """Return the configuration of the Trainer with these settings.
 
-        Args:
-            cluster: Cluster with its numbers of nodes and ranks.
-            axes: Tensor-parallel plan and experts, written if their size is above 1.
+        Tensor-parallel plan and experts of the axes are written if their size is above 1.
         """
         options: dict[str, Any] = {"sharding_strategy": self.strategy}
         notes = [f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank"]
@@ -202,16 +200,7 @@ class Planned:
 
 @dataclass(kw_only=True)
 class Planner:
-    """Planner of one model on one cluster; see :func:`make_plan` for the other arguments.
-
-    Args:
-        source: Source of the model and of its training step.
-        length: Number of tokens of a sample.
-        policy: Policy that chooses the units.
-        calibration: Constants of the cost model, fitted or measured.
-        cluster: Cluster to plan for.
-        axes: Axes over which ranks split the model, to compare.
-    """
+    """Planner of one model on one cluster; see :func:`make_plan` for the arguments."""
 
     source: Source
     length: int
@@ -466,12 +455,7 @@ def in_forward(
 
     One figure for the forward of each inner unit; the last is for the backward of the loss, when
     the last unit is still unsharded and those before it are prefetched.
-
-    Args:
-        units: Flat buffers of every unit, the root unit first.
-        sharding: Strategy: times of resharding and reduction.
-        prefetch: Depths of the forward and of the backward prefetch, in units.
-        accumulates: True if a step has several micro-batches.
+    ``prefetch`` has the depths of the forward and of the backward prefetch.
     """
     root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
     ahead, back = prefetch
@@ -498,14 +482,8 @@ def memory_of(
     """Predict the bytes of a rank at the peak of a step.
 
     Candidates are the backward of the loss, when all saved activations exist, and the recomputation
-    and backward of each unit.
-
-    Args:
-        work: Work of a micro-batch.
-        recompute: Name in ``RECOMPUTES``.
-        between_steps: Memory between steps.
-        unsharded: Result of :func:`in_forward`.
-        moments: Result of :func:`backward_moments`.
+    and backward of each unit. ``unsharded`` comes from :func:`in_forward`, and ``moments`` from
+    :func:`backward_moments`.
     """
     kept, again = kept_by_unit(work, recompute)
     head, of_loss = work.head, work.memory[0].backward

@@ -81,17 +81,8 @@ def of_module(
 ) -> Source:
     """Return the source of an unmodified LightningModule; its ``training_step`` is planned.
 
-    Args:
-        named: Class, its import path (``package.module.Class``), or a YAML file of LightningCLI
-            that has ``class_path`` and ``init_args`` under ``model``.
-        arguments: Constructor arguments; they override those of the file.
-        inputs: Dtypes and sizes of a batch's tensors, such as ``int64:B,S``; several make a tuple.
-            Empty: the module's ``example_input_array``.
-        length: Sequence length, the value of ``S``.
-        make_batch: Function of the number of samples that returns a batch; overrides ``inputs``.
-
-    Raises:
-        ConfigurationError: The class does not exist, or cannot be built without data.
+    ``named`` is its class, the import path, or a YAML file of LightningCLI. See :func:`make_plan`
+    for the other arguments.
     """
     path = named if isinstance(named, str) else ""
     if path.endswith((".yaml", ".yml")):
@@ -143,11 +134,7 @@ def of_instance(
 ) -> Source:
     """Return the source of a LightningModule instance; copies without its weights are planned.
 
-    Args:
-        module: Instance to copy; it is not changed.
-        inputs: Dtypes and sizes of a batch's tensors, see :func:`of_module`.
-        length: Sequence length, the value of ``S``.
-        make_batch: Function that returns a batch, see :func:`of_module`.
+    See :func:`of_module` for the other arguments.
     """
     return Source(
         name=type(module).__name__,
@@ -194,9 +181,8 @@ def replacement(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that maps tensors to others; tied ones stay tied, shared memory shared.
 
-    Args:
-        empty: Function of a number of elements and the dtype of the tensor that is replaced;
-            returns the new memory, 1D.
+    ``empty`` returns the new memory, 1D, of a number of elements; it gets the dtype of the tensor
+    that is replaced, too.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # originals keep their ids
     memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
@@ -223,11 +209,7 @@ def replacement(
 
 
 def without_weights(module: nn.Module) -> nn.Module:
-    """Copy a module with its parameters and buffers on the meta device.
-
-    Raises:
-        ConfigurationError: An attribute of the module cannot be copied.
-    """
+    """Copy a module with its parameters and buffers on the meta device."""
     bare = replacement(lambda numel, dtype: torch.empty(numel, dtype=dtype, device="meta"))
     tensors = [it for it in (*module.parameters(), *module.buffers()) if not is_lazy(it)]
     try:

@@ -654,15 +654,10 @@ def profile(
 ) -> ModelProfile:
     """Run one forward of a module on fake tensors, and count its work by unit.
 
-    Args:
-        module: Built on the meta device or anywhere else; its tensors are replaced by ones without
-            memory. Not usable afterwards.
-        step: Function of the module and the number of samples; makes its inputs, returns the loss.
-        policy: Policy that chooses the units.
-        precision: Name in ``PRECISIONS``.
-        micro_batch: Number of samples.
-        tokens: Number of tokens of the micro-batch.
-        axes: Axes over which ranks split the model; the part of the first rank runs.
+    The tensors of the module, on any device, are replaced by ones without memory: it is not usable
+    afterwards. ``step`` gets the module and the number of samples, makes its inputs and returns the
+    loss. ``tokens`` are those of the micro-batch. If ranks split the model, the part of the first
+    one runs.
 
     Raises:
         UsageError: The precision is unknown, or the model cannot be split over the axes.

@@ -73,11 +73,7 @@ class Dimensions:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
-        """Read the dimensions from a ``config.json`` of transformers.
-
-        Raises:
-            ConfigurationError: The model is no decoder of a known type, or has experts.
-        """
+        """Read the dimensions from a ``config.json`` of transformers."""
         names = {
             "layers": ("num_hidden_layers", "n_layer", "n_layers"),
             "width": ("hidden_size", "n_embd", "d_model"),
@@ -121,11 +117,7 @@ class Dimensions:
 
     @classmethod
     def of_text(cls, text: str) -> Dimensions:
-        """Parse dimensions such as ``layers=32,width=4096,heads=32,vocabulary=32000``.
-
-        Raises:
-            UsageError: A name or value is invalid, or a required name is missing.
-        """
+        """Parse dimensions such as ``layers=32,width=4096,heads=32,vocabulary=32000``."""
         known = {it.name: it for it in fields(cls)}
         values: dict[str, Any] = {}
         for part in filter(None, text.replace(" ", "").split(",")):

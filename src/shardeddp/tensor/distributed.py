@@ -97,10 +97,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distribution]:
-    """Replace distributed parameters of modules by their local tensors.
-
-    Returns:
-        Split of each former parameter, by new parameter.
+    """Replace distributed parameters of modules, as :func:`replace_parameters`, by local tensors.
 
     Raises:
         ConfigurationError: A parameter is split in a way that is not supported; nothing has

@@ -97,9 +97,6 @@ def end_forward(divided: DividedExperts) -> None:
 
     It arrives where a rank that is still in the forward expects counts, which then raises. Without
     it that rank would get gradients as counts, or wait.
-
-    Args:
-        divided: Any experts of the model.
     """
     axis, parameter = divided.axis, next(divided.module.parameters())
     lengths = [divided.most + 1] * axis.size
@@ -119,11 +116,7 @@ class ForeignExpert(ModuleHook):
     name: str
 
     def refuse_call(self, module: nn.Module, args: object) -> None:
-        """Refuse the forward of the expert; a pre-hook.
-
-        Raises:
-            RuntimeError: The module is no copy.
-        """
+        """Refuse the forward of the expert, but not that of a copy; a pre-hook."""
         if self.is_of(module):
             raise RuntimeError(
                 f"{self.name!r} is an expert of another rank: its parameters have no elements on this "
@@ -339,10 +332,6 @@ class Routing(ModuleHook):
 
     Its forward takes ``hidden_states`` (tokens, features), ``top_k_index`` and ``top_k_weights``
     (tokens, k), and returns the weighted sum of the experts' outputs for each token.
-
-    Args:
-        module: Module of the experts.
-        axis: Expert ranks.
     """
 
     ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")

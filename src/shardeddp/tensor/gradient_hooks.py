@@ -54,12 +54,8 @@ class GradientHooks:
     A hook of ``register_hook`` sees the gradient of all uses, in the parameter's unit and outside
     of it: this rank's gradient, whole and before it is averaged, as under DDP. A hook of
     ``register_post_accumulate_grad_hook`` is called with the sharded parameter when the backward
-    has ended and ``.grad`` is complete, once.
-
-    Args:
-        sharded: Sharded parameter.
-        unsharded: Unsharded parameter; None: it belongs to no unit.
-        former: Hooks of the parameter before it was sharded; their handles remain valid.
+    has ended and ``.grad`` is complete, once. Handles of the ``former`` hooks, from before the
+    parameter was sharded, remain valid. Without an unsharded parameter, it belongs to no unit.
     """
 
     def __init__(

@@ -21,11 +21,7 @@ MARK = "_shardeddp_parallel_style"
 
 
 class NoopHook:
-    """Hooks of an unpickled module: each method does nothing, or raises a RuntimeError.
-
-    Args:
-        refusal: Text of the error; empty: the methods do nothing.
-    """
+    """Hooks of an unpickled module: methods raise ``refusal``, or do nothing if that is empty."""
 
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
@@ -87,12 +83,7 @@ class DividedState(ModuleHook):
 
 
 class DividedCount(ModuleHook):
-    """Refusal of copies of a module with a number that ranks divide, such as ``num_heads``.
-
-    Args:
-        module: Module with the number.
-        name: Name of the number, for messages.
-    """
+    """Refusal of copies of a module with a number that ranks divide, such as ``num_heads``."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -105,8 +96,7 @@ class DividedCount(ModuleHook):
     def refuse_copy(self, module: nn.Module, args: object) -> None:
         """Refuse the forward of a copy; a pre-hook.
 
-        Raises:
-            RuntimeError: The module is a copy: its parameters are whole, and its numbers are not.
+        The parameters of a copy are whole, and its numbers are not.
         """
         if not self.is_of(module):
             raise RuntimeError(self.refusal)

@@ -215,11 +215,7 @@ def linear_sizes(module: nn.Module) -> LayerSizes | None:
 def distribution_of(
     name: str, module: nn.Module, parameter: nn.Parameter, style: ParallelStyle, axis: TensorAxis
 ) -> Distribution | None:
-    """Return the split of a module's parameter in a style; None: the style does not affect it.
-
-    Raises:
-        ConfigurationError: The number of ranks does not divide it.
-    """
+    """Return the split of a module's parameter in a style; None: the style does not affect it."""
     shape, ndim = parameter.shape, parameter.dim()
     if style.splits is not None and ndim == 0:
         raise ConfigurationError(
@@ -354,9 +350,7 @@ class SplitLayer(DividedState):
     def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
         """Surround the forward of the layer with the exchanges of its style.
 
-        Args:
-            style: Style of the layer.
-            sums_input: True if gradients of its input are summed here, not by a module around it.
+        Unless it ``sums_input``, a module around it sums the gradients of its input.
         """
         vars(self.module)[MARK] = self
         self.before = style.before if sums_input or style.before != "sum_gradient" else ""

@@ -311,12 +311,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
-        """Wrap this rank's interval.
+        """Wrap this rank's interval, a 1D tensor of its elements.
 
-        Args:
-            local: 1D tensor with this rank's elements.
-            spec: Spec of the parameter, with the intervals of all slices.
-            requires_grad: True if autograd records operations on it.
+        The spec has the intervals of all slices.
         """
 
     @property
@@ -562,20 +559,17 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self._local, self._spec = local, spec
 
     def join_unit(self, unsharded: nn.Parameter, group: _KeepsWrites, index: int) -> None:
-        """Join a unit.
+        """Join a unit, which computes with the unsharded parameter.
 
-        Args:
-            unsharded: Parameter that the unit computes with.
-            group: Group of the unit that copies writes to it to the shard; referenced weakly.
-            index: Index of the parameter in the group.
+        The group, referenced weakly, copies writes to it to the shard; ``index`` is that of the
+        parameter in the group.
         """
         self._unsharded, self._writes, self._index_in_unit = unsharded, weakref.ref(group), index
 
     def leave_unit(self, local: torch.Tensor) -> None:
         """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
 
-        Args:
-            local: Elements of this rank, in memory that is not the unit's.
+        ``local`` has the elements of this rank, in memory that is not the unit's.
         """
         self._move_with_aliases(local, self._spec)
         self._unit_gradients = self._unsharded = self._writes = None
@@ -588,13 +582,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self._is_routed = False
 
     def take_over(self, former: ShardTensor) -> None:
-        """Replace another sharded tensor; a collective of all ranks.
+        """Replace another sharded tensor of this shape; a collective of all ranks.
 
         It takes over values, gradient, hooks, and tensors that share its memory, such as
-        ``parameter.data``.
-
-        Args:
-            former: Sharded tensor of the same shape, over any ranks of this process's run.
+        ``parameter.data``. The former one may be sharded over any ranks of this process's run.
         """
         same = self._spec.lies_like(former._spec) and self._spec.mesh is former._spec.mesh
         if same and (self._spec.fqn, self._spec.offloaded) == (
@@ -629,11 +620,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return [alias for each in self._aliases or () if (alias := each()) is not None]
 
     def full_for_autograd(self, operation: str) -> torch.Tensor:
-        """Gather the whole tensor, with a gradient that is averaged over all ranks.
-
-        Raises:
-            RuntimeError: A recomputation reads experts, of which its forward has read a part.
-        """
+        """Gather the whole tensor, with a gradient that is averaged over all ranks."""
         if self._spec.mesh is not self._spec.mesh.dense and is_in_backward():
             raise RuntimeError(
                 f"{self._spec.fqn} belongs to experts that ranks divide, and a recomputation reads it "
@@ -982,12 +969,7 @@ def keep_writes(parameters: Iterable[Any]) -> None:
 
 
 def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
-    """Gather the full tensor, plain; a collective of ``mesh.slices``.
-
-    Args:
-        sharded: Tensor to gather.
-        operation: Reason, for the message if not all ranks come.
-    """
+    """Gather the full tensor, plain; a collective of ``mesh.slices``."""
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():

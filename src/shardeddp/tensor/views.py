@@ -42,10 +42,7 @@ from shardeddp.torch_private import (
 class Gathered:
     """The full elements of a sharded tensor, kept equal to it while a view of them is in use.
 
-    Args:
-        sharded: Source of the elements and target of writes.
-        full: Full elements; None: they are gathered.
-        operation: Reason of the gather, for messages.
+    Without ``full`` elements, they are gathered.
     """
 
     def __init__(
@@ -106,8 +103,7 @@ class Gathered:
     def check_alike(self, func: Any, changed: bool = True) -> bool:
         """Return whether an operation has written to the elements; a collective of all ranks.
 
-        Raises:
-            RuntimeError: The written elements differ between ranks.
+        Written elements that differ between ranks are an error.
         """
         spec = self.sharded.spec
         if spec.mesh.data.size == 1:
@@ -292,12 +288,8 @@ def _check_targets(
 def wrap_results(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
     """Return the result of an operation on full elements, as callers see it.
 
-    Results that alias these elements become views of the shard.
-
-    Args:
-        result: Plain tensors in any structure.
-        gathered: Full elements that the operation saw.
-        known: Objects to return for plain tensors, by the tensor's identity.
+    Results that alias the elements which the operation saw become views of the shard. ``known`` has
+    the objects to return for plain tensors, by the tensor's identity.
     """
 
     def present(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,8 @@ class Experts:
 class ChosenUnits(Policy):
     """Policy with the units that another policy chose before the experts were divided.
 
-    Args:
-        policy: Policy that chooses the units.
-        root: Model with all of its parameters.
-        experts: Experts of the model; modules inside of a list of them are no units, since ranks
-            run different ones, and none inside of stacked ones, whose forward takes all of them.
+    Modules inside of a list of experts are no units, since ranks run different ones, and none
+    inside of stacked ones, whose forward takes all of them.
     """
 
     def __init__(self, policy: Policy, root: nn.Module, experts: Sequence[Experts]) -> None:
@@ -67,15 +64,7 @@ class ChosenUnits(Policy):
 
 
 def resolve_experts(value: PolicyLike, size: int) -> Policy | None:
-    """Return the policy for ``experts``; None: ``auto``. Strings with a star are name patterns.
-
-    Args:
-        value: Value as the user has given it.
-        size: Number of ranks that divide the experts.
-
-    Raises:
-        ConfigurationError: The value chooses no modules, or one rank has all experts.
-    """
+    """Return the policy for ``experts``; None: ``auto``. Strings with a star are name patterns."""
     if value is not None and size == 1:
         raise ConfigurationError(
             "experts needs expert_parallel_size=2 or more: one rank has all of them"
@@ -99,14 +88,8 @@ def resolve_experts(value: PolicyLike, size: int) -> Policy | None:
 def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Experts]:
     """Return the experts of each layer of a model; the model is not changed.
 
-    Args:
-        root: The LightningModule.
-        policy: Policy that chooses modules of stacked experts, or experts in a list; None: modules
-            of stacked experts with the forward of transformers.
-        size: Number of ranks that divide the experts.
-
-    Raises:
-        ConfigurationError: There are no experts, or ``size`` does not divide their number.
+    The policy chooses modules of stacked experts, or experts in a list. Without one: modules of
+    stacked experts with the forward of transformers.
     """
     modules = dict(root.named_modules())
     refuse_split(root)
@@ -150,8 +133,7 @@ def keep_own(
 ) -> dict[nn.Parameter, Distribution]:
     """Replace experts' parameters by those of this rank's experts; other experts become empty.
 
-    Returns:
-        Split of each former parameter, by new parameter.
+    Returns the split of each former parameter, by new parameter.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     most = max(each.count for each in experts) // axis.size

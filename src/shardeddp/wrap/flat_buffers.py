@@ -60,11 +60,7 @@ class PlannedGroup:
             raise ValueError("expected a lender for a group that borrows its memory, and only then")
 
     def cost(self, *, trainable: bool) -> GroupCost:
-        """Return the cost of the flat buffers.
-
-        Args:
-            trainable: Whether they get gradients.
-        """
+        """Return the cost of the flat buffers."""
         first, topology = self.parameters[0], self.topology
         casts = self.plan.casts_gradients
         return GroupCost(

@@ -47,12 +47,7 @@ _EXPECTED = (
 
 
 def selective_contexts(save_ops: object) -> ContextFunction | None:
-    """Return the context function that keeps results of some operations; None: it would keep none.
-
-    Raises:
-        ConfigurationError: An entry is no operation, or one that autograd decomposes before it
-            runs.
-    """
+    """Return the context function that keeps results of some operations; None: of none."""
     policy = _policy_of(save_ops)
     if policy is not None:
         return functools.partial(create_selective_checkpoint_contexts, policy)
@@ -63,11 +58,7 @@ def selective_contexts(save_ops: object) -> ContextFunction | None:
 
 
 def check_save_ops(save_ops: object) -> None:
-    """Refuse wrong entries, before libraries with their own operations are imported.
-
-    Raises:
-        ConfigurationError: As :func:`selective_contexts`.
-    """
+    """Refuse wrong entries, before libraries with their own operations are imported."""
     if _policy_of(save_ops) is None:
         find_operations(
             entry

@@ -618,11 +618,7 @@ def _of_torch(value: object) -> Policy | None:
 
 
 class _OfModule:
-    """A predicate on the module alone.
-
-    Args:
-        function: Function called with each module.
-    """
+    """A predicate on the module alone."""
 
     def __init__(self, function: Callable[[nn.Module], Any]) -> None:
         self.function = function

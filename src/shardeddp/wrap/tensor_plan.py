@@ -51,11 +51,7 @@ class PlannedLayer:
 
 
 def check_plan(plan: object, size: int) -> TensorPlan | None:
-    """Check and return a plan as the user gives it.
-
-    Raises:
-        ConfigurationError: It is no plan, or there is only one rank to split layers over.
-    """
+    """Check and return a plan as the user gives it."""
     if plan is None:
         return None
     if plan != "auto" and not isinstance(plan, Mapping):
@@ -183,13 +179,8 @@ def cut_layers(
 ) -> dict[nn.Parameter, Distribution]:
     """Cut the parameters of layers, and set hooks for the exchanges of their styles.
 
-    Args:
-        root: The LightningModule.
-        layers: Layers from :func:`find_layers`; those in styles of torch are left out.
-        axis: Tensor-parallel ranks.
-
-    Returns:
-        Split of each former parameter, by new parameter.
+    Layers in styles of torch are left out. Returns the split of each former parameter, by new
+    parameter.
     """
     made: dict[int, tuple[nn.Parameter, Distribution]] = {}
     gathered = [it.module for it in layers if it.style_name == "gather_sequence"]
@@ -445,8 +436,7 @@ def _without_shared(
 ) -> list[PlannedLayer]:
     """Return the layers, except those with parameters that others use whole or cut differently.
 
-    Raises:
-        ConfigurationError: The user's own plan names such layers.
+    In the user's own plan (``strict``), such layers are an error.
     """
     places: dict[int, list[str]] = {}  # without further names of a module that has several
     for path, module in root.named_modules():
@@ -491,9 +481,8 @@ def _without_shared(
 def _without_repeated(layers: Sequence[PlannedLayer], strict: bool) -> list[PlannedLayer]:
     """Return the layers, each once, even if it is registered several times.
 
-    Raises:
-        ConfigurationError: Several entries of the user's own plan name one layer: it is unknown
-            which one is meant, and both would be applied.
+    If several entries of the user's own plan (``strict``) name one layer, it is unknown which one
+    is meant, and both would be applied: an error.
     """
     kept: dict[tuple[int, str, str], PlannedLayer] = {}
     named: dict[tuple[int, str], dict[tuple[str, str], set[str]]] = {}

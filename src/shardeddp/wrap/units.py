@@ -48,18 +48,8 @@ def build_units(
     Every parameter belongs to the nearest unit around it. One that is registered in several units
     (a tied parameter) belongs to the innermost unit that encloses all of its registrations, so it
     is gathered once and present wherever it is used. So do parameters that share their memory.
-
-    Args:
-        root: Whole model, not wrapped by another engine; on any device, the meta device too.
-        policy: Policy for inner units; chosen modules without a forward are left out.
-        split: Split of parameters that are parts, by parameter; the others are whole.
-
-    Returns:
-        Units, at least the root's. Inner units without a parameter are dropped.
-
-    Raises:
-        ConfigurationError: The model has parameters that cannot be sharded, or share a part of
-            their memory; or the policy chose a module that does not exist.
+    Chosen modules without a forward, and inner units without a parameter, are left out. ``split``
+    has the split of parameters that are parts; the others are whole.
     """
     _reject_unshardable(root)
     modules = _unit_modules(root, policy)
@@ -90,11 +80,7 @@ def build_units(
 
 
 def require_parameters(root: nn.Module) -> None:
-    """Raise for a model without parameters, which has nothing to train.
-
-    Raises:
-        ConfigurationError: It has no parameters.
-    """
+    """Raise for a model without parameters, which has nothing to train."""
     if next(root.parameters(), None) is None:
         raise ConfigurationError(
             f"Expected a model with parameters, found none in {type(root).__name__}. Register them "
