@@ -94,10 +94,7 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
         Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
     )
     hook.follow()
-    gradient_ready, outside_ready = (
-        type(runtime).gradient_ready,
-        type(runtime).outside_gradient_ready,
-    )
+    kind = type(runtime)
     parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()
     places = [
         (group.gradients, index)
@@ -112,7 +109,7 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
                 # Weak: autograd's reference to the hook is hidden from the garbage collector, and
                 # would keep the model alive for ever.
                 torch.Tensor.register_post_accumulate_grad_hook(
-                    parameter, weakly(runtime, gradient_ready, progress.index, index)
+                    parameter, weakly(runtime, kind.gradient_ready, progress.index, index)
                 )
                 view: Any = parameter.view_as(parameter)
                 accumulator = view.grad_fn.next_functions[0][0]
@@ -125,7 +122,8 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
-        group.gradients.attach(weakly(runtime, outside_ready, progress.index, first))
+        outside = weakly(runtime, kind.outside_gradient_ready, progress.index, first)
+        group.gradients.attach(outside)
         first += len(group.unsharded)
     return hook
 
