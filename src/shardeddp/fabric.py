@@ -28,7 +28,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.checkpointing import Checkpoints, streams
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.precision import AUTOCAST, ShardedPrecision
+from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
@@ -192,7 +192,6 @@ class ShardedDP(DDPStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         precision = ShardedPrecision()  # Fabric's own converts modules and wraps forwards
         precision.precision = cast(Any, self.precision.precision)
-        precision.autocast = AUTOCAST.get(str(self.precision.precision))
         runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)
         return ShardedForward(module, runtime, self._sharding.fill_rest)
 

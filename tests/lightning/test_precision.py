@@ -1,6 +1,7 @@
 """Every precision of the Trainer trains as under DDP, in the dtypes that its name says, with global clipping."""
 
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -44,6 +46,22 @@ def test_the_trainers_precision_reaches_the_strategy(strategy: str, precision: A
     )
     assert trainer.precision == precision
     assert isinstance(trainer.precision_plugin, ShardedPrecision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
+def test_lightning_takes_the_plugin_for_what_it_is_under_ddp(precision: Any) -> None:
+    """``ThroughputMonitor`` has the peak of a GPU from the class of the plugin."""
+    plugins = [
+        trainer_of(strategy=strategy, precision=precision).precision_plugin
+        for strategy in (ShardedDP(), DDPStrategy())
+    ]
+    assert _plugin_to_compute_dtype(plugins[0]) == _plugin_to_compute_dtype(plugins[1])
+    assert isinstance(plugins[0], type(plugins[1]))
+
+
+def test_a_sharded_plugin_can_be_pickled_with_a_trainer_for_spawned_ranks() -> None:
+    plugin = pickle.loads(pickle.dumps(shard_precision(MixedPrecision("bf16-mixed", "cpu"))))
+    assert type(plugin) is ShardedMixedPrecision and plugin.autocast is torch.bfloat16
 
 
 @pytest.mark.parametrize("given_to", ["trainer", "strategy"])

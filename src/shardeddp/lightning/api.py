@@ -145,7 +145,6 @@ PUBLIC = {
     "fabric.utilities.data": "AttributeDict has_iterable_dataset sized_len",
     "fabric.utilities.rank_zero": "rank_zero_only",
     "fabric.utilities.seed": "reset_seed",
-    "fabric.utilities.types": "Optimizable Steppable",
     "pytorch": "LightningDataModule LightningModule Trainer",
     "pytorch.accelerators": "Accelerator",
     "pytorch.callbacks": (
@@ -172,7 +171,6 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.data import AttributeDict, has_iterable_dataset, sized_len
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
-    from lightning.fabric.utilities.types import Optimizable, Steppable
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch import __version__ as LIGHTNING_VERSION
     from lightning.pytorch.accelerators import Accelerator

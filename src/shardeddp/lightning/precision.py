@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -28,11 +27,8 @@ from shardeddp.lightning.api import (
     DoublePrecision,
     GradClipAlgorithmType,
     HalfPrecision,
-    LightningModule,
     MixedPrecision,
-    Optimizable,
     Precision,
-    Steppable,
 )
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.torch_private import compiled_only_inside
@@ -52,43 +48,16 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedPrecision(Precision):
-    """Wrapper of a stock precision plugin that clips sharded gradients by their global norm.
+    """Lightning's precision plugin that clips sharded gradients by their global norm.
 
-    Args:
-        stock: Plugin that decides on dtypes; None: float32.
+    By itself it computes in float32; other precisions inherit from this class and the stock one, so
+    that code that asks for the stock class finds it.
     """
 
-    autocast: torch.dtype | None = None
-    """Dtype of the autocast around every step; None: no autocast."""
-
-    def __init__(self, stock: Precision | None = None) -> None:
-        super().__init__()
-        self._stock = Precision() if stock is None else stock
-        self.precision = self._stock.precision
-
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._stock.convert_module(module)
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return self._stock.convert_input(data)
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return self._stock.convert_output(data)
-
-    @override
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._stock.tensor_init_context()
-
-    @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._stock.module_init_context()
-
-    @override
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self._stock.forward_context()
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of the autocast around every step; None: no autocast."""
+        return AUTOCAST.get(str(self.precision))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -99,7 +68,15 @@ class ShardedPrecision(Precision):
         clip_grad_value_(self.main_params(optimizer), clip_val)
 
 
-class ShardedMixedPrecision(ShardedPrecision):
+class _HalfPrecision(ShardedPrecision, HalfPrecision):
+    """``bf16-true`` and ``16-true``."""
+
+
+class _DoublePrecision(ShardedPrecision, DoublePrecision):
+    """``64-true``."""
+
+
+class ShardedMixedPrecision(ShardedPrecision, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: autocast around every step, and a loss scaler for float16.
 
     Main shards, gradients and optimizer states stay in float32. All ranks skip a step together: the
@@ -110,29 +87,10 @@ class ShardedMixedPrecision(ShardedPrecision):
     # one strategy resume under another.
     __qualname__ = "MixedPrecision"
 
-    def __init__(self, stock: MixedPrecision) -> None:
-        super().__init__(stock)
-        self._mixed = stock
-        self.autocast = AUTOCAST[stock.precision]
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaler; None for ``bf16-mixed``."""
-        return self._mixed.scaler
-
     @override
-    def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> torch.Tensor:
-        return self._mixed.pre_backward(tensor, module)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Steppable,
-        model: LightningModule,
-        closure: Callable[[], Any],
-        **kwargs: Any,
-    ) -> Any:
-        return self._mixed.optimizer_step(cast(Optimizable, optimizer), model, closure, **kwargs)
+    def __reduce__(self) -> Any:
+        """Pickle without that name, under which the module has the stock class."""
+        return _sharded, (MixedPrecision, vars(self))
 
     @override
     def clip_gradients(
@@ -151,35 +109,44 @@ class ShardedMixedPrecision(ShardedPrecision):
                 f"{type(optimizer).__name__}(fused=True) divides gradients by the loss scale "
                 f"inside its step, after they would have been clipped; make it with fused=False"
             )
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        # The stock class refuses fused optimizers without a scaler, too.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._mixed.state_dict()
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._mixed.load_state_dict(state_dict)
+SHARDED: Mapping[type[Precision], type[ShardedPrecision]] = {
+    Precision: ShardedPrecision,
+    HalfPrecision: _HalfPrecision,
+    DoublePrecision: _DoublePrecision,
+    MixedPrecision: ShardedMixedPrecision,
+}
+"""Plugins of a sharded run by the stock plugin."""
 
 
 def shard_precision(plugin: Precision | None) -> Precision:
     """Return the plugin of a sharded run in which Lightning has chosen ``plugin``.
 
-    Plugins that Lightning does not ship are returned unchanged.
+    It has the attributes of the stock plugin. Plugins that Lightning does not ship are returned
+    unchanged.
 
     Raises:
         ConfigurationError: ShardedDP does not support the precision.
     """
-    if plugin is None or type(plugin) in (Precision, DoublePrecision, HalfPrecision):
-        return ShardedPrecision(plugin)
-    if type(plugin) is MixedPrecision:
-        return ShardedMixedPrecision(plugin)
+    if plugin is None:
+        return ShardedPrecision()
+    if type(plugin) in SHARDED:
+        return _sharded(type(plugin), vars(plugin))
     if type(plugin).__module__.startswith(("lightning.", "pytorch_lightning.")):
         raise ConfigurationError(
             f"ShardedDP does not work with {type(plugin).__name__}; use precision='32-true', "
             f"'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true'"
         )
     return plugin
+
+
+def _sharded(stock: type[Precision], attributes: Mapping[str, Any]) -> ShardedPrecision:
+    made = SHARDED[stock].__new__(SHARDED[stock])
+    vars(made).update(attributes)
+    return made
 
 
 # -- Dtypes of gathered parameters and reductions, and casts between modules
