@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -390,7 +388,6 @@ def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
         check_like(saved, own, path)
         numbers = {key: value for key, value in own.items() if _is_of_numbers(value)}
         check_like(saved, base | numbers, path, optional=False)
-        _check_arithmetic(saved, scheduler, path)
     elif getattr(kind, "load_state_dict", None) is LRScheduler.load_state_dict:
         check_like(saved, base, path, optional=False)
 
@@ -399,30 +396,6 @@ def _is_of_numbers(value: Any) -> bool:
     """True if a scheduler's value is a number or a list of numbers, and so never None."""
     values = value if isinstance(value, list) else [value]
     return all(isinstance(it, (int, float)) for it in values)
-
-
-def _check_arithmetic(saved: Mapping[str, Any], scheduler: Any, path: str) -> None:
-    """Check that a torch scheduler can compute the next learning rates from a state.
-
-    Skips schedulers that call user functions or step other schedulers.
-    """
-    if vars(scheduler).keys() & {"lr_lambdas", "_schedulers"}:
-        return
-    groups = [{**group, "params": []} for group in scheduler.optimizer.param_groups]
-    ahead = copy.copy(scheduler)
-    vars(ahead).update(saved, optimizer=SimpleNamespace(param_groups=groups))
-    ahead.last_epoch += 1
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of get_lr() outside step()
-            ahead.get_lr()
-    except ArithmeticError as error:
-        raise CheckpointError(
-            f"{path} in the checkpoint has numbers that {type(scheduler).__name__} cannot compute "
-            f"with: {type(error).__name__}: {error}"
-        ) from error
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return  # a next step would raise the same error
 
 
 _OF_LIGHTNING = (
