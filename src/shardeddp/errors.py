@@ -11,8 +11,6 @@ from difflib import get_close_matches
 
 # -- Texts in messages
 
-_MOST_LISTED = 10
-
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -28,20 +26,22 @@ def printable(text: str) -> str:
 
 def listing(names: Iterable[str]) -> str:
     """Return names for an error message, at most ten of them."""
-    every = list(names)
-    shown = ", ".join(repr(name) for name in every[:_MOST_LISTED])
-    return f"{shown} and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else shown
+    return _first(10, map(repr, names))
 
 
 def first_three(names: Iterable[str]) -> str:
     """Return the first names for a warning, and the number of the others."""
+    return _first(3, names)
+
+
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Return the first ranks for a message, and the number of the others."""
+    return _first(8, map(str, ranks))
+
+
+def _first(most: int, names: Iterable[str]) -> str:
     every = list(names)
-    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
-
-
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return the first ranks for a message, with dots for the others."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if every[most:] else "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

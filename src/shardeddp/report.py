@@ -18,7 +18,7 @@ from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
-from shardeddp.errors import listed_ranks, printable
+from shardeddp.errors import first_three, listed_ranks, printable
 
 # -- Tables as plain text
 #
@@ -362,8 +362,9 @@ def verification_view(found: Verification, seconds: float) -> list[str]:
     if len(found.damages) > MAX_DAMAGES:
         lines.append(f"  and {len(found.damages) - MAX_DAMAGES:,} more; --json has them all")
     if found.unchecked:
-        names = ", ".join(found.unchecked[:3]) + (", ..." if len(found.unchecked) > 3 else "")
-        lines.append(f"  not checked, for it was written without a checksum: {names}")
+        lines.append(
+            f"  not checked, for it was written without a checksum: {first_three(found.unchecked)}"
+        )
     return [printable(line) for line in lines]
 
 
