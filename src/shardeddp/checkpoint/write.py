@@ -214,7 +214,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before, or,
             if the undo of the last rename has failed too, the new checkpoint (see the table of
-            ``Checkpoints.save``).
+            ``docs/checkpoints.md``).
         RankError: A rank has failed otherwise.
     """
     _Writing(snapshot, location(target), run, group, options).save()

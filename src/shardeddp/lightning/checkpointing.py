@@ -110,49 +110,7 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint according to ``state_dict_type``; a collective of all ranks.
 
-        If a step fails on one rank, say on rank 2:
-
-        ====================================  ==================  ==================================
-        step                                  raised on           left on the disk
-        ====================================  ==================  ==================================
-        ``with_plain_views``, ``broadcast``,  rank 2 [1]          former checkpoint
-        ``names``
-        ``Saver.wait`` for the save before    all, its error      former checkpoint (of directories,
-                                                                  after they are described)
-        *One file,* ``stream_full``
-        pickling, comparing replicas          all                 former checkpoint
-        gather of a tensor                    rank 2 [1]          former checkpoint [2]
-        writing, by rank 0                    all, after all      former checkpoint; the new one if
-                                              other gathers       only the last flush has failed
-        *One file by a plugin,* ``save_full``
-        gather of a tensor                    rank 2 [1]          former checkpoint
-        writing, by rank 0                    all                 whatever the plugin leaves
-        *Directory,* ``take_snapshot``
-        describing                            all                 former checkpoint
-        copying, if asynchronous              all                 former checkpoint
-        *Directory,* ``write_checkpoint``     [3]
-        preparing, by rank 0                  all                 former checkpoint
-        writing one data file a rank          all                 former checkpoint [2]
-        comparing replicas                    all                 former checkpoint [2]
-        committing, by rank 0                 all                 former checkpoint [2]; the new one
-                                                                  if the undo of its rename fails
-        deleting the former, by rank 0        none: logged        new checkpoint [2]
-        ====================================  ==================  ==================================
-
-        All: ``run_on_all_ranks`` and its like in ``comm/agreement.py`` raise a CheckpointError with
-        "(found on rank 2)" if state or file system is the reason, else a RankError with the
-        traceback. Each rank may then go on to train and to save.
-
-        [1] The others wait in that collective until the process group ends it, and get this error
-        as the cause (``comm/propagation.py``). An interrupted or killed rank counts as such in
-        every step.
-
-        [2] Temporary files have names of their own (``.tmp-...``; in a store, a folder that no
-        manifest names). Rank 0 deletes them when it raises; those of a killed rank 0 are deleted by
-        the next start (:func:`clear_away`), in a store once they are a day old.
-
-        [3] In a thread if asynchronous: the error is logged, and all ranks raise it at the next
-        batch, save or end of a run. Deletions that wait for the save are dropped.
+        If a step fails on one rank: see the table in ``docs/checkpoints.md``.
 
         Args:
             checkpoint: Nested state with sharded tensors.
