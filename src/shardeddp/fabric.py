@@ -20,6 +20,7 @@ from shardeddp.checkpoint.loop_state import LoopState
 from shardeddp.checkpoint.schema import WEIGHTS
 from shardeddp.checkpoint.snapshot import nbytes_of
 from shardeddp.config import AUTO, OF_LIGHTNING, StartMethod, check_choice, parse_options
+from shardeddp.engine.deferred_init import fill_rest
 from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -193,7 +194,7 @@ class ShardedDP(DDPStrategy):
         precision = ShardedPrecision()  # Fabric's own converts modules and wraps forwards
         precision.precision = cast(Any, self.precision.precision)
         runtime = self._sharding.shard(module, precision, lambda: None, fitting=True)
-        return ShardedForward(module, runtime, self._sharding.fill_rest)
+        return ShardedForward(module, runtime, partial(fill_rest, self._sharding.recording))
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

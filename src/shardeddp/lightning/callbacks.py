@@ -30,37 +30,10 @@ from shardeddp.lightning.api import (
     TrainerFn,
     WeightAveraging,
     callbacks_of,
-    get_human_readable_count,
 )
 from shardeddp.lightning.uneven_data import EvenTraining, UnevenEvaluation
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import IncompatibleKeys, parse_to
-
-# -- Model summary: Lightning's table with the column for sharded models
-
-COLUMN = "Params per Device"
-"""Column title; Lightning's own, because ``RichModelSummary`` shows no other."""
-
-
-def _summaries(trainer: Trainer) -> list[ModelSummary]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
-
-
-def _summarize(module: nn.Module, max_depth: int) -> Any:
-    """Make a summary with the average number of elements per rank of each layer."""
-    return private.SummaryWithCounts(module, max_depth, title=COLUMN, count=_held, show=_show)
-
-
-def _show(count: float) -> str:
-    return get_human_readable_count(round(count))
-
-
-def _held(module: nn.Module) -> float:
-    return sum(
-        it.numel() / (it.spec.num_parts if isinstance(it, ShardTensor) else 1)
-        for it in module.parameters()
-    )
-
 
 # -- Averages (EMA, SWA): copies of a model in shards
 
@@ -312,7 +285,7 @@ class CallbackAdapters:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
         for summary in _summaries(trainer):  # show the elements that a rank holds
-            private.replace_summary(summary, _summarize)
+            private.replace_summary(summary)
         return self.averages.shard(trainer, module, runtime.mesh)
 
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
@@ -363,6 +336,10 @@ class CallbackAdapters:
         for summary in _summaries(trainer):  # the next run may use another strategy
             private.restore_summary(summary)
         self.averages.forget(module)
+
+
+def _summaries(trainer: Trainer) -> list[ModelSummary]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:

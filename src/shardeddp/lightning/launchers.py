@@ -13,6 +13,8 @@ from typing_extensions import override
 from shardeddp.checkpoint.full_write import gather_full
 from shardeddp.checkpoint.location import is_remote, local_path, location
 from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.engine.deferred_init import materialize
+from shardeddp.engine.recording import Recording
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     ClusterEnvironment,
@@ -28,7 +30,7 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.planning import PlanLauncher
 from shardeddp.lightning.preemption import FILE_NAME
-from shardeddp.lightning.private import SubprocessScriptLauncher
+from shardeddp.lightning.private import MultiProcessingLauncher, SubprocessScriptLauncher
 from shardeddp.lightning.run_group import RunGroup
 
 # -- ``ckpt_path="last"``: the checkpoint of the highest step
@@ -155,10 +157,10 @@ def make_launcher(
         return PlanLauncher(strategy, options, strategy.setting)
     if options.start_method == "popen":
         return ShardedScriptLauncher(
-            environment, strategy.num_processes, strategy.num_nodes, sharding.end_hooks
+            environment, strategy.num_processes, strategy.num_nodes, sharding.hooks.close
         )
     return ShardedMultiProcessingLauncher(
-        strategy, options.start_method, gather_full, sharding.materialize, group.explain_and_leave
+        strategy, options.start_method, sharding.recording, group.explain_and_leave
     )
 
 
@@ -167,16 +169,13 @@ def make_launcher(
 # Lightning's launcher, with full weights returned to the main process.
 
 
-class ShardedMultiProcessingLauncher(private.RankLauncher):
+class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
     """Launcher that spawns or forks ranks, and returns full weights to the main process, as in DDP.
 
     Args:
         strategy: Strategy of the ranks.
         start_method: Start method of ``multiprocessing``.
-        gather: Function that gathers a state on the ranks that pass True; it is pickled for spawned
-            ranks, so it must be importable.
-        materialize: Function that gives a module on the meta device its values in this process; its
-            second argument is True if weights are loaded afterwards.
+        recording: Recorded construction of modules on the meta device.
         on_error: Function to call in a rank that is about to exit with an error.
     """
 
@@ -184,13 +183,12 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         self,
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
-        gather: Callable[[Any, bool], Any],
-        materialize: Callable[[nn.Module, bool], None],
+        recording: Recording,
         on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._gather, self._materialize = gather, materialize
-        self._on_error, self._forks = on_error, start_method == "fork"
+        self._recording, self._on_error = recording, on_error
+        self._forks = start_method == "fork"
 
     @override
     def launch(
@@ -204,39 +202,37 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             resolve_last(trainer)
             if not self._forks:
                 # The recording and relations between meta tensors cannot be sent to the ranks.
-                self._materialize(trainer.lightning_module, False)
+                materialize(trainer.lightning_module, self._recording, is_loaded=False)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
-    def run_rank(self, run: Callable[[], None]) -> None:
+    def _wrapping_function(self, *arguments: Any, **named: Any) -> None:
         try:
-            run()
+            super()._wrapping_function(*arguments, **named)
         except BaseException as error:
             # Lightning reports errors to strategies only in the main process, and only one message.
             self._on_error(error)
             raise
 
     @override
-    def collect_results(self, collect: Callable[[], Any], trainer: Trainer) -> Any:
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         def gather(
             module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
         ) -> None:
             # Called on all ranks; only rank 0 keeps the gathered state and sends it to the main
             # process.
-            state_dict.update(self._gather(dict(state_dict), self.strategy.is_global_zero))
+            state_dict.update(gather_full(dict(state_dict), trainer.is_global_zero))
 
         handle = trainer.lightning_module.register_state_dict_post_hook(gather)
         try:
-            return collect()
+            return super()._collect_rank_zero_results(trainer, results)
         finally:
             handle.remove()
 
     @override
-    def recover_results(
-        self, recover: Callable[[], None], trainer: Trainer, weights_path: Any
-    ) -> None:
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         # The main process has sharded nothing. Its tensors on the meta device get values here;
         # weights are loaded next.
-        self._materialize(trainer.lightning_module, True)
-        recover()
+        materialize(trainer.lightning_module, self._recording, is_loaded=True)
+        super()._recover_results_in_main_process(worker_output, trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import AUTO, Options
-from shardeddp.engine.deferred_init import fill_rest, materialize, record_resets
+from shardeddp.engine.deferred_init import record_resets
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
@@ -122,9 +122,10 @@ class ModelSharding:
 
     def __init__(self, group: RunGroup, restore: Restore) -> None:
         self._group, self._restore = group, restore
-        # Covers every module that is built; several may be built before one is sharded.
-        self._recording = Recording()
-        self._hooks = ExitStack()
+        self.recording = Recording()
+        """Covers every module that is built; several may be built before one is sharded."""
+        self.hooks = ExitStack()
+        """Recording of hooks; closed before the model is sharded, or after a hook has failed."""
         self.shards_several = False
         """True if several modules are sharded one after the other, as under Fabric."""
 
@@ -138,41 +139,16 @@ class ModelSharding:
                 names, or on the host: the whole model is never built on the GPU.
         """
         place = torch.device("meta") if empty_init else nullcontext()
-        with place, self._recording.watched(), precision.tensor_init_context():
+        with place, self.recording.watched(), precision.tensor_init_context():
             yield
 
     def begin_hooks(self) -> None:
-        """Record operations of hooks on meta tensors until :meth:`end_hooks`.
+        """Record operations of hooks on meta tensors until ``hooks`` is closed.
 
         These are the setup hooks, and hooks of a checkpoint that is read before the sharding.
         """
-        if self._recording.is_used:
-            self._hooks.enter_context(self._recording.watched(builds=False))
-
-    def end_hooks(self) -> None:
-        """Stop recording hooks, before the model is sharded or after a hook has failed."""
-        self._hooks.close()
-
-    def forget_values(self) -> None:
-        """Free recorded values, once no recorded tensor is left on the meta device."""
-        self._recording.forget_values()
-
-    def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Exclude meta tensors that callback adapters shard like the model (averages)."""
-        self._recording.set_aside(tensors)
-
-    def fill_rest(self) -> None:
-        """Fill recorded meta tensors that will not be sharded, whole, on this rank."""
-        fill_rest(self._recording)
-
-    def materialize(self, module: nn.Module, is_loaded: bool) -> None:
-        """Materialize a module's meta tensors as whole tensors in this process.
-
-        Args:
-            module: Module to fill in place.
-            is_loaded: True if values are loaded afterwards, so that initial values may be missing.
-        """
-        materialize(module, self._recording, is_loaded=is_loaded)
+        if self.recording.is_used:
+            self.hooks.enter_context(self.recording.watched(builds=False))
 
     def shard(
         self,
@@ -349,9 +325,9 @@ class ModelSharding:
         return takeover
 
     def _convert(self, module: nn.Module, precision: Precision) -> None:
-        self._recording.notice_writes()
-        record_resets(module, self._recording)
-        with self._recording.active():
+        self.recording.notice_writes()
+        record_resets(module, self.recording)
+        with self.recording.active():
             precision.convert_module(module)
 
     def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
@@ -372,7 +348,7 @@ class ModelSharding:
             units,
             mesh,
             options,
-            recording=self._recording,
+            recording=self.recording,
             takeover=takeover,
             load=load if is_deferred else None,
             is_only=not self.shards_several,
@@ -503,7 +479,7 @@ def _refuse_sync_batch_norm(module: nn.Module) -> None:
         raise ConfigurationError(
             f"expected no SyncBatchNorm (sync_batchnorm=True) in a training on the CPU, where "
             f"torch does not compute it, found {len(names)} layers: "
-            f"{', '.join(map(repr, names[:3]))}{', ...' if names[3:] else ''}. Build the module "
+            f"{first_three(map(repr, names))}. Build the module "
             f"anew and leave sync_batchnorm out, so that each rank normalizes by its own batch, or "
             f"train on GPUs"
         )

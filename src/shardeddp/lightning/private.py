@@ -11,7 +11,6 @@ import dis
 import inspect
 import os
 import signal
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,7 +25,13 @@ from typing_extensions import override
 from shardeddp.checkpoint.location import is_remote
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError, ConfigurationError
-from shardeddp.lightning.api import NAMESPACE, changed_release, named
+from shardeddp.lightning.api import (
+    NAMESPACE,
+    changed_release,
+    get_human_readable_count,
+    named,
+)
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import changed_parameters
 
 # Other files import these names from here.
@@ -135,6 +140,17 @@ def replace_data_fetcher(loop: Any, fetcher: PrefetchDataFetcher) -> None:
     loop._data_fetcher = fetcher
 
 
+def _patched(owner: Any, **functions: Any) -> Callable[[], None]:
+    """Set functions on an object, in place of methods of its class; return a function that undoes it."""
+    vars(owner).update(functions)
+
+    def undo() -> None:
+        for name in functions:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
 def surround_fetches(
     trainer: Any, before: Callable[[], object], after: Callable[[], object]
 ) -> Callable[[], None]:
@@ -153,13 +169,7 @@ def surround_fetches(
         type(loop)._on_after_fetch(loop)
         after()
 
-    vars(loop).update(_on_before_fetch=begin, _on_after_fetch=end)
-
-    def undo() -> None:
-        vars(loop).pop("_on_before_fetch", None)
-        vars(loop).pop("_on_after_fetch", None)
-
-    return undo
+    return _patched(loop, _on_before_fetch=begin, _on_after_fetch=end)
 
 
 def accumulates(loop: Any) -> bool:
@@ -190,17 +200,9 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
         Function that undoes it.
     """
     kind = type(loop)
-    own = [
-        name for name in ("_store_dataloader_outputs", "_on_predict_epoch_end") if name in dir(kind)
-    ]
-    for name in own:
-        vars(loop)[name] = partial(delay, partial(getattr(kind, name), loop))
-
-    def undo() -> None:
-        for name in own:
-            vars(loop).pop(name, None)
-
-    return undo
+    ends = {"_store_dataloader_outputs", "_on_predict_epoch_end"} & {*dir(kind)}
+    own = {name: partial(delay, partial(getattr(kind, name), loop)) for name in ends}
+    return _patched(loop, **own)
 
 
 # -- Signals
@@ -329,15 +331,10 @@ def averaging_device(callback: Any) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-def replace_summary(callback: Any, summarize: Callable[[nn.Module, int], ModelSummary]) -> None:
-    """Replace the summary that a ``ModelSummary`` prints.
-
-    Args:
-        callback: Callback; a subclass with its own ``_summary`` is left unchanged.
-        summarize: Function of module and depth that returns the summary.
-    """
-    if _summary_of(type(callback)) is _summary_of(named("pytorch.callbacks:ModelSummary")):
-        vars(callback)["_summary"] = partial(_summarize, summarize, callback._max_depth)
+def replace_summary(callback: Any) -> None:
+    """Let a ``ModelSummary`` print a :class:`DeviceSummary`, unless its class has its own summary."""
+    if type(callback)._summary is named("pytorch.callbacks:ModelSummary")._summary:
+        vars(callback)["_summary"] = partial(_summarize, callback._max_depth)
 
 
 def restore_summary(callback: Any) -> None:
@@ -345,89 +342,34 @@ def restore_summary(callback: Any) -> None:
     vars(callback).pop("_summary", None)
 
 
-def _summary_of(kind: Any) -> Any:
-    return kind._summary
+def _summarize(depth: int, trainer: Any, pl_module: Any) -> ModelSummary:
+    return DeviceSummary(pl_module, depth)
 
 
-def _summarize(
-    summarize: Callable[[nn.Module, int], ModelSummary],
-    depth: int,
-    trainer: Any,
-    pl_module: nn.Module,
-) -> ModelSummary:
-    return summarize(pl_module, depth)
+class DeviceSummary(ModelSummary):
+    """Summary of a module with the average number of elements per rank of each layer.
 
-
-class SummaryWithCounts(ModelSummary):
-    """Summary of a module with a column of counts next to the number of parameters."""
-
-    def __init__(
-        self,
-        model: Any,
-        max_depth: int,
-        *,
-        title: str,
-        count: Callable[[nn.Module], float],
-        show: Callable[[float], str],
-    ) -> None:
-        self._title, self._count, self._show = title, count, show
-        super().__init__(model, max_depth=max_depth)
+    The column has Lightning's own title, because ``RichModelSummary`` shows no other.
+    """
 
     @override
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
         columns = super()._get_summary_data()
         place = [name for name, _ in columns].index("Params") + 1
-        counts = [self._count(layer._module) for layer in self._layer_summary.values()]
+        counts = [_held(layer._module) for layer in self._layer_summary.values()]
         # Parameters outside of layers have a row of their own.
         if len(columns[place - 1][1]) > len(counts):
-            counts.append(max(0.0, self._count(self._model) - sum(counts)))
-        columns.insert(place, (self._title, [self._show(count) for count in counts]))
+            counts.append(max(0.0, _held(self._model) - sum(counts)))
+        shown = [get_human_readable_count(round(count)) for count in counts]
+        columns.insert(place, ("Params per Device", shown))
         return columns
 
 
-# -- Launchers
-
-
-class RankLauncher(MultiProcessingLauncher):
-    """Lightning's launcher of spawned and forked ranks, with public hooks for subclasses."""
-
-    @property
-    def strategy(self) -> Any:
-        """Strategy of the launched ranks."""
-        return self._strategy
-
-    @abstractmethod
-    def run_rank(self, run: Callable[[], None]) -> None:
-        """Run a rank from start to end, in its own process."""
-
-    @abstractmethod
-    def collect_results(self, collect: Callable[[], Any], trainer: Any) -> Any:
-        """Collect the results of each rank for the main process."""
-
-    @abstractmethod
-    def recover_results(self, recover: Callable[[], None], trainer: Any, weights_path: Any) -> None:
-        """Restore the results of the ranks in the main process.
-
-        Args:
-            recover: Lightning's own step, to be called.
-            trainer: Trainer of the run.
-            weights_path: Path of the full weights, or None.
-        """
-
-    @override
-    def _wrapping_function(self, *arguments: Any, **named: Any) -> None:
-        self.run_rank(partial(super()._wrapping_function, *arguments, **named))
-
-    @override
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        return self.collect_results(
-            partial(super()._collect_rank_zero_results, trainer, results), trainer
-        )
-
-    @override
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        recover = partial(super()._recover_results_in_main_process, worker_output, trainer)
-        self.recover_results(recover, trainer, worker_output.weights_path)
+def _held(module: nn.Module) -> float:
+    return sum(
+        it.numel() / (it.spec.num_parts if isinstance(it, ShardTensor) else 1)
+        for it in module.parameters()
+    )
 
 
 # -- Table of private names
@@ -515,7 +457,6 @@ _ATTRIBUTES = {
     "pytorch.callbacks:ModelSummary": "_max_depth",
     f"{_SUMMARY}:ModelSummary": "_layer_summary _model",
     f"{_SUMMARY}:LayerSummary": "_module",
-    _LAUNCHER: "_strategy",
     _STRATEGY: "_layer_sync _launcher _lightning_module _precision_plugin",
 }
 

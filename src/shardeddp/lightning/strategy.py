@@ -504,7 +504,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._model_sharding.end_hooks()
+        self._model_sharding.hooks.close()
         module = self.lightning_module
         if self.accelerator is None or module is None:
             raise RuntimeError(
@@ -514,7 +514,7 @@ class ShardedDP(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._checkpoints.begin_run(trainer, self.checkpoint_io)
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._model_sharding.set_aside(self._callbacks.before_sharding(trainer, module))
+        self._model_sharding.recording.set_aside(self._callbacks.before_sharding(trainer, module))
         self._runtime = self._model_sharding.shard(
             module,
             self.precision_plugin,
@@ -529,7 +529,7 @@ class ShardedDP(ParallelStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors made in inference mode cannot be used in a later training.
             loop.inference_mode = False
-        self._model_sharding.forget_values()
+        self._model_sharding.recording.forget_values()
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
