@@ -37,5 +37,7 @@ def test_many_damages_are_counted() -> None:
 
 
 def test_what_could_not_be_checked_is_said() -> None:
-    text = "  not checked, for it was written without a checksum: model.0, model.1, model.2 and 6 more"
+    text = (
+        "  not checked, for it was written without a checksum: model.0, model.1, model.2 and 6 more"
+    )
     assert verification_view(found(0, unchecked=9), 1.5)[1] == text
