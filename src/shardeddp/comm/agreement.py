@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -467,11 +467,8 @@ def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
 
     The number of flags must be the same on all ranks.
     """
-    if group.size == 1:
-        return list(flags)
-    tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    HostReduction(tensor, f"agreement on {len(flags)} flags", group).wait()
-    return [bool(flag) for flag in tensor.tolist()]
+    highest, _ = agree_on_highest_alike(flags, b"", group, f"agreement on {len(flags)} flags")
+    return [bool(flag) for flag in highest]
 
 
 # -- AsyncMaximum: a maximum over ranks, known one batch later
@@ -485,7 +482,7 @@ class AsyncMaximum:
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._under_way: Callable[[], Any] | None = None  # returns the highest number
+        self._under_way: Callable[[], tuple[list[int], bool]] | None = None
 
     def contribute(self, number: int) -> None:
         """Begin to reduce this rank's number; the result of an earlier reduction is dropped.
@@ -494,15 +491,9 @@ class AsyncMaximum:
             number: Integer from 0 to 255.
         """
         self.result()
-        if self._group.size == 1:  # no other rank
-            self._under_way = lambda: number
-            return
-        self._under_way = HostReduction(
-            torch.tensor([number], dtype=torch.uint8, device="cpu"),
-            "agreement on signals",
-            self._group,
-            ahead=True,
-        ).wait
+        self._under_way = ask_for_highest_alike(
+            [number], b"", self._group, "agreement on signals", ahead=True
+        )
 
     def result(self) -> int:
         """Return the highest number contributed; 0 if none was since the last result.
@@ -510,4 +501,4 @@ class AsyncMaximum:
         Blocks until the reduction is done.
         """
         under_way, self._under_way = self._under_way, None
-        return 0 if under_way is None else int(under_way())
+        return 0 if under_way is None else under_way()[0][0]
