@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
+from shardeddp.comm.transfers import TransferThread
 from shardeddp.torch_private import default_store
 
 # -- StoreClient: texts of ranks in the store
 
 T = TypeVar("T")
-Request = tuple[Callable[[], Any], "Future[Any]"]  # a call, and the future of its answer
 
 ANSWER_S = 1.0
 """Maximum time for an answer of the store, which usually takes a thousandth of that."""
 
-_END_S = 0.2
 _FIRST_POLL_S = 0.001
 _POLL_S = 0.05
 """Maximum pause between polls. Pauses begin short, and double: an early result is found early, and
@@ -143,19 +139,13 @@ class _StoreWorker:
     def __init__(self, default: dist.Store) -> None:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
-        self._requests: SimpleQueue[Request | None] = SimpleQueue()
         # A call past its timeout, which may still be running.
         self._overdue: Future[Any] | None = None
         # A single rank is the host of its store. The other ranks of a fake process group do not
         # exist, and its store may keep nothing.
-        self._thread: threading.Thread | None = None
         is_fake = dist.is_initialized() and dist.get_backend() == "fake"
-        if not is_fake and (not dist.is_initialized() or dist.get_world_size() > 1):
-            self._thread = threading.Thread(
-                target=_serve, args=(self._requests,), name="shardeddp-store", daemon=True
-            )
-            self._thread.start()
-        weakref.finalize(self, self._requests.put, None).atexit = False
+        is_alone = is_fake or (dist.is_initialized() and dist.get_world_size() == 1)
+        self._thread = None if is_alone else TransferThread("shardeddp-store")
         self.store: dist.Store = (
             dist.HashStore() if is_fake else self.ask(described.clone, waits_full_timeout=True)
         )
@@ -168,12 +158,12 @@ class _StoreWorker:
         """
         if self._thread is None:
             return call()
-        if not self._thread.is_alive():
+        if self._thread.has_ended:
             raise LostStoreError("this process is about to end")
         answer: Future[T] = Future()
         patience_s = self._patience_s if waits_full_timeout else ANSWER_S
         if waits_full_timeout or self._overdue is None or self._overdue.done():
-            self._requests.put((call, answer))
+            answer = self._thread.begin(call)
             wait([answer], patience_s)
         if not answer.done():
             if not answer.cancel():
@@ -186,32 +176,9 @@ class _StoreWorker:
         except (RuntimeError, ValueError) as error:
             raise LostStoreError(f"the store of the process group is gone ({error})") from error
 
-    def end(self) -> None:
-        """End the thread before the interpreter ends, unless its call may never return."""
-        self._requests.put(None)
-        if self._thread is not None:
-            self._thread.join(_END_S)
-
-
-def _serve(requests: SimpleQueue[Request | None]) -> None:
-    while (request := requests.get()) is not None:
-        call, answer = request
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(call())
-            except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
-                answer.set_exception(error)
-        del request, call, answer  # and with them the client in the call's closure
-
 
 _WORKERS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
 """Workers by the store of the process group: one connection and one thread for a process."""
-
-
-@atexit.register
-def _end_all() -> None:
-    for worker in list(_WORKERS.values()):
-        worker.end()
 
 
 # -- StoreBarrier: a barrier with a timeout, without a collective

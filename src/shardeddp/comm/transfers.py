@@ -35,9 +35,13 @@ _Request = tuple[Callable[[], Any], Future[Any]]
 
 
 class TransferThread:
-    """Runs actions that wait for other ranks, one after the other, on a thread of its own."""
+    """Runs actions that wait for other ranks, one after the other, on a thread of its own.
 
-    def __init__(self) -> None:
+    An action whose future is cancelled before its turn does not run.
+    """
+
+    def __init__(self, name: str = "shardeddp-transfers") -> None:
+        self._name = name
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -50,7 +54,7 @@ class TransferThread:
         result: Future[T] = Future()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_carry_out, args=(self._requests,), name="shardeddp-transfers", daemon=True
+                target=_carry_out, args=(self._requests,), name=self._name, daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._requests.put, None).atexit = False
@@ -60,6 +64,11 @@ class TransferThread:
         else:
             self._requests.put((action, result))
         return result
+
+    @property
+    def has_ended(self) -> bool:
+        """True if actions would not run: at the end of the process, and after a fork."""
+        return self._thread is not None and not self._thread.is_alive()
 
     def end(self) -> None:
         """End the thread before the interpreter ends, unless its wait may never end."""
@@ -123,6 +132,8 @@ def _carry_out(requests: SimpleQueue[_Request | None]) -> None:
 
 
 def _answer(action: Callable[[], T], result: Future[T]) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
     try:
         result.set_result(action())
     except Exception as error:  # noqa: BLE001 - raised where the result is asked for
