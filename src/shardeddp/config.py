@@ -50,33 +50,13 @@ ShardingStrategyName: TypeAlias = Literal[
 ]
 
 ShardSizeOption: TypeAlias = int | Literal["auto"] | None
-"""Size of a shard group: a number; ``auto``: chosen at setup; None: the strategy's default."""
-
 OptimizerShard: TypeAlias = Literal["group", "world"]
-"""Ranks that split the optimizer states: the shard group or all ranks."""
-
 StateDictType: TypeAlias = Literal["auto", "sharded", "full"]
 StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
-
 UnevenBatches: TypeAlias = Literal["error", "min", "join"]
-"""End of an epoch in which ranks have different numbers of batches.
-
-``error``: an error on all ranks. ``min``: the end of the first rank without a batch. ``join``: the
-end of the last rank; the others repeat a batch with weight zero.
-"""
-
 OptimizerScope: TypeAlias = Literal["element", "parameter", "model"]
-"""Input of an optimizer for the new value of an element.
-
-``element``: the element itself, its gradient and its states. ``parameter``: its whole parameter.
-``model``: anything that the optimizer holds.
-"""
-
 DTypeLike: TypeAlias = torch.dtype | str | None
-"""Dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
-
 ModuleClasses: TypeAlias = Sequence[type[nn.Module] | str]
-"""Module classes, or their names or import paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -639,47 +619,31 @@ class Options:
     """
 
     sharding_strategy: str = "full_shard"
-    """Our own name in lower case, or ``auto``; the engine reads ``sharding``."""
+    """Our own name in lower case, or ``auto``."""
     shard_size: ShardSizeOption = None
-    """Size as asked for, for choices and messages; the engine reads ``sharding``."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
-    """Modules that become units."""
     mixed_precision: MixedPrecision | None = None
-    """None: autocast alone decides on dtypes."""
     activation_checkpointing: ActivationCheckpointing | None = None
-    """Modules that recompute their activations, as a policy; None: none do."""
     cpu_offload: CPUOffload = CPUOffload()
-    """State in host memory; no effect on CPUs."""
     reshard_after_forward: bool | int | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
     optimizer_shard: OptimizerShard = "group"
-    """Ranks that split the optimizer; the engine reads ``sharding``."""
     optimizer_scope: Mapping[str, OptimizerScope] = field(default_factory=dict[str, OptimizerScope])
     """By class name or import path; a scope given here counts before the one that is known."""
     tensor_parallel_size: int = 1
-    """Size of the innermost axis of the mesh; 1: there is none."""
     tensor_parallel_plan: TensorPlan | None = None
     """Plan as given: its names are matched once there is a model."""
     expert_parallel_size: int = 1
-    """Number of expert ranks; 1: the mesh of expert parameters is that of all others."""
     experts: Policy | None = None
-    """None: stacked experts with the forward of transformers."""
     forward_prefetch: int = 1
-    """Number of units that a forward gathers before their turn."""
     backward_prefetch: int = 1
-    """Number of units that a backward gathers before their turn."""
     reduce_every_backward: bool | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
     uneven_batches: UnevenBatches = "error"
-    """End of an epoch in which ranks have different numbers of batches."""
     uneven_units: bool = False
-    """True: ranks agree on every pass, also where they have been alike."""
     state_dict_type: StateDictType = "auto"
-    """Format of saves; loads find out what they read."""
     checkpoint_options: CheckpointOptions = CheckpointOptions()
-    """Further options of saves and loads."""
     process_group_backend: str | None = None
-    """None: by the kind of device, once that is known."""
     timeout: timedelta = timedelta(seconds=600)
     """Limit of the rendezvous, of collectives and of messages on the host."""
     debug: bool = False
@@ -687,10 +651,9 @@ class Options:
     plan_only: bool | str = False
     """True or a GPU (its name in the planner's table): plan the run and end it."""
     start_method: StartMethod = "popen"
-    """Method of the launcher, where the cluster environment starts no ranks."""
 
     sharding: ShardingStrategy = field(init=False)
-    """What the engine does; under ``auto`` the first candidate, until one is chosen."""
+    """What the engine reads of these; under ``auto`` the first candidate, until one is chosen."""
     candidates: Mapping[str, ShardingStrategy] = field(init=False, repr=False)
     """Sharding strategies by name that ``auto`` chooses from; without it, the only one."""
 
