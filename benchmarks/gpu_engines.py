@@ -24,7 +24,7 @@ from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, parse_options
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, build_units
@@ -134,9 +134,8 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
         per_node = min(8, world_size)
         mesh = Mesh(asked.sharding.topology(world_size // per_node, per_node), device, TIMEOUT)
         options = MixedPrecision(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
-        resolved = resolve_dtypes(options, None)
-        units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), resolved)
-        cast_at_boundaries(model, units, resolved)
+        units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), options, None)
+        cast_at_boundaries(model, units, options)
 
         def load() -> None:
             """Stand for a checkpoint: nothing is drawn on the host, whose random numbers would take minutes."""

@@ -22,7 +22,7 @@ from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, ShardSize
 from shardeddp.plan.topology import Topology
@@ -92,9 +92,8 @@ class Sharding:
     ) -> Runtime:
         """Shard a model in place, for a precision; a collective."""
         policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
-        dtypes = resolve_dtypes(options, autocast)
-        units = assign_dtypes(model, build_units(model, policy), dtypes)
-        cast_at_boundaries(model, units, dtypes)
+        units = assign_dtypes(model, build_units(model, policy), options, autocast)
+        cast_at_boundaries(model, units, options)
         return shard_model(units, self.mesh(), self.asked, recording=recording, is_only=is_only)
 
     @property

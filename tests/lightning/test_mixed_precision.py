@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardeddp import MixedPrecision
-from shardeddp.config import resolve_mixed_precision
+from shardeddp.config import resolve_dtype, resolve_mixed_precision
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.wrap import NamePolicy, build_units
 from training import RUNTIMES, Sharding, Trial, batch, full
 from world import on_ranks
@@ -67,9 +67,7 @@ def dtypes_of(
 ) -> dict[str, torch.dtype]:
     """In which dtype each parameter is gathered."""
     chosen = MixedPrecision(**options) if options else None
-    units = assign_dtypes(
-        model, build_units(model, NamePolicy(BLOCKS)), resolve_dtypes(chosen, autocast)
-    )
+    units = assign_dtypes(model, build_units(model, NamePolicy(BLOCKS)), chosen, autocast)
     return {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
 
 
@@ -93,9 +91,7 @@ class Scaled(nn.Linear):
 
 def test_a_subclass_may_do_anything_with_its_weight_and_keeps_it() -> None:
     model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
-    units = assign_dtypes(
-        model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16)
-    )
+    units = assign_dtypes(model, build_units(model, NamePolicy(["0"])), None, torch.bfloat16)
     found = {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
     assert found["0.weight"] is torch.float32 and found["1.weight"] is torch.bfloat16
 
@@ -103,9 +99,7 @@ def test_a_subclass_may_do_anything_with_its_weight_and_keeps_it() -> None:
 def test_doubles_and_integers_are_left_to_themselves() -> None:
     model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2))
     model[1].counts = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-    units = assign_dtypes(
-        model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16)
-    )
+    units = assign_dtypes(model, build_units(model, NamePolicy(["0"])), None, torch.bfloat16)
     found = {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
     assert (found["0.weight"], found["1.counts"]) == (torch.float64, torch.int64)
 
@@ -143,7 +137,7 @@ def test_options_are_checked_when_they_are_made() -> None:
 def test_a_dtype_alone_or_fields_are_enough(value: object) -> None:
     options = resolve_mixed_precision(value)
     assert options is not None
-    assert resolve_dtypes(options, None).param_dtype is torch.bfloat16
+    assert resolve_dtype(options.param_dtype, "param_dtype") is torch.bfloat16
 
 
 def test_a_class_to_keep_that_is_not_in_the_model_is_refused() -> None:
@@ -259,13 +253,11 @@ def test_outputs_and_buffers_have_the_dtypes_that_were_asked_for() -> None:
 @on_ranks(2)
 def test_inputs_are_left_alone_where_casting_is_switched_off() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
-    options = resolve_dtypes(MixedPrecision(param_dtype="bf16", cast_forward_inputs=False), None)
+    options = MixedPrecision(param_dtype="bf16", cast_forward_inputs=False)
     cast_at_boundaries(model, build_units(model, NamePolicy(["0"])), options)
     assert not model._forward_pre_hooks and not model[0]._forward_pre_hooks
     with pytest.raises(RuntimeError, match="dtype"):
-        Sharding(units=("0",)).apply(
-            model, options=MixedPrecision(param_dtype="bf16", cast_forward_inputs=False)
-        )
+        Sharding(units=("0",)).apply(model, options=options)
         model(batch(0, 0, 2, 3))
 
 

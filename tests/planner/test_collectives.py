@@ -15,7 +15,7 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, parse_options
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.wrap import NamePolicy, build_units
@@ -105,13 +105,13 @@ def test_the_plan_lists_what_the_engine_sends(
     sharding = asked.sharding
     topology = sharding.topology(2, 4)
     model = Stack(frozen)
-    dtypes = resolve_dtypes(MixedPrecision(param_dtype=dtype) if dtype else None, None)
-    units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
+    precision = MixedPrecision(param_dtype=dtype) if dtype else None
+    units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), precision, None)
     expected = sent_by_kind(
         collectives_of_step([costs_of(unit, topology) for unit in units], sharding, micro_batches)
     )
     with fake_world(8):
-        cast_at_boundaries(model, units, dtypes)
+        cast_at_boundaries(model, units, precision)
         mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=30), sharding.regather_size)
         runtime = shard_model(units, mesh, asked)
         trained = [it for it in model.parameters() if it.requires_grad]

@@ -17,7 +17,7 @@ from shardeddp.config import CPUOffload, MixedPrecision, Options, parse_options
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
@@ -117,9 +117,9 @@ class Training:
         recording: Recording | None = None,
     ) -> None:
         self.setting, self.model = setting, model
-        dtypes = resolve_dtypes(setting.options, setting.autocast)
-        units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
-        cast_at_boundaries(model, units, dtypes)
+        units = build_units(model, NamePolicy(("blocks.*",)))
+        units = assign_dtypes(model, units, setting.options, setting.autocast)
+        cast_at_boundaries(model, units, setting.options)
         mesh = mesh or setting.mesh()
         self.runtime: Runtime = shard_model(units, mesh, setting.asked, recording=recording)
         self.optimizer = adamw(model)

@@ -27,7 +27,6 @@ from shardeddp.lightning.precision import (
     assign_dtypes,
     cast_at_boundaries,
     forget_dtypes,
-    resolve_dtypes,
 )
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup
@@ -452,9 +451,8 @@ class ModelSharding:
             split |= cut_layers(module, layers, tensor_axis(self._group.mesh))
         units = build_units(module, policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
-        dtypes = resolve_dtypes(options.mixed_precision, autocast)
-        units = assign_dtypes(module, units, dtypes)
-        cast_at_boundaries(module, units, dtypes)
+        units = assign_dtypes(module, units, options.mixed_precision, autocast)
+        cast_at_boundaries(module, units, options.mixed_precision)
         if options.activation_checkpointing is not None:
             checkpoint_activations(module, options.activation_checkpointing)
         return units

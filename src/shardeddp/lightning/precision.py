@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.config import MixedPrecision as MixedPrecisionOptions
-from shardeddp.config import resolve_dtype
+from shardeddp.config import ModuleClasses, resolve_dtype
 from shardeddp.engine.forward_copies import (
     compute_with_copies,
     compute_with_parameters,
@@ -152,44 +152,12 @@ def _sharded(stock: type[Precision], attributes: Mapping[str, Any]) -> ShardedPr
 # -- Dtypes of gathered parameters and reductions, and casts between modules
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dtypes:
-    """Dtypes of a run: resolved :class:`MixedPrecisionOptions`, and the Trainer's autocast."""
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-    keep_fp32: Sequence[type[nn.Module] | str] = ()
-    autocast: torch.dtype | None = None
-    """Dtype of the autocast around every step; None: no autocast."""
-
-
-def resolve_dtypes(options: MixedPrecisionOptions | None, autocast: torch.dtype | None) -> Dtypes:
-    """Resolve the names of dtypes.
-
-    Args:
-        options: Mixed precision options of the user; None: no options.
-        autocast: Dtype of the Trainer's autocast; None: no autocast.
-
-    Raises:
-        ConfigurationError: A name is not that of a floating-point dtype.
-    """
-    if options is None:
-        return Dtypes(autocast=autocast)
-    return Dtypes(
-        param_dtype=resolve_dtype(options.param_dtype, "param_dtype"),
-        reduce_dtype=resolve_dtype(options.reduce_dtype, "reduce_dtype"),
-        output_dtype=resolve_dtype(options.output_dtype, "output_dtype"),
-        buffer_dtype=resolve_dtype(options.buffer_dtype, "buffer_dtype"),
-        cast_forward_inputs=options.cast_forward_inputs,
-        keep_fp32=tuple(options.keep_fp32),
-        autocast=autocast,
-    )
-
-
-def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
+def assign_dtypes(
+    root: nn.Module,
+    units: Sequence[UnitSpec],
+    options: MixedPrecisionOptions | None,
+    autocast: torch.dtype | None,
+) -> list[UnitSpec]:
     """Return the units with the dtypes in which each parameter is gathered and reduced.
 
     Without the user's ``param_dtype``, autocast decides: a parameter that it would cast before
@@ -200,18 +168,24 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         ConfigurationError: A class of ``keep_fp32`` is not in the model, or a parameter is shared
             between a module of such a class and another module.
     """
-    kept = _inside(_kept_modules(root, dtypes))
+    options = options or MixedPrecisionOptions()
+    param_dtype = resolve_dtype(options.param_dtype, "param_dtype")
+    reduce_dtype = resolve_dtype(options.reduce_dtype, "reduce_dtype")
+    kept = _inside(_kept_modules(root, options.keep_fp32))
 
     def assigned(spec: ParameterSpec) -> ParameterSpec:
         if not spec.dtype.is_floating_point:
             return spec
-        compute_in = _compute_dtype(spec, dtypes, kept)
-        by_autocast = compute_in is not None and dtypes.param_dtype is None
+        if param_dtype is None:
+            compute_in = autocast if is_cast_by_autocast(spec) else None
+        else:
+            compute_in = None if _is_kept(spec, kept) else param_dtype
+        by_autocast = compute_in is not None and param_dtype is None
         return replace(
             spec,
             compute_in=compute_in,
             is_forward_copy=by_autocast or _is_layers_own(spec),
-            reduce_in=dtypes.reduce_dtype,
+            reduce_in=reduce_dtype,
         )
 
     units = [
@@ -219,7 +193,7 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
         for unit in units
     ]
     copied = [spec for unit in units for spec in unit.parameters if spec.is_forward_copy]
-    _prepare_copies(root, copied, by_autocast=dtypes.param_dtype is None)
+    _prepare_copies(root, copied, by_autocast=param_dtype is None)
     return units
 
 
@@ -258,35 +232,42 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec], *, by_autoc
             compute_with_copies(module, own, inner, by_autocast=id(module) in cast)
 
 
-def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
+def cast_at_boundaries(
+    root: nn.Module, units: Sequence[UnitSpec], options: MixedPrecisionOptions | None
+) -> None:
     """Cast inputs and outputs of modules, and buffers, by the user's options.
 
     Inputs of units and of the model's outermost modules are cast, and outputs of the outermost
     modules. ``keep_fp32`` modules take inputs in their own dtype and return ``param_dtype``.
     Without options there is no cast.
     """
-    kept = _kept_modules(root, dtypes)
+    if options is None:
+        return
+    param_dtype = resolve_dtype(options.param_dtype, "param_dtype")
+    output_dtype = resolve_dtype(options.output_dtype, "output_dtype")
+    buffer_dtype = resolve_dtype(options.buffer_dtype, "buffer_dtype")
+    kept = _kept_modules(root, options.keep_fp32)
     outermost = [root, *_outermost(root)]
-    if dtypes.param_dtype is not None:
+    if param_dtype is not None:
         boundaries = {
             id(module): module for module in (*outermost, *(unit.module for unit in units))
         }
-        if dtypes.cast_forward_inputs:
+        if options.cast_forward_inputs:
             for key, module in boundaries.items():
                 if key not in kept:
-                    _cast_inputs(module, dtypes.param_dtype)
+                    _cast_inputs(module, param_dtype)
         for module in kept.values():
             own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
             _cast_inputs(module, own)
-            _cast_outputs(module, dtypes.param_dtype)
-    if dtypes.output_dtype is not None:
+            _cast_outputs(module, param_dtype)
+    if output_dtype is not None:
         for module in outermost:
-            _cast_outputs(module, dtypes.output_dtype)
-    if dtypes.buffer_dtype is not None:
+            _cast_outputs(module, output_dtype)
+    if buffer_dtype is not None:
         inside = _inside(kept)
         for module in root.modules():
             if id(module) not in inside:
-                _cast_buffers(module, dtypes.buffer_dtype)
+                _cast_buffers(module, buffer_dtype)
 
 
 def forget_dtypes(root: nn.Module) -> None:
@@ -300,11 +281,7 @@ def _is_cast(hook: object) -> bool:
     return isinstance(hook, partial) and hook.func in (_cast_before, _cast_after)
 
 
-def _compute_dtype(
-    spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Module]
-) -> torch.dtype | None:
-    if dtypes.param_dtype is None:
-        return dtypes.autocast if is_cast_by_autocast(spec) else None
+def _is_kept(spec: ParameterSpec, kept: Mapping[int, nn.Module]) -> bool:
     keeps = [id(module) in kept for module, _ in spec.registrations]
     if any(keeps) and not all(keeps):
         raise ConfigurationError(
@@ -312,14 +289,14 @@ def _compute_dtype(
             f"whose class is not: expected one dtype for it. Name the classes of both, or of "
             f"neither"
         )
-    return None if any(keeps) else dtypes.param_dtype
+    return any(keeps)
 
 
-def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:
+def _kept_modules(root: nn.Module, keep_fp32: ModuleClasses) -> dict[int, nn.Module]:
     """Return the outermost modules that keep their dtype, by ``id``."""
-    if not dtypes.keep_fp32:
+    if not keep_fp32:
         return {}
-    names = ClassPolicy(list(dtypes.keep_fp32)).select(root)
+    names = ClassPolicy(list(keep_fp32)).select(root)
     found = {id(module): module for module in map(root.get_submodule, names)}
     inner = {
         id(child) for module in found.values() for child in module.modules() if child is not module
