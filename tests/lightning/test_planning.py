@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
 from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
-from shardeddp.config import candidates, choose_sharding
+from shardeddp.config import candidates, choose_sharding, parse_options
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import planning as module
@@ -25,7 +25,6 @@ from shardeddp.lightning.planning import (
     resized,
 )
 from shardeddp.plan.hardware import GPUS, Cluster, find_gpu
-from shardeddp.planner.axes import ModelAxes
 from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
@@ -232,7 +231,7 @@ def test_units_that_are_gathered_ahead_take_memory_and_hide_gathers() -> None:
     sharding = choose_sharding("full_shard")
 
     def planned(ahead: int, back: int) -> Planned:
-        asked = replace(setting(), forward_prefetch=ahead, backward_prefetch=back)
+        asked = setting(forward_prefetch=ahead, backward_prefetch=back)
         return plan_as_set(TinyGpt(), batch, [("full_shard", sharding)], asked, "A100-80").best
 
     none, one, two = (planned(1, depth) for depth in (0, 1, 2))
@@ -306,19 +305,19 @@ def test_a_dry_run_without_a_batch_or_of_something_else_says_so() -> None:
 # -- auto
 
 
-def setting(device: str = "cuda") -> RunSetting:
+def setting(device: str = "cuda", **options: Any) -> RunSetting:
+    asked = {"sharding_strategy": "auto", "auto_wrap_policy": NamePolicy(("blocks.*",)), **options}
     return RunSetting(
-        policy=NamePolicy(("blocks.*",)),
+        options=parse_options(asked),
         precision="32-true",
-        recompute="none",
-        offload="none",
-        forward_prefetch=1,
-        backward_prefetch=1,
         device=torch.device(device),
         num_nodes=2,
         ranks_per_node=4,
         accumulates=1,
     )
+
+
+AUTO_SIZE = {"sharding_strategy": "hybrid_shard", "shard_size": "auto"}
 
 
 def test_options_decide_which_strategies_are_candidates() -> None:
@@ -366,7 +365,7 @@ def test_on_a_gpu_memory_decides_and_the_reason_says_what_is_not_known(
     monkeypatch: pytest.MonkeyPatch, device: Device, module: Any, name: str, reason: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    chosen = choose_strategy(module, candidates(), setting())
+    chosen = choose_strategy(module, setting())
     assert chosen.sharding_strategy == name
     assert reason in chosen.reason
     assert len(module.blocks) == 3
@@ -380,7 +379,7 @@ def test_on_a_gpu_with_an_example_the_predicted_time_decides(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     module = TinyGpt() if known else Reads()
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
-    chosen = choose_strategy(module, candidates(), setting())
+    chosen = choose_strategy(module, setting())
     if known:
         assert "the fastest that fits 8 x A100-80 by the plan" in chosen.reason
     else:
@@ -388,14 +387,14 @@ def test_on_a_gpu_with_an_example_the_predicted_time_decides(
 
 
 def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
-    chosen = choose_strategy(TinyGpt(), candidates(), setting("cpu"))
+    chosen = choose_strategy(TinyGpt(), setting("cpu"))
     assert chosen.sharding_strategy == "full_shard"
     assert "memory of cpu is not known" in chosen.reason
 
 
 def test_without_a_plan_as_many_ranks_share_a_model_as_need_no_network() -> None:
-    sharding = candidates(shard_size="auto")["hybrid_shard"]
-    found = [choose_shard_size(TinyGpt(), sharding, setting("cpu"), reach) for reach in (4, 8)]
+    asked = setting("cpu", **AUTO_SIZE)
+    found = [choose_shard_size(TinyGpt(), asked, reach) for reach in (4, 8)]
     assert [(it.shard_size, it.reason) for it in found] == [
         (4, "the ranks of a node"),
         (8, "the ranks of an NVLink domain"),
@@ -412,7 +411,7 @@ def test_by_the_plan_the_fastest_shard_size_that_fits_is_taken(
     monkeypatch.setitem(GPUS, "B200", replace(GPUS["B200"], memory_gb=memory / 1e9))
     module = TinyGpt()
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
-    chosen = choose_shard_size(module, candidates()["hybrid_shard"], setting(), 4)
+    chosen = choose_shard_size(module, setting(**AUTO_SIZE), 4)
     assert chosen.shard_size == size
     assert "by the plan" in chosen.reason
 
@@ -601,32 +600,27 @@ def test_a_dry_run_plans_the_ranks_that_divide_experts(capsys: pytest.CaptureFix
 def test_a_choice_knows_which_ranks_have_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    module, axes = Mixed(), ModelAxes(expert_size=2, experts=NamePolicy(["experts.*"]))
-    assert (
-        "no example_input"
-        in choose_strategy(module, candidates(), replace(setting(), axes=axes)).reason
-    )
+    module = Mixed()
+    two, three = (setting(expert_parallel_size=size, experts="experts.*") for size in (2, 3))
+    assert "no example_input" in choose_strategy(module, two).reason
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
-    assert (
-        "by the plan" in choose_strategy(module, candidates(), replace(setting(), axes=axes)).reason
-    )
-    three = replace(setting(), axes=replace(axes, expert_size=3))
-    assert "does not divide" in choose_strategy(module, candidates(), three).reason
+    assert "by the plan" in choose_strategy(module, two).reason
+    assert "does not divide" in choose_strategy(module, three).reason
 
 
 @pytest.mark.slow
 def test_a_choice_is_of_the_ranks_with_different_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    split = replace(setting(), axes=ModelAxes(tensor_size=2, tensor_plan=SPLIT))
+    axis = {"tensor_parallel_size": 2, "tensor_parallel_plan": SPLIT}
+    split, sized = setting(**axis), setting(**AUTO_SIZE, **axis)
     module = TinyGpt()
-    by_memory = choose_strategy(module, candidates(), split)
+    by_memory = choose_strategy(module, split)
     assert by_memory.sharding_strategy == "no_shard" and "no example_input" in by_memory.reason
-    sharding = candidates(shard_size="auto")["hybrid_shard"]
-    assert choose_shard_size(module, sharding, split, 4).shard_size == 2
+    assert choose_shard_size(module, sized, 4).shard_size == 2
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
-    assert "by the plan" in choose_strategy(module, candidates(), split).reason
-    assert choose_shard_size(module, sharding, split, 4).shard_size in (2, 4)
+    assert "by the plan" in choose_strategy(module, split).reason
+    assert choose_shard_size(module, sized, 4).shard_size in (2, 4)
 
 
 def test_fabric_says_what_to_write_instead() -> None:
@@ -638,15 +632,17 @@ def test_fabric_says_what_to_write_instead() -> None:
 
 def choose_and_resume(folder: str) -> dict[str, Any]:
     """A run whose ranks would choose differently, as rank 0 alone is told to, and one that goes on from it."""
-    original = module.choose
+    original = module.choose_strategy
     if torch.distributed.get_rank() == 0:
-        module.choose = lambda *_: module.Chosen(sharding_strategy="no_shard", reason="said so")
+        module.choose_strategy = lambda *_: module.Chosen(
+            sharding_strategy="no_shard", reason="said so"
+        )
     strategy = ShardedDP("Auto", auto_wrap_policy={"Block"})
     trainer = make_trainer(strategy, max_steps=2, default_root_dir=folder)
     try:
         trainer.fit(TinyGpt(), token_loader(16))
     finally:
-        module.choose = original
+        module.choose_strategy = original
     path = f"{folder}/chosen.ckpt"
     trainer.save_checkpoint(path)
     other = ShardedDP("auto", auto_wrap_policy={"Block"})

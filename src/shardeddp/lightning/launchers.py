@@ -154,7 +154,7 @@ def make_launcher(
     """
     options = group.options
     if options.plan_only:
-        return PlanLauncher(strategy, options, strategy.setting)
+        return PlanLauncher(strategy)
     if options.start_method == "popen":
         return ShardedScriptLauncher(
             environment, strategy.num_processes, strategy.num_nodes, sharding.hooks.close

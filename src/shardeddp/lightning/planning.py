@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +27,12 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
-from shardeddp.lightning.run_group import Ranks, RunGroup
+from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.plan.topology import Topology
-from shardeddp.planner.axes import WHOLE, ModelAxes
+from shardeddp.planner.axes import ModelAxes
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import (
     configured,
@@ -41,7 +41,7 @@ from shardeddp.planner.source import (
     tokens_of,
     without_weights,
 )
-from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
 ASSUMED_GPU = "H100-80"
@@ -52,25 +52,41 @@ ASSUMED_GPU = "H100-80"
 class RunSetting:
     """Settings of a strategy and its Trainer that plans depend on."""
 
-    policy: Policy
+    options: Options
     precision: str
     """Name in ``shardeddp.planner.trace.PRECISIONS``; others cannot be planned."""
-    recompute: str
-    offload: str
-    forward_prefetch: int
-    backward_prefetch: int
     device: torch.device
     num_nodes: int
     ranks_per_node: int
     accumulates: int
     """Number of micro-batches per optimizer step."""
-    axes: ModelAxes = WHOLE
-    """Axes over which ranks split the model."""
+
+    @property
+    def recompute(self) -> str:
+        """Recomputation by the planner's name."""
+        asked = self.options.activation_checkpointing
+        return "none" if asked is None else "selective" if asked.save_ops else "full"
+
+    @property
+    def offload(self) -> str:
+        """Offload by the planner's name."""
+        asked = self.options.cpu_offload
+        return "params" if asked.params else "optimizer" if asked.optimizer else "none"
+
+    @property
+    def axes(self) -> ModelAxes:
+        """Axes over which ranks split the model."""
+        return ModelAxes(
+            tensor_size=self.options.tensor_parallel_size,
+            tensor_plan=self.options.tensor_parallel_plan,
+            expert_size=self.options.expert_parallel_size,
+            experts=self.options.experts,
+        )
 
     @property
     def data_size(self) -> int:
         """Number of ranks with different batches."""
-        return self.num_nodes * self.ranks_per_node // self.axes.tensor_size
+        return self.num_nodes * self.ranks_per_node // self.options.tensor_parallel_size
 
     def topology(self, sharding: ShardingStrategy) -> Topology:
         """Return the topology of the ranks under a sharding strategy.
@@ -81,33 +97,20 @@ class RunSetting:
         return sharding.topology(
             self.num_nodes,
             self.ranks_per_node,
-            tensor_size=self.axes.tensor_size,
-            expert_size=self.axes.expert_size,
+            tensor_size=self.options.tensor_parallel_size,
+            expert_size=self.options.expert_parallel_size,
         )
 
-    @classmethod
-    def of(cls, options: Options, precision: object, ranks: Ranks, accumulates: int) -> RunSetting:
-        """Collect the settings of a run; ``precision`` is the Trainer's."""
-        recomputes, offload = options.activation_checkpointing, options.cpu_offload
-        selective = recomputes is not None and recomputes.save_ops
-        return cls(
-            policy=options.auto_wrap_policy,
-            precision=planned_precision(precision, options.mixed_precision),
-            recompute="selective" if selective else "none" if recomputes is None else "full",
-            offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
-            forward_prefetch=options.forward_prefetch,
-            backward_prefetch=options.backward_prefetch,
-            device=ranks.device,
-            num_nodes=ranks.num_nodes,
-            ranks_per_node=ranks.per_node,
-            accumulates=accumulates,
-            axes=ModelAxes(
-                tensor_size=options.tensor_parallel_size,
-                tensor_plan=options.tensor_parallel_plan,
-                expert_size=options.expert_parallel_size,
-                experts=options.experts,
-            ),
-        )
+    def possible(
+        self, candidates: Iterable[tuple[str, ShardingStrategy]]
+    ) -> list[tuple[str, ShardingStrategy]]:
+        """Return the sharding strategies, with names, whose sizes divide the number of ranks."""
+        found: list[tuple[str, ShardingStrategy]] = []
+        for name, sharding in candidates:
+            with suppress(ConfigurationError):
+                self.topology(sharding)
+                found.append((name, sharding))
+        return found
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
@@ -167,9 +170,9 @@ def _plan_with(
             expert_parallel_sizes=(axes.expert_size,),
             experts=axes.experts,
             precisions=(setting.precision,),
-            auto_wrap_policy=setting.policy,
-            forward_prefetch=setting.forward_prefetch,
-            backward_prefetch=setting.backward_prefetch,
+            auto_wrap_policy=setting.options.auto_wrap_policy,
+            forward_prefetch=setting.options.forward_prefetch,
+            backward_prefetch=setting.options.backward_prefetch,
             **options,
         )
 
@@ -182,14 +185,10 @@ class PlanLauncher:
 
     Args:
         strategy: Strategy of the run; its ``planned`` becomes the plan.
-        options: Options of the strategy; ``plan_only`` may name a GPU, else this machine's is used.
-        setting: Function of the Trainer that returns the settings of the run.
     """
 
-    def __init__(
-        self, strategy: Any, options: Options, setting: Callable[[Trainer], RunSetting]
-    ) -> None:
-        self._strategy, self._options, self._setting = strategy, options, setting
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
 
     is_interactive_compatible = True
     """Flag for Lightning: works in a notebook, since it starts no process."""
@@ -210,13 +209,13 @@ class PlanLauncher:
         given = signature(function).bind(*args, **kwargs).arguments
         module: LightningModule = given["model"] or self._strategy.lightning_module
         batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
-        options = self._options
-        asked = options.plan_only
+        setting: RunSetting = self._strategy.setting(trainer)
+        options = setting.options
         plan, note = plan_of_run(
             module,
             batch,
-            self._setting(trainer),
-            asked if isinstance(asked, str) else None,
+            setting,
+            options.plan_only if isinstance(options.plan_only, str) else None,
             # Nothing for ``auto``, which takes the best plan.
             {options.sharding_strategy: options.sharding}
             if options.sharding_strategy in SHARDING_STRATEGIES
@@ -336,45 +335,6 @@ def gpu_at(device: torch.device) -> str | None:
     return gpu_of_device(found.name, found.total_memory)
 
 
-def choose_shard_size(
-    module: LightningModule | None, sharding: ShardingStrategy, setting: RunSetting, reach: int
-) -> Chosen:
-    """Choose the shard size of ``hybrid_shard``.
-
-    If the GPU and, from ``example_input_array``, the activations are known: the fastest size that
-    fits by the plan. Else the ranks that reach each other without the network.
-
-    Args:
-        module: Module to train; None: unknown.
-        sharding: Strategy as configured, without the shard size.
-        setting: Settings of the run.
-        reach: Number of ranks of a node, or of an NVLink domain of several nodes.
-    """
-    count = setting.num_nodes * setting.ranks_per_node
-    near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
-    near_size = reach // setting.axes.tensor_size
-    usual = Chosen(
-        sharding_strategy="hybrid_shard", shard_size=near_size, reason=f"the ranks of {near}"
-    )
-    gpu = gpu_at(setting.device)
-    if gpu is None or module is None or module.example_input_array is None:
-        return usual
-    setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
-    possible: list[tuple[str, ShardingStrategy]] = []
-    for size in shard_sizes(setting.num_nodes, near_size):
-        with suppress(ConfigurationError):  # the regather size does not divide it
-            one = replace(sharding, shard_size=size)
-            setting.topology(one)
-            possible.append(("hybrid_shard", one))
-    try:
-        plan = plan_as_set(module, module.example_input_array, possible, setting, gpu)
-    except ConfigurationError as error:
-        return replace(
-            usual, reason=f"{usual.reason}; its step could not be planned: {str(error)[:80]}"
-        )
-    return replace(usual, shard_size=plan.best.choice.shard_size, reason=_reason(plan, gpu))
-
-
 def choose_on_rank_zero(
     group: RunGroup, module: LightningModule | None, setting: RunSetting
 ) -> Chosen:
@@ -387,9 +347,12 @@ def choose_on_rank_zero(
     """
     options = group.options
     reach = group.reach or setting.ranks_per_node
-    found = group.on_rank_zero(
-        "choice of a sharding strategy", lambda: vars(choose(module, options, setting, reach))
+    choose = (
+        partial(choose_shard_size, module, setting, reach)  # valid with hybrid_shard alone
+        if options.shard_size == AUTO
+        else partial(choose_strategy, module, setting)
     )
+    found = group.on_rank_zero("choice of a sharding strategy", lambda: vars(choose()))
     chosen = Chosen(**found)
     over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
     rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
@@ -398,43 +361,43 @@ def choose_on_rank_zero(
     return chosen
 
 
-def choose(
-    module: LightningModule | None, options: Options, setting: RunSetting, reach: int
-) -> Chosen:
-    """Choose the value of ``auto``: the shard size of ``hybrid_shard``, or the strategy.
+def choose_shard_size(module: LightningModule | None, setting: RunSetting, reach: int) -> Chosen:
+    """Choose the shard size of ``hybrid_shard``.
+
+    If the GPU and, from ``example_input_array``, the activations are known: the fastest size that
+    fits by the plan. Else the ranks that reach each other without the network.
 
     Args:
         module: Module to train; None: unknown.
-        options: Options of the strategy.
         setting: Settings of the run.
         reach: Number of ranks of a node, or of an NVLink domain of several nodes.
     """
-    if options.shard_size == AUTO:  # valid with hybrid_shard alone
-        return choose_shard_size(module, options.candidates["hybrid_shard"], setting, reach)
-    return choose_strategy(module, options.candidates, setting)
+    count = setting.num_nodes * setting.ranks_per_node
+    near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
+    near_size = reach // setting.options.tensor_parallel_size
+    setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
+
+    def sizes() -> Iterator[tuple[str, ShardingStrategy]]:
+        for size in shard_sizes(setting.num_nodes, near_size):
+            with suppress(ConfigurationError):  # the regather size does not divide it
+                sharding = setting.options.candidates["hybrid_shard"]
+                yield "hybrid_shard", replace(sharding, shard_size=size)
+
+    chosen, note = _fastest(module, setting.possible(sizes()), setting)
+    return chosen or Chosen(
+        sharding_strategy="hybrid_shard", shard_size=near_size, reason=f"the ranks of {near}{note}"
+    )
 
 
-def choose_strategy(
-    module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: RunSetting
-) -> Chosen:
+def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chosen:
     """Choose a sharding strategy for a run.
 
     If the GPU and, from ``example_input_array``, the activations are known: the fastest that fits
     by the plan. If only the device's memory is known: by the memory of parameters, gradients and
-    optimizer states. Else the first candidate.
-
-    Args:
-        module: Module to train; None: unknown.
-        candidates: Strategies that the other options allow, by name, the one with the least memory
-            first.
-        setting: Settings of the run.
+    optimizer states. Else the first candidate, which has the least memory.
     """
-    possible: dict[str, ShardingStrategy] = {}
-    for name, sharding in candidates.items():
-        with suppress(ConfigurationError):  # a size that does not divide the ranks
-            setting.topology(sharding)
-            possible[name] = sharding
-    candidates = possible or candidates
+    every = setting.options.candidates
+    candidates = dict(setting.possible(every.items())) or every
     names = ", ".join(candidates)
     first = Chosen(
         sharding_strategy=next(iter(candidates)),
@@ -442,15 +405,12 @@ def choose_strategy(
     )
     if setting.device.type != "cuda" or module is None:
         return first
-    gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
-    if gpu is not None and module.example_input_array is not None:
-        try:
-            pairs = tuple(candidates.items())
-            plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
-            return Chosen(sharding_strategy=plan.best.choice.strategy, reason=_reason(plan, gpu))
-        except ConfigurationError as error:
-            note = f"; its step could not be planned: {str(error)[:80]}"
-    else:
+    chosen, note = _fastest(module, [*candidates.items()], setting)
+    if chosen is not None:
+        return replace(chosen, shard_size=None)
+    found = torch.cuda.get_device_properties(setting.device)
+    if not note:
+        gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
         with torch.device("meta"), detached(module):
@@ -461,6 +421,26 @@ def choose_strategy(
             sharding_strategy=first.sharding_strategy,
             reason=f"first of {names}, as the model cannot be planned: {str(error)[:80]}",
         )
+
+
+def _fastest(
+    module: LightningModule | None,
+    candidates: Sequence[tuple[str, ShardingStrategy]],
+    setting: RunSetting,
+) -> tuple[Chosen | None, str]:
+    """Return the best by the plan; None without GPU or example; None and a note on an error."""
+    gpu = gpu_at(setting.device)
+    if gpu is None or module is None or module.example_input_array is None:
+        return None, ""
+    try:
+        plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+    except ConfigurationError as error:
+        return None, f"; its step could not be planned: {str(error)[:80]}"
+    best = plan.best.choice
+    chosen = Chosen(
+        sharding_strategy=best.strategy, shard_size=best.shard_size, reason=_reason(plan, gpu)
+    )
+    return chosen, ""
 
 
 def _reason(plan: Plan, gpu: str) -> str:
@@ -524,14 +504,14 @@ def by_states(
     Raises:
         ConfigurationError: The model has no units.
     """
-    units = build_units(module, *setting.axes.split(module, setting.policy))
+    units = build_units(module, *setting.axes.split(module, setting.options.auto_wrap_policy))
     peaks: dict[str, int] = {}
     for name, sharding in candidates.items():
         topology = setting.topology(sharding)
         peaks[name] = plan_memory(
             [costs_of(unit, topology, on_host=sharding.offload_params) for unit in units],
             sharding,
-            prefetch=setting.backward_prefetch,
+            prefetch=setting.options.backward_prefetch,
             staged=False,
             accumulates=setting.accumulates > 1,
             offload_optimizer=setting.offload == "optimizer",

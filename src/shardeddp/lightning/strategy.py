@@ -62,6 +62,7 @@ from shardeddp.lightning.planning import (
     Chosen,
     RunSetting,
     choose_on_rank_zero,
+    planned_precision,
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
@@ -485,8 +486,16 @@ class ShardedDP(ParallelStrategy):
     def setting(self, trainer: Trainer | None) -> RunSetting:
         """Return the settings that a plan depends on."""
         accumulates = 1 if trainer is None else trainer.accumulate_grad_batches
-        precision = self.precision_plugin.precision
-        return RunSetting.of(self.options, precision, self._ranks, accumulates)
+        return RunSetting(
+            options=self.options,
+            precision=planned_precision(
+                self.precision_plugin.precision, self.options.mixed_precision
+            ),
+            device=self.root_device,
+            num_nodes=self.num_nodes,
+            ranks_per_node=self.num_processes,
+            accumulates=accumulates,
+        )
 
     @contextmanager
     @override
