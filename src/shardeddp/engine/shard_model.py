@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
+from shardeddp.comm import Collectives, Mesh, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
 from shardeddp.engine.deferred_init import Materializer, MetaGuard, record_resets
 from shardeddp.engine.recording import Recording
@@ -254,7 +254,6 @@ def _move_passthrough(spec: UnitSpec, device: torch.device) -> None:
             parameter.grad = parameter.grad.to(device)
 
 
-@torch.no_grad()
 def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
     """Broadcast rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
     if mesh.data.size == mesh.tensor.size == 1:
@@ -263,14 +262,18 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
         for spec in unit.parameters:
             # Experts have followed rank 0 already, while they were whole.
             if spec.parameter.numel() and not spec.parameter.is_meta and not spec.is_of_experts:
-                values = spec.parameter.detach().to(
-                    mesh.device, memory_format=torch.contiguous_format, copy=True
-                )
-                if spec.distribution is None:
-                    mesh.broadcast_whole_(values)
-                else:  # a part, which other ranks of its layer do not have
-                    mesh.data.broadcast_(values, 0).wait()
-                spec.parameter.copy_(values)
+                # Other ranks of a split layer do not have this part.
+                whole = [mesh.tensor] if spec.distribution is None else []
+                take_values(spec.parameter, mesh.device, mesh.data, *whole)
+
+
+@torch.no_grad()
+def take_values(parameter: nn.Parameter, device: torch.device, *groups: Collectives) -> None:
+    """Give a parameter the values of the first rank of each group; a collective of these groups."""
+    values = parameter.detach().to(device, memory_format=torch.contiguous_format, copy=True)
+    for group in groups:
+        group.broadcast_(values, 0).wait()
+    parameter.copy_(values)
 
 
 def fingerprint(plans: Sequence[UnitPlan], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:

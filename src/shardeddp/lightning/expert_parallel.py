@@ -1,62 +1,13 @@
-"""Expert parallelism under Lightning: its device mesh, and checks of unsupported options."""
+"""Expert parallelism under Lightning: checks that all ranks use the same layers of experts."""
 
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardeddp.comm import Mesh
-from shardeddp.comm.activations import name_group
 from shardeddp.engine.runtime import Runtime
-from shardeddp.errors import ConfigurationError, first_three
-from shardeddp.lightning.api import (
-    StochasticWeightAveraging,
-    Trainer,
-    WeightAveraging,
-    callbacks_of,
-    rank_zero_warn,
-)
+from shardeddp.errors import first_three
+from shardeddp.lightning.api import rank_zero_warn
 from shardeddp.tensor.expert_dispatch import DividedExperts, divided_experts, end_forward
-
-EXPERT_PARALLEL = "expert_parallel"
-"""Name of the mesh axis of expert ranks."""
-
-
-def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
-    """Make the mesh of ranks with equal and with different experts; a collective of all ranks."""
-    assert mesh.experts is not None
-    made = mesh.experts.device_mesh(("expert_data_parallel", EXPERT_PARALLEL))
-    name_group(mesh.experts.activations, made[EXPERT_PARALLEL].get_group().group_name)
-    return made
-
-
-def refuse_module(module: nn.Module) -> None:
-    """Refuse modules that expert parallelism is not tested with.
-
-    Raises:
-        ConfigurationError: A parameter or buffer is on the meta device.
-    """
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    deferred = next((name for name, it in tensors if it.is_meta), None)
-    if deferred is not None:
-        raise ConfigurationError(
-            f"expert_parallel_size does not work together with deferred initialization yet, found "
-            f"{deferred!r} on the meta device: build the module on the host"
-        )
-
-
-def refuse_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks that expert parallelism is not tested with.
-
-    Raises:
-        ConfigurationError: A callback averages weights.
-    """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ConfigurationError(
-                f"expert_parallel_size does not work together with {type(callback).__name__} yet, "
-                f"which copies the module: leave the callback out"
-            )
 
 
 class ExpertRankChecks:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardeddp.comm import Collectives, agree_on_any, agree_on_layout, run_on_all_ranks
+from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import AUTO, Options
 from shardeddp.engine.deferred_init import record_resets
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, runtime_of
-from shardeddp.engine.shard_model import place_module, shard_model
+from shardeddp.engine.shard_model import place_module, shard_model, take_values
 from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError, RankError, first_three
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import Precision, Trainer, rank_zero_info, rank_zero_warn
-from shardeddp.lightning.expert_parallel import refuse_module, refuse_trainer
+from shardeddp.lightning.axes import TENSOR_PARALLEL, refuse_untried
 from shardeddp.lightning.precision import (
     ShardedPrecision,
     assign_dtypes,
@@ -31,12 +31,8 @@ from shardeddp.lightning.precision import (
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.lightning.tensor_parallel import (
-    TENSOR_PARALLEL,
     count_batches_once,
     parallelize,
-    refuse_sharded,
-    refuse_untried,
-    refuse_untried_in,
     tensor_axis,
 )
 from shardeddp.optim.attach import suspend
@@ -183,12 +179,7 @@ class ModelSharding:
             # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
             self._group.reuse(runtime.mesh)
             return runtime
-        options = self._group.options
-        refuse_sharded(module, max(options.tensor_parallel_size, options.expert_parallel_size))
-        if options.expert_parallel_size > 1:
-            refuse_module(module)
-        if options.tensor_parallel_size > 1:
-            refuse_untried(module, options.tensor_parallel_plan)
+        refuse_untried(module, self._group.options)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -200,14 +191,6 @@ class ModelSharding:
         except BaseException:
             takeover.restore_values()
             raise
-
-    def refuse_trainer(self, trainer: Trainer, module: nn.Module) -> None:
-        """Refuse callbacks that do not work with split layers or with divided experts."""
-        options = self._group.options
-        if options.tensor_parallel_size > 1:
-            refuse_untried_in(trainer, module, options.tensor_parallel_plan)
-        if options.expert_parallel_size > 1:
-            refuse_trainer(trainer)
 
     def memory_plan(self, runtime: Runtime, *, accumulates: bool) -> MemoryPlan:
         """Plan the memory of this rank for a sharded model, without activations.
@@ -362,7 +345,6 @@ class ModelSharding:
             rank_zero_info(f"ShardedDP: {described}")
         return runtime
 
-    @torch.no_grad()
     def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
         """Find the layers of the plan; give the ranks that split one equal values of it."""
         mesh, options = self._group.mesh, self._group.options
@@ -408,10 +390,9 @@ class ModelSharding:
             )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
             if not parameter.is_meta and parameter.numel():
-                _take_values(parameter, mesh.tensor, mesh.device)
+                take_values(parameter, mesh.device, mesh.tensor)
         return layers
 
-    @torch.no_grad()
     def _find_experts(self, module: nn.Module) -> list[Experts]:
         """Find the experts that are divided among ranks; give all ranks rank 0's values of them."""
         mesh, options = self._group.mesh, self._group.options
@@ -426,7 +407,7 @@ class ModelSharding:
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
         agree_on_layout(shapes, mesh.control)
         for parameter in (it for each in experts for it in each.module.parameters()):
-            _take_values(parameter, mesh.data, mesh.device)
+            take_values(parameter, mesh.device, mesh.data)
         return experts
 
     def _plan(
@@ -456,13 +437,6 @@ class ModelSharding:
         if options.activation_checkpointing is not None:
             checkpoint_activations(module, options.activation_checkpointing)
         return units
-
-
-def _take_values(parameter: nn.Parameter, ranks: Collectives, device: torch.device) -> None:
-    """Broadcast a parameter's values from the first of some ranks."""
-    values = parameter.detach().to(device).contiguous()
-    ranks.broadcast_(values, 0).wait()
-    parameter.copy_(values)
 
 
 def _compared(precision: Precision) -> object:

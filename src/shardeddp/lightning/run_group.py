@@ -48,13 +48,12 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
-from shardeddp.lightning.expert_parallel import EXPERT_PARALLEL, make_expert_mesh
+from shardeddp.lightning.axes import EXPERT_PARALLEL, make_device_mesh
 from shardeddp.lightning.private import (
     all_gather_ddp_if_available,
     give_device_mesh,
     init_dist_connection,
 )
-from shardeddp.lightning.tensor_parallel import make_device_mesh
 from shardeddp.plan.rank_info import RankInfo
 
 # -- Build id: the version and a digest of the files
@@ -277,10 +276,8 @@ class RunGroup:
                 expert_size=expert_size,
             )
         assert self.current is not None
-        if tensor_size > 1 and self.device_mesh is None:
+        if self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
-        if expert_size > 1 and self.device_mesh is None:
-            self.device_mesh = make_expert_mesh(self.current)
         if self.device_mesh is not None and module is not None:
             give_device_mesh(module, self.device_mesh)
         self.current.begin_run()

@@ -51,6 +51,7 @@ from shardeddp.lightning.api import (
     register_names,
     reset_seed,
 )
+from shardeddp.lightning.axes import refuse_callbacks
 from shardeddp.lightning.callbacks import CallbackAdapters
 from shardeddp.lightning.checkpointing import Checkpoints
 from shardeddp.lightning.expert_parallel import ExpertRankChecks
@@ -519,7 +520,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
-        self._model_sharding.refuse_trainer(trainer, module)
+        refuse_callbacks(trainer, module, self.options)
         self.accelerator.setup(trainer)
         self._checkpoints.begin_run(trainer, self.checkpoint_io)
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))

@@ -1,4 +1,4 @@
-"""Tensor parallelism under Lightning: its device mesh, and checks of unsupported options."""
+"""Tensor parallelism under Lightning: split layers, and checks that their ranks compute the same."""
 
 from __future__ import annotations
 
@@ -23,39 +23,11 @@ from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError, first_three
-from shardeddp.lightning.api import (
-    StochasticWeightAveraging,
-    Trainer,
-    WeightAveraging,
-    callbacks_of,
-)
+from shardeddp.lightning.axes import DATA_PARALLEL
 from shardeddp.tensor.module_hooks import state_of
 from shardeddp.tensor.parallel_styles import SplitLayer, TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
-from shardeddp.torch_private import OptimizedModule
-from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
-
-DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
-"""Names of the mesh axes, as in Lightning's ``ModelParallelStrategy``."""
-
-
-def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Make the device mesh for ``parallelize_module``; a collective of all ranks."""
-    return mesh.device_mesh((DATA_PARALLEL, TENSOR_PARALLEL))
-
-
-def refuse_sharded(module: nn.Module, size: int) -> None:
-    """Refuse modules that another run has sharded, if either run splits layers or experts.
-
-    Raises:
-        ConfigurationError: Parameters of the module are shards of another run.
-    """
-    sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
-    if (size > 1 and sharded) or any(it.spec.mesh.topology.tensor_size > 1 for it in sharded):
-        raise ConfigurationError(
-            "tensor_parallel_size and expert_parallel_size are for modules that no other run has "
-            "sharded: build the module anew"
-        )
+from shardeddp.wrap.tensor_plan import PlannedLayer
 
 
 def tensor_axis(mesh: Mesh) -> TensorAxis:
@@ -68,41 +40,6 @@ def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
     for layer in layers:
         if isinstance(layer.style, ParallelStyle):
             parallelize_module(layer.module, mesh, layer.style)
-
-
-def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
-    """Refuse modules that tensor parallelism is not tested with.
-
-    Args:
-        module: LightningModule of the run.
-        plan: Tensor-parallel plan, not applied yet.
-
-    Raises:
-        ConfigurationError: The module has DTensors, and is compiled or on the meta device.
-    """
-    distributed = _distributed(module, plan)
-    deferred = (
-        name
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if tensor.is_meta
-    )
-    if distributed and (name := next(deferred, None)) is not None:
-        raise ConfigurationError(
-            f"parallelize_module and styles of torch do not work together with deferred "
-            f"initialization, found {name!r} on the meta device and {distributed[0]!r} split: "
-            f"tensor ranks would draw other numbers than one process. Name the layers in "
-            f"tensor_parallel_plan instead, or build the module without it (tensor_parallel_size)"
-        )
-    for name, child in module.named_modules():
-        if distributed and (
-            isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
-        ):
-            raise ConfigurationError(
-                f"parallelize_module and styles of torch do not work together with torch.compile, "
-                f"found {name or 'the module itself'!r} compiled and {distributed[0]!r} split. Name "
-                f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
-                f"(tensor_parallel_size)"
-            )
 
 
 _SHAPES = (
@@ -369,39 +306,6 @@ def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
             child.dist_sync_fn is None or isinstance(child.dist_sync_fn, GatherOverData)
         ):
             child.dist_sync_fn = gather
-
-
-def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
-    """Return the names of parameters that are DTensors, and of layers that will have some."""
-    names = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
-    if plan is not None and plan != "auto":
-        names += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
-    return names
-
-
-def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | None) -> None:
-    """Refuse callbacks that tensor parallelism is not tested with.
-
-    Args:
-        trainer: Trainer of the run.
-        module: LightningModule of the run.
-        plan: Tensor-parallel plan, not applied yet.
-
-    Raises:
-        ConfigurationError: A callback averages weights in an unsupported way.
-    """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigurationError(
-                f"tensor_parallel_size has not been tried with {type(callback).__name__}: use "
-                f"EMAWeightAveraging, or leave the callback out"
-            )
-        if isinstance(callback, WeightAveraging) and (plan is None or _distributed(module, plan)):
-            raise ConfigurationError(
-                f"parallelize_module and styles of torch do not work together with "
-                f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "
-                f"tensor_parallel_plan instead, or leave the callback out (tensor_parallel_size)"
-            )
 
 
 def explain_missing_mesh(error: TypeError) -> None:
