@@ -24,14 +24,7 @@ _EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Command line arguments; None: those of this process.
-
-    Returns:
-        Exit status.
-    """
+    """Run one command, and return its exit status."""
     options = _parser().parse_args(arguments)
     return import_module("shardeddp.cli").run(options)
 

@@ -62,11 +62,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one command.
-
-    Returns:
-        Exit status.
-    """
+    """Run one command, and return its exit status."""
     try:
         return _COMMANDS[options.name](options)
     except UsageError as error:
@@ -474,8 +470,7 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
 def _progress(title: str, quiet: bool = False) -> Generator[tuple[Progress, Progress]]:
     """Show a progress bar on a terminal.
 
-    Yields:
-        Two functions: one to call with the total number of bytes, one with each increment.
+    Yields one function to call with the total number of bytes, and one for each increment.
     """
     hidden = quiet or not sys.stderr.isatty()
     with tqdm(

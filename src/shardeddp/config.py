@@ -204,11 +204,7 @@ class CheckpointOptions:
 
 
 def check_choice(option: str, value: T, choices: Sequence[object], advice: str = "") -> T:
-    """Return the value of an option if it is one of its choices.
-
-    Raises:
-        ConfigurationError: The value is not in ``choices``; ``advice`` ends the message.
-    """
+    """Return the value of an option if it is one of its choices; ``advice`` ends the error's text."""
     if value not in choices:
         raise ConfigurationError(
             f"{option}={value!r}: expected one of {', '.join(map(str, choices))}{advice}"
@@ -225,9 +221,6 @@ def check_fields(
         options: Instance of the dataclass.
         advice: Ends of messages, by field.
         prefix: Text before names of fields, for those that are names of options too.
-
-    Raises:
-        ConfigurationError: A flag is neither True nor False, or a value is none of its choices.
     """
     for name, choices in _choices_of(type(options)).items():
         value = getattr(options, name)
@@ -252,16 +245,7 @@ def _choices_of(kind: type) -> dict[str, tuple[object, ...]]:
 
 
 def _from_fields(option: str, kind: Callable[..., T], value: Any) -> T | Any:
-    """Return the options of a mapping with some of their fields; other values unchanged.
-
-    Args:
-        option: Option with that value, for the error.
-        kind: Dataclass of the options.
-        value: Value as the user has given it.
-
-    Raises:
-        ConfigurationError: A key is no field.
-    """
+    """Return the options of a mapping with some of their fields; other values unchanged."""
     if not isinstance(value, Mapping) or "class_path" in value:
         return value
     known = [*signature(kind).parameters]
@@ -275,11 +259,7 @@ def _from_fields(option: str, kind: Callable[..., T], value: Any) -> T | Any:
 
 
 def resolve_checkpoint_options(value: object) -> CheckpointOptions:
-    """Resolve ``checkpoint_options``: the options, or a mapping with their fields.
-
-    Raises:
-        ConfigurationError: The value is neither.
-    """
+    """Resolve ``checkpoint_options``: the options, or a mapping with their fields."""
     found = _from_fields("checkpoint_options", CheckpointOptions, value)
     if isinstance(found, CheckpointOptions):
         return found
@@ -299,11 +279,7 @@ def _is_duration(value: object) -> TypeGuard[float]:
 
 
 def resolve_timeout(value: object) -> timedelta:
-    """Resolve a ``timeout``: a number of seconds, or a timedelta.
-
-    Raises:
-        ConfigurationError: The value is neither, or not positive.
-    """
+    """Resolve a ``timeout``: a number of seconds, or a timedelta."""
     if _is_duration(value):
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta(0):
@@ -315,11 +291,7 @@ def resolve_timeout(value: object) -> timedelta:
 
 
 def resolve_offload(value: object) -> CPUOffload:
-    """Resolve ``cpu_offload``: a bool, the options, or a mapping with their fields.
-
-    Raises:
-        ConfigurationError: The value is none of these.
-    """
+    """Resolve ``cpu_offload``: a bool, the options, or a mapping with their fields."""
     value = _from_fields("cpu_offload", CPUOffload, options_of("cpu_offload", value))
     if value is None or isinstance(value, bool):
         return CPUOffload(params=bool(value), optimizer=bool(value))
@@ -332,11 +304,7 @@ def resolve_offload(value: object) -> CPUOffload:
 
 
 def resolve_mixed_precision(value: object) -> MixedPrecision | None:
-    """Resolve ``mixed_precision``: None, the options, their fields, or a ``param_dtype``.
-
-    Raises:
-        ConfigurationError: The value is none of these, or has an unknown field or dtype.
-    """
+    """Resolve ``mixed_precision``: None, the options, their fields, or a ``param_dtype``."""
     value = _from_fields("mixed_precision", MixedPrecision, options_of("mixed_precision", value))
     if value is None or isinstance(value, MixedPrecision):
         return value
@@ -358,15 +326,7 @@ _DTYPE_NAMES = {
 
 
 def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
-    """Resolve the dtype of a field of :class:`MixedPrecision`.
-
-    Args:
-        value: Dtype or its name; None is returned unchanged.
-        name: Name of the field, for the error.
-
-    Raises:
-        ConfigurationError: The value is no floating-point dtype.
-    """
+    """Resolve the dtype of a field of :class:`MixedPrecision`."""
     if value is None:
         return None
     text = str(value).lower().removeprefix("torch.")
@@ -382,11 +342,7 @@ def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
 
 
 def resolve_optimizer_scope(value: Any) -> dict[str, OptimizerScope]:
-    """Resolve ``optimizer_scope``: scopes by name or import path of the optimizer's class.
-
-    Raises:
-        ConfigurationError: The value is no mapping, or a scope is unknown.
-    """
+    """Resolve ``optimizer_scope``: scopes by name or import path of the optimizer's class."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -432,9 +388,6 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
 
     Returns:
         Options with a Policy as ``modules``; None for off.
-
-    Raises:
-        ConfigurationError: The value is none of these, or an option is invalid.
     """
     if value is None or value is False or (isinstance(value, str) and value.lower() == "none"):
         return None
@@ -450,9 +403,6 @@ def resolve_modules(modules: Any) -> Policy:
     """Resolve ``modules`` of :class:`ActivationCheckpointing` to a policy.
 
     A mapping has the ``class_path`` and ``init_args`` of a policy, as in YAML.
-
-    Raises:
-        ConfigurationError: The value chooses no modules.
     """
     if isinstance(modules, Mapping):
         return _build_policy(modules)
@@ -487,11 +437,7 @@ def _build_policy(written: Mapping[str, Any]) -> Policy:
 
 
 def find_sharding(sharding_strategy: str) -> ShardingStrategy:
-    """Return the sharding strategy of a case-insensitive name.
-
-    Raises:
-        ConfigurationError: The name is unknown; the error suggests the nearest one.
-    """
+    """Return the sharding strategy of a case-insensitive name; an error suggests the nearest one."""
     name = str(sharding_strategy).lower()
     if name in SHARDING_STRATEGIES:
         return SHARDING_STRATEGIES[name]
@@ -512,19 +458,7 @@ def choose_sharding(
 ) -> ShardingStrategy:
     """Return the sharding strategy of a name with the user's options applied.
 
-    Args:
-        sharding_strategy: Case-insensitive name.
-        shard_size: Size of a shard group, for ``hybrid_shard`` only; None: the strategy's default;
-            ``auto``: the default until setup chooses one.
-        reduce_every_backward: Override of the strategy's field; None keeps it.
-        reshard_after_forward: True, False, or the number of ranks in the backward's all-gather;
-            None: the strategy's default.
-        offload_params: True to keep shards in host memory.
-        optimizer_shard: ``group``: optimizer states are sharded like parameters; ``world``:
-            replicas split them as well, for ``hybrid_shard`` only.
-
-    Raises:
-        ConfigurationError: The name is unknown, or an option does not go with the strategy.
+    The name is case-insensitive. ``shard_size="auto"`` is the default until setup chooses one.
     """
     sharding = find_sharding(sharding_strategy)
     changes: dict[str, Any] = {}
@@ -559,13 +493,9 @@ def choose_sharding(
 
 
 def candidates(**options: Any) -> dict[str, ShardingStrategy]:
-    """Return the sharding strategies that accept the options, in the order of preference for unknown hardware.
+    """Return the sharding strategies that accept the options of :func:`choose_sharding`.
 
-    Args:
-        options: Options of :func:`choose_sharding`.
-
-    Raises:
-        ConfigurationError: No strategy accepts them.
+    They are in the order of preference for unknown hardware.
     """
     found: dict[str, ShardingStrategy] = {}
     refusals: list[ConfigurationError] = []
@@ -725,15 +655,7 @@ class Options:
         _check_axis("expert_parallel_size", self.expert_parallel_size, splits | untried, {})
 
     def with_sharding(self, name: str, shard_size: ShardSizeOption) -> Options:
-        """Return these options with another sharding strategy.
-
-        Args:
-            name: Name of the strategy, also one of other libraries.
-            shard_size: Its shard size; None: the default.
-
-        Raises:
-            ConfigurationError: The strategy is unknown, or does not work with another option.
-        """
+        """Return these options with another sharding strategy."""
         return replace(self, sharding_strategy=name, shard_size=shard_size)
 
     @property
@@ -749,12 +671,7 @@ def option_names() -> list[str]:
 
 
 def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function that differ from their defaults.
-
-    Args:
-        function: Function or class; arguments without a default are left out.
-        values: Values by name, such as the function's ``locals()``.
-    """
+    """Return the arguments of a function or class that differ from their defaults."""
 
     def differs(value: Any, default: Any) -> bool:
         return value is not default and (type(value) is not type(default) or value != default)
@@ -765,11 +682,9 @@ def changed_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
 
 
 def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Options:
-    """Parse the options of a strategy, as users write them.
+    """Parse the options of a strategy, as users write them; missing ones have their default.
 
-    Args:
-        given: Values by name; missing ones have their default.
-        beside: Names of further arguments of the strategy that are no options.
+    ``beside`` has the names of further arguments of the strategy that are no options.
 
     Raises:
         TypeError: A name is unknown, or an argument of another strategy; with the line to write.
@@ -782,11 +697,7 @@ def parse_options(given: Mapping[str, Any], beside: Collection[str] = ()) -> Opt
 
 
 def _resolve_sharding(options: Options) -> dict[str, Any]:
-    """Return the fields that follow from the sharding strategy, as the user has written it.
-
-    Raises:
-        ConfigurationError: The strategy is unknown, or does not work with another option.
-    """
+    """Return the fields that follow from the sharding strategy, as the user has written it."""
     given, reshard = options.sharding_strategy, options.reshard_after_forward
     known = sharding_of(given) or {"sharding_strategy": given}
     strategy = known["sharding_strategy"]
@@ -869,17 +780,7 @@ def check_size(option: str, size: object) -> None:
 def _check_axis(
     option: str, size: int, untried: Mapping[str, bool], planned: Mapping[str, bool]
 ) -> None:
-    """Refuse options that do not work with an axis.
-
-    Args:
-        option: Option of the axis, for the error.
-        size: Number of ranks on the axis; 1: no check.
-        untried: Options that have not been tried with the axis; True if set.
-        planned: Options that need a plan of the run; True if set.
-
-    Raises:
-        ConfigurationError: An option of either kind is set.
-    """
+    """Refuse options that are set (True) and do not work with an axis, or with plans of it."""
     if size == 1:
         return
     if found := [name for name, is_set in untried.items() if is_set]:

@@ -45,9 +45,6 @@ def text_table(columns: Sequence[Column], width: int) -> list[str]:
     Args:
         columns: Columns with the same number of cells, at least one of names.
         width: Columns of the terminal. Names continue on further lines until the table fits.
-
-    Returns:
-        Lines without trailing blanks.
     """
     texts = [[column.heading, *column.cells, column.footer] for column in columns]
     widths = [max(map(len, each)) for each in texts]
@@ -125,17 +122,11 @@ class UnitRow:
 
 
 def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
-    """Return the unit that holds more than half of all parameters, if that is worth a warning.
+    """Return the unit that holds more than half of all parameters, if worth a warning; else None.
 
     Such a unit sets the peak memory alone: when it is gathered, most of the model is. It is worth a
     warning if the model has several units (with parameters), so that its user means to divide it,
     or is one unit of more than ``SMALL_MODEL_NUMEL`` elements; a tiny model in one unit is fine.
-
-    Args:
-        rows: Units of the model, all of them, the root included.
-
-    Returns:
-        The unit, or None.
     """
     total = sum(row.numel for row in rows)
     holding = [row for row in rows if row.numel > 0]
@@ -399,12 +390,7 @@ def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
 
 
 def tensor_table(rows: Sequence[Row], width: int) -> list[str]:
-    """Return the lines of a table with a row for each tensor or module.
-
-    Args:
-        rows: Rows, at least one.
-        width: Columns of the terminal.
-    """
+    """Return the lines of a table with a row for each tensor or module."""
     together = total(rows)
     names = [
         Column(heading="tensor", cells=[_name(r) for r in rows], footer="total", is_number=False),

@@ -277,12 +277,7 @@ engine: Any = _private("torch.autograd:Variable._execution_engine")
 
 
 class PatchPoint:
-    """A function of torch that may be replaced, and is called through its module.
-
-    Args:
-        path: Module and name.
-        parameters: Expected parameter names of a Python function; None: they are not checked.
-    """
+    """A function of torch that may be replaced, and is called through its module."""
 
     def __init__(self, path: str, parameters: str | None = None) -> None:
         _private(path, parameters)
@@ -470,9 +465,6 @@ def content_of_fsdp_policy(policy: Any) -> Any:
 
     Args:
         policy: Policy, recognized by its name: the engine that it belongs to is not imported here.
-
-    Raises:
-        ConfigurationError: The installed release keeps it in another attribute.
     """
     for name in ("_module_classes", "_lambda_fn"):
         if name in vars(policy):

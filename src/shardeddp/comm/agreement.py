@@ -103,11 +103,7 @@ def _record_of(group: CountedGroup) -> _Record:
 
 
 def begin(group: CountedGroup, kind: str) -> None:
-    """Count one operation; call it before the operation communicates.
-
-    Raises:
-        RuntimeError: This process was forked from a rank of the group.
-    """
+    """Count one operation; call it before the operation communicates."""
     refuse_inherited(group, kind)
     record = _record_of(group)
     if record.first is not None:
@@ -374,10 +370,6 @@ _OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedChec
 def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
     """Compare the layouts that the ranks are about to shard, line by line, before any data moves.
 
-    Args:
-        lines: Description of the layout: a line for the options, then one per parameter.
-        group: Host group of all ranks.
-
     Raises:
         LayoutMismatchError: The lines differ between ranks; names the first difference and the
             ranks on either side.
@@ -406,13 +398,7 @@ def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
 
 
 def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
-    """Broadcast bytes from one rank of the group, and return them.
-
-    Args:
-        payload: Bytes of the source rank; ignored on the others.
-        source: Group rank of the source.
-        group: Host group of the ranks.
-    """
+    """Broadcast bytes from one rank of the group, and return them."""
     is_source = group.rank == source
     step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8, device="cpu")
     HostReduction(step, f"broadcast of rank {source}", group).wait()
@@ -426,17 +412,8 @@ def ask_for_highest_alike(
 ) -> Callable[[], tuple[list[int], bool]]:
     """Begin a reduction: the highest of each level on any rank, and whether all digests are equal.
 
-    Levels and digests have one length on all ranks.
-
-    Args:
-        levels: Numbers of this rank, 0 to 255.
-        digest: Digest of this rank.
-        group: Host group of the ranks.
-        operation: See :class:`HostReduction`.
-        ahead: See :class:`HostReduction`.
-
-    Returns:
-        Function that returns both, once all ranks have contributed.
+    Levels, from 0 to 255, and digests have one length on all ranks. The returned function waits for
+    all ranks; ``operation`` and ``ahead`` are those of :class:`HostReduction`.
     """
     if group.size == 1:
         return lambda: (list(levels), True)
@@ -485,11 +462,7 @@ class AsyncMaximum:
         self._under_way: Callable[[], tuple[list[int], bool]] | None = None
 
     def contribute(self, number: int) -> None:
-        """Begin to reduce this rank's number; the result of an earlier reduction is dropped.
-
-        Args:
-            number: Integer from 0 to 255.
-        """
+        """Begin to reduce this rank's number, 0 to 255; drop the result of an earlier reduction."""
         self.result()
         self._under_way = ask_for_highest_alike(
             [number], b"", self._group, "agreement on signals", ahead=True

@@ -37,13 +37,7 @@ Smaller transfers leave and arrive at once.
 
 
 class GlooCollectives(Collectives):
-    """Collectives among the ranks of a gloo group, on CPU tensors.
-
-    Args:
-        group: Process group.
-        ranks: Global ranks of the group, ascending.
-        traffic: Counter of bytes and calls.
-    """
+    """Collectives among the ranks of a gloo group, on CPU tensors."""
 
     averages = False
 
@@ -220,11 +214,6 @@ class NativeCollectives(Collectives):
 
     They are issued on the current stream and complete in its order, so nothing is left to wait for
     on the host.
-
-    Args:
-        group: Process group.
-        ranks: Global ranks of the group, ascending.
-        traffic: Counter of bytes and calls.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:

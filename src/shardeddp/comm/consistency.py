@@ -51,21 +51,11 @@ class WriteDigest:
             self._values.append((fqn, checksum(values)))
 
     def note_state(self, fqn: str, values: torch.Tensor) -> None:
-        """Record the values of a parameter inside of its unit; only the last record counts.
-
-        Args:
-            fqn: Name of the parameter.
-            values: Elements of the whole parameter.
-        """
+        """Record the values of a parameter inside of its unit; only the last record counts."""
         self._states[fqn] = checksum(values)
 
     def note_options(self, optimizer: str, groups: Sequence[Mapping[str, object]]) -> None:
-        """Record the options with which an optimizer has stepped.
-
-        Args:
-            optimizer: Name of the optimizer.
-            groups: Parameter groups of the optimizer; only numbers and strings are recorded.
-        """
+        """Record the options, numbers and strings, with which an optimizer has stepped."""
         if self._changed is None:
             return
         for index, group in enumerate(groups):
@@ -112,10 +102,6 @@ class WriteDigest:
 
     def tell_of_differences(self, written: dict[str, int], ranks: HostGroup) -> None:
         """Name what differs between ranks, a collective: written values, optimizers, or their options.
-
-        Args:
-            written: Checksums of this rank's writes, as :meth:`take` returned them.
-            ranks: The group that compares.
 
         Raises:
             RuntimeError: Ranks have written different values. The rest is a warning of rank 0.

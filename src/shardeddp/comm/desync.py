@@ -54,9 +54,6 @@ def note_that_runs_alone(function: Callable[..., Any], explanation: str) -> None
 def refuse_traced(operation: str) -> None:
     """Refuse to gather parameters for traced operations: the graph would refer to freed memory.
 
-    Args:
-        operation: Operation that would be traced, and its tensor, for the message.
-
     Raises:
         RuntimeError: Operations are traced, on all ranks that come here; training may go on.
     """
@@ -268,10 +265,6 @@ class DesyncCheck:
     There is one for all meshes of a process group (:meth:`of_group`): a rank waits in one
     operation, however many Trainers it has, and the first check that finds the wait in vain closes
     all connections.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -37,12 +37,7 @@ _CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.Wea
 
 
 class GroupPool:
-    """Process groups of one mesh; making them is a collective of all ranks.
-
-    Args:
-        rank: This rank.
-        timeout: Time for which this rank waits for the others, to compare the returned groups.
-    """
+    """Process groups of one mesh; making them is a collective of all ranks."""
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self._rank = rank
@@ -95,15 +90,7 @@ class GroupPool:
         channel: int = 0,
         patience: timedelta | None = None,
     ) -> HostGroup:
-        """Return the host group of this rank.
-
-        Args:
-            purpose: Use of the group, as for :meth:`get`.
-            ranks: Ranks of all groups of the kind, which have one size; each rank is in one.
-            timeout: Timeout of a transfer.
-            channel: Number of the :class:`Channel`.
-            patience: Maximum time of an operation, as for :class:`HostGroup`.
-        """
+        """Return the host group of this rank; see :meth:`get` and :class:`HostGroup`."""
         own = next(each for each in ranks if self._rank in each)
         rows, columns = grid_of(len(own))
         # On torch's fake process group, which stands for ranks that are not there, gloo finds no
@@ -135,9 +122,6 @@ class GroupPool:
         """Return the groups to the pool, for later meshes of this process.
 
         No transfer has failed in them, and all ranks have begun those that are under way.
-
-        Args:
-            issued: Number of transfers that the run has issued on its streams.
         """
         self._returned.update({key: (group, issued) for key, group in self._own.items()})
 

@@ -152,11 +152,7 @@ class HostGroup:
         return self.channel.thread.begin(action)
 
     def wait_for(self, result: Future[T]) -> T:
-        """Return the result of operations that were begun.
-
-        Raises:
-            RuntimeError: A connection has closed, or the group's patience is over.
-        """
+        """Return the result of operations that were begun."""
         return wait_for(result, self._axes, self._patience)
 
     def _run(self, action: Callable[[], T]) -> T:

@@ -54,12 +54,7 @@ from shardeddp.plan.topology import Topology
 
 
 def axes_of(topology: Topology, regather_size: int | None = None) -> dict[str, list[list[int]]]:
-    """Return the ranks of all process groups of a mesh, by axis.
-
-    Args:
-        topology: Ranks and the axes that divide them.
-        regather_size: Ranks of a regather group; see :class:`Mesh`.
-    """
+    """Return the ranks of all process groups of a mesh, by axis."""
     shard, replicate = topology.shard_groups(), topology.replicate_groups()
     tensor = topology.tensor_groups()
     axes = {"gather": shard, "reduce": shard, "replicate": replicate, "activations": tensor}
@@ -367,9 +362,6 @@ class Mesh:
 
         Users communicate in its groups, so they are separate from those of this mesh. A collective
         of all ranks.
-
-        Args:
-            names: Names of the data parallel and the tensor parallel axis.
         """
         tensor = self.topology.tensor_groups()
         groups = [
@@ -479,14 +471,9 @@ class Mesh:
         of: str = "",
         traffic: Traffic | None = None,
     ) -> Collectives:
-        """Make the collectives of one axis of the mesh; its groups are of equal size.
+        """Make the collectives of one axis of the mesh, whose groups are of equal size.
 
-        Args:
-            axes: Ranks of all groups, by axis.
-            purpose: Name of the axis.
-            otherwise: Collectives to return if the mesh has no such axis.
-            of: Suffix of the group's name.
-            traffic: Byte counter; None: the counter of parameters and gradients.
+        Without such an axis, return ``otherwise``.
         """
         if otherwise is not None and purpose not in axes:
             return otherwise

@@ -57,12 +57,6 @@ def meet(
 ) -> tuple[dist.Store, RankOrder]:
     """Find the other ranks; every rank calls it, once per attempt.
 
-    Args:
-        address: Address of rank 0.
-        port: Port of the store on rank 0.
-        info: Rank info of this process.
-        timeout: Maximum wait for the other ranks.
-
     Returns:
         Store under a prefix of this attempt, and the order of the ranks.
 
@@ -90,11 +84,7 @@ def meet(
 
 
 def switches_of(environment: Mapping[str, str]) -> str:
-    """Return the network switches above this node, the outermost first, as SLURM gives them.
-
-    Args:
-        environment: Environment variables of this process.
-    """
+    """Return the network switches above this node, the outermost first, as SLURM gives them."""
     parts = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     switches = [part for part, kind in zip(parts, kinds, strict=False) if kind not in ("", "node")]
@@ -105,9 +95,6 @@ def nvlink_domain(device: torch.device) -> str:
     """Return the NVLink domain of a GPU: its cluster and clique.
 
     Empty if NVLink does not leave its node, or NVML cannot say.
-
-    Args:
-        device: Device of this rank.
     """
     if device.type != "cuda" or find_spec("pynvml") is None:
         return ""

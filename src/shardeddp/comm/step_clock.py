@@ -41,11 +41,7 @@ class Span(NamedTuple):
 
 
 class HostTimer:
-    """Timer with readings of the host's clock as marks.
-
-    Args:
-        read: Clock in seconds. Tests alone pass it.
-    """
+    """Timer with readings of the host's clock, in seconds, as marks."""
 
     def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
         self.mark: Callable[[], Any] = read
@@ -81,9 +77,6 @@ class StepClock:
     """Divides the time of steps among parts; each moment belongs to the innermost part begun.
 
     So the parts always sum to the step. Nothing blocks: marks are read once they are past.
-
-    Args:
-        timer: Timer that makes the marks.
     """
 
     def __init__(self, timer: HostTimer | CudaTimer) -> None:

@@ -51,11 +51,6 @@ class StoreClient:
 
     All ranks make clients of a topic equally often: the third ones of all ranks share a prefix.
     Making a client may take the store's own timeout, since nothing works without a client.
-
-    Args:
-        topic: Topic of the texts, a part of the prefix.
-        rank: Global rank of this process.
-        patient: True if calls may take the store's own timeout.
     """
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:

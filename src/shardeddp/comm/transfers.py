@@ -48,8 +48,7 @@ class TransferThread:
     def begin(self, action: Callable[[], T]) -> Future[T]:
         """Run an action on the thread; at once if the caller is that thread.
 
-        Args:
-            action: Function to run; its exception is raised where the result is read.
+        Its exception is raised where the result is read.
         """
         result: Future[T] = Future()
         if self._thread is None:

@@ -233,15 +233,8 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
     the remaining modules. A second call replaces the options of a module; with equal options it
     changes nothing.
 
-    Args:
-        root: Model, before or after sharding; the same on every rank.
-        options: Choice of modules, saved operations and offloading.
-
     Returns:
         Names of the chosen modules, in module order.
-
-    Raises:
-        ConfigurationError: The options choose no module, a scripted module, or are invalid.
     """
     context_fn = selective_contexts(options.save_ops)
     modules = dict(root.named_modules(remove_duplicate=False))

@@ -37,10 +37,6 @@ def choose_namespace(environment: Mapping[str, str], imported: Mapping[str, Any]
 
     If both or none are imported, it is ``lightning.pytorch``, if installed.
 
-    Args:
-        environment: Environment variables of the process.
-        imported: Modules by name, as in ``sys.modules``.
-
     Raises:
         ConfigurationError: The variable has an unknown value.
         ImportError: Neither package is installed.
@@ -219,9 +215,6 @@ def extend_reading(extended: Callable[[Reader], Reader]) -> None:
 
     Lightning has no hook: it opens the path as a file for ``torch.load``. Its reader has one name,
     which is replaced in each of its packages that this process has imported.
-
-    Args:
-        extended: Function that wraps Lightning's own reader.
     """
     for namespace in (UNIFIED, STANDALONE):
         saving = sys.modules.get(f"{namespace}.core.saving")

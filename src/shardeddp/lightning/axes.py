@@ -86,11 +86,7 @@ def refuse_untried(module: nn.Module, options: Options) -> None:
 
 
 def refuse_callbacks(trainer: Trainer, module: nn.Module, options: Options) -> None:
-    """Refuse callbacks that an axis does not work with, or has not been tried with.
-
-    Raises:
-        ConfigurationError: A callback averages weights in an unsupported way.
-    """
+    """Refuse callbacks that an axis does not work with, or has not been tried with."""
     plan = options.tensor_parallel_plan
     for callback in callbacks_of(trainer):
         name = type(callback).__name__

@@ -62,24 +62,15 @@ class Averages:
     def keep_on_host(self, trainer: Trainer, module: LightningModule) -> None:
         """Keep the copy that a callback is about to make on the module's device.
 
-        The callback would move the whole copy to the compute device.
-
-        Args:
-            trainer: Trainer with callbacks that are about to be set up.
-            module: Module of the Trainer; its ``to`` is replaced, also in copies, until sharding.
+        The callback would move the whole copy to the compute device. ``module.to`` is replaced,
+        also in copies, until sharding.
         """
         averages = any(isinstance(each, WeightAveraging) for each in callbacks_of(trainer))
         if averages and runtime_of(module) is None:
             self._replace(module, "to", MethodType(_stay, module))
 
     def defer_loads(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
-        """Postpone loads of callbacks, into the module and its averages, until they are sharded.
-
-        Args:
-            trainer: Trainer with callbacks that are about to load their state from a checkpoint.
-            module: Module of the Trainer; its own load is postponed already.
-            cast: True if dtypes may differ from those of the checkpoint.
-        """
+        """Postpone loads of callbacks, into the module and its averages, until they are sharded."""
         if runtime_of(module) is not None:
             return
         for loads in {
@@ -135,9 +126,6 @@ class Averages:
 
         Returns:
             Function that runs the postponed loads; None if there are none.
-
-        Raises:
-            ConfigurationError: Parameters of an average differ from the module's.
         """
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
@@ -242,11 +230,7 @@ def _run_all(loads: list[Callable[[], None]]) -> None:
 
 
 class CallbackAdapters:
-    """Adapters for a Trainer's runs: averages and summaries of callbacks, uneven data loaders.
-
-    Args:
-        uneven_batches: Behaviour of training when a rank runs out of batches before others.
-    """
+    """Adapters for a Trainer's runs: averages and summaries of callbacks, uneven data loaders."""
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
@@ -263,9 +247,6 @@ class CallbackAdapters:
 
         Returns:
             Parameters of all averages; those on the meta device get values during sharding.
-
-        Raises:
-            ConfigurationError: A callback does not work with a sharded module.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
@@ -343,11 +324,7 @@ def _summaries(trainer: Trainer) -> list[ModelSummary]:
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that do not work with a sharded module.
-
-    Raises:
-        ConfigurationError: A callback would fail in the middle of training, or misbehave.
-    """
+    """Refuse callbacks that do not work with a sharded module."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(

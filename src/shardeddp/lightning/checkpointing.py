@@ -51,11 +51,7 @@ _HOW_TO_READ = (
 
 
 class Checkpoints:
-    """Checkpoints that a run writes and deletes.
-
-    Args:
-        group: Run group: options, ranks and mesh of the run.
-    """
+    """Checkpoints that a run writes and deletes."""
 
     def __init__(self, group: RunGroup) -> None:
         self._group = group

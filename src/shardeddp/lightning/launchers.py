@@ -50,11 +50,7 @@ def resolve_last(trainer: Trainer) -> None:
 class ShardedScriptLauncher(SubprocessScriptLauncher):
     """Lightning's script launcher, with checkpoint lookup by the strategy.
 
-    Args:
-        environment: Cluster environment.
-        num_processes: Number of ranks on this node.
-        num_nodes: Number of nodes.
-        end: Function to call when a run has failed, before ``on_exception`` of its callbacks.
+    After a failed run it calls ``end``, before ``on_exception`` of the callbacks.
     """
 
     def __init__(
@@ -144,14 +140,7 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
 def make_launcher(
     strategy: Any, environment: ClusterEnvironment, group: RunGroup, sharding: ModelSharding
 ) -> Any:
-    """Make the launcher of ``plan_only`` or of a start method.
-
-    Args:
-        strategy: Strategy of the ranks.
-        environment: Cluster environment.
-        group: Run group of the strategy.
-        sharding: Sharding of its module.
-    """
+    """Make the launcher of ``plan_only`` or of a start method."""
     options = group.options
     if options.plan_only:
         return PlanLauncher(strategy)
@@ -172,11 +161,7 @@ def make_launcher(
 class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
     """Launcher that spawns or forks ranks, and returns full weights to the main process, as in DDP.
 
-    Args:
-        strategy: Strategy of the ranks.
-        start_method: Start method of ``multiprocessing``.
-        recording: Recorded construction of modules on the meta device.
-        on_error: Function to call in a rank that is about to exit with an error.
+    A rank that is about to exit with an error calls ``on_error``.
     """
 
     def __init__(

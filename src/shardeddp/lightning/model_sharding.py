@@ -83,12 +83,8 @@ def synchronize_generation(module: nn.Module, sharding: ShardingStrategy) -> Non
     """Mark every model with ``generate()`` in a module, if units are gathered per forward.
 
     Ranks whose sequences end at different lengths would run different numbers of forwards, and the
-    longest would wait for the others in a gather.
-
-    Args:
-        module: Root module; transformers models in it are found by the name of their base class, so
-            transformers need not be installed.
-        sharding: Sharding strategy; under ``Reshard.NEVER`` nothing is marked.
+    longest would wait for the others in a gather. Models are found by the name of their base class,
+    so transformers need not be installed.
     """
     if sharding.retains:
         return
@@ -108,12 +104,7 @@ def forget_generation(module: nn.Module) -> None:
 
 
 class ModelSharding:
-    """Sharding of modules that were built as usual or on the meta device.
-
-    Args:
-        group: Run group: options, ranks and mesh of the run.
-        restore: Loader of a checkpoint, which may wait for the shards.
-    """
+    """Sharding of modules that were built as usual or on the meta device."""
 
     def __init__(self, group: RunGroup, restore: Restore) -> None:
         self._group, self._restore = group, restore
@@ -157,17 +148,8 @@ class ModelSharding:
 
         A module that an earlier run has sharded in the same way keeps its engine. Parameters that
         other runs have sharded differently, or in another module, are sharded anew with their
-        present values.
-
-        Args:
-            module: Root module.
-            precision: Precision plugin of the Trainer.
-            replace_layers: Function that replaces layers on the Trainer's request (SyncBatchNorm);
-                called before sharding.
-            fitting: True if the module is going to be trained.
-
-        Raises:
-            ConfigurationError: The module does not allow this sharding, or does not fit an option.
+        present values. Before, ``replace_layers`` replaces layers on the Trainer's request
+        (SyncBatchNorm).
         """
         runtime = runtime_of(module)
         outdated = runtime is not None and self._is_outdated(runtime, precision)
@@ -193,12 +175,7 @@ class ModelSharding:
             raise
 
     def memory_plan(self, runtime: Runtime, *, accumulates: bool) -> MemoryPlan:
-        """Plan the memory of this rank for a sharded model, without activations.
-
-        Args:
-            runtime: Runtime of the model.
-            accumulates: True if a step has several micro-batches.
-        """
+        """Plan the memory of this rank for a sharded model, without activations."""
         return plan_memory(
             [progress.unit.costs() for progress in runtime.progresses],
             self._group.options.sharding,
@@ -209,11 +186,7 @@ class ModelSharding:
         )
 
     def print_units(self, module: nn.Module | None) -> None:
-        """Print the table of a module's units on rank 0.
-
-        Raises:
-            RuntimeError: The module is not sharded yet, or there is none.
-        """
+        """Print the table of a module's units on rank 0."""
         runtime = None if module is None else runtime_of(module)
         if runtime is None:
             raise RuntimeError(
@@ -226,13 +199,6 @@ class ModelSharding:
         self, trainer: Trainer, name: str, shard_size: int | None, ranks: Ranks, runtime: Runtime
     ) -> Options:
         """Check that a model can be sharded by another strategy between two steps; a collective.
-
-        Args:
-            trainer: Trainer of the run.
-            name: Name of the new strategy.
-            shard_size: Its shard size; None: the default.
-            ranks: Ranks of the run.
-            runtime: Runtime of the model, which has been sharded by the present options.
 
         Returns:
             Options with the new strategy; equal to the present ones if nothing changes.
@@ -271,12 +237,7 @@ class ModelSharding:
     ) -> Runtime:
         """Shard a model in training by other options, after :meth:`check_reshard`; a collective.
 
-        Args:
-            module: Root module.
-            precision: Precision plugin of the Trainer.
-            options: Options of the new strategy.
-            ranks: Ranks of the run.
-            former: Runtime of the model by the present options; the new one continues its state.
+        The new engine continues the state of the ``former`` one.
         """
         self._group.renew(options, ranks)
         runtime = self.shard(module, precision, lambda: None, fitting=True)

@@ -27,9 +27,7 @@ def explain_memory(
 ) -> None:
     """Append a memory table to the message of an out-of-memory error; ignore other errors.
 
-    Args:
-        error: Error of a step, while the rank still holds the memory of that moment.
-        describe: Function that returns the lines of the table.
+    To be called while the rank still holds the memory of that moment.
     """
     if not isinstance(error, MemoryError | RuntimeError):
         return
@@ -47,10 +45,6 @@ class MemoryGuard:
     """Context that surrounds another one, and explains an out-of-memory error inside.
 
     A class and not a generator, for speed: a step of a small model enters several.
-
-    Args:
-        inner: Context to enter.
-        describe: Function that returns the lines of the table.
     """
 
     def __init__(
@@ -84,15 +78,7 @@ def memory_lines(
     optimizers: Sequence[Optimizer],
     options: Options,
 ) -> list[str]:
-    """Return lines on the memory that a rank holds on its device, without calls to the device.
-
-    Args:
-        error: Error that a step has raised.
-        runtime: Runtime of the model.
-        plan: Memory plan, without activations.
-        optimizers: Optimizers of the run.
-        options: Options of the strategy.
-    """
+    """Return lines on the memory that a rank holds on its device, without calls to the device."""
     units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
     held = [each.held() for each in units]
     main, between, in_flight = (

@@ -116,9 +116,7 @@ class RunSetting:
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
     """Return the planner's name of a precision, or the name of one that it cannot plan.
 
-    Args:
-        precision: Precision of the Trainer.
-        mixed_precision: Option of the strategy; its ``param_dtype`` overrides the Trainer's.
+    The ``param_dtype`` of ``mixed_precision`` overrides the Trainer's precision.
     """
     given = None if mixed_precision is None else mixed_precision.param_dtype
     dtype = resolve_dtype(given, "param_dtype")
@@ -183,8 +181,7 @@ def _plan_with(
 class PlanLauncher:
     """Launcher that plans the run and prints the plan; starts no ranks and runs no training.
 
-    Args:
-        strategy: Strategy of the run; its ``planned`` becomes the plan.
+    The plan becomes the strategy's ``planned``.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -235,12 +232,9 @@ def plan_of_run(
 ) -> tuple[Plan, list[str]]:
     """Return the plan of a run, and lines on its own settings and on assumptions.
 
-    Args:
-        module: Module to plan; not changed.
-        batch: Micro-batch of one rank.
-        setting: Settings of the run.
-        gpu: Name of the GPU; None: that of this machine.
-        candidates: Configured strategy by name, for a line on its plan; may be empty.
+    The module is not changed. The batch is a micro-batch of one rank. Without ``gpu``, the plan is
+    for that of this machine. ``candidates`` has the configured strategy, for a line on its plan, or
+    nothing.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
     figures: dict[str, float | None] = {}
@@ -338,13 +332,7 @@ def gpu_at(device: torch.device) -> str | None:
 def choose_on_rank_zero(
     group: RunGroup, module: LightningModule | None, setting: RunSetting
 ) -> Chosen:
-    """Replace ``auto`` in the group's options by the choice of rank 0, and log it; a collective.
-
-    Args:
-        group: Run group, connected.
-        module: Module to train; None: unknown.
-        setting: Settings of the run.
-    """
+    """Replace ``auto`` in the group's options by the choice of rank 0, and log it; a collective."""
     options = group.options
     reach = group.reach or setting.ranks_per_node
     choose = (
@@ -365,12 +353,7 @@ def choose_shard_size(module: LightningModule | None, setting: RunSetting, reach
     """Choose the shard size of ``hybrid_shard``.
 
     If the GPU and, from ``example_input_array``, the activations are known: the fastest size that
-    fits by the plan. Else the ranks that reach each other without the network.
-
-    Args:
-        module: Module to train; None: unknown.
-        setting: Settings of the run.
-        reach: Number of ranks of a node, or of an NVLink domain of several nodes.
+    fits by the plan. Else ``reach``: the ranks of a node, or of an NVLink domain of several nodes.
     """
     count = setting.num_nodes * setting.ranks_per_node
     near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
@@ -462,15 +445,10 @@ def plan_as_set(
     gpu: str,
     **options: Any,
 ) -> Plan:
-    """Return the plan of a run for its own settings.
+    """Return the plan of a run for its own settings, under each of the candidates.
 
-    Args:
-        module: Module to plan; not changed.
-        batch: Micro-batch of one rank.
-        candidates: Names and strategies to compare.
-        setting: Settings of the run.
-        gpu: Name of the GPU.
-        options: Further arguments of :func:`make_plan`.
+    The module is not changed. The batch is a micro-batch of one rank. Options go to
+    :func:`make_plan`.
     """
     return _plan_with(
         module,
@@ -493,13 +471,6 @@ def by_states(
     note: str = "",
 ) -> Chosen:
     """Choose the least communication with states in half of the memory; else the least memory.
-
-    Args:
-        module: Module to train.
-        candidates: Strategies to choose from, by name.
-        setting: Settings of the run.
-        memory_nbytes: Memory of the device in bytes.
-        note: Text on unknown figures, added to the reason.
 
     Raises:
         ConfigurationError: The model has no units.

@@ -163,10 +163,6 @@ def assign_dtypes(
     Without the user's ``param_dtype``, autocast decides: a parameter that it would cast before
     every use is gathered in the autocast dtype, with half the bytes and the same result; all others
     compute in their own dtype, as under DDP.
-
-    Raises:
-        ConfigurationError: A class of ``keep_fp32`` is not in the model, or a parameter is shared
-            between a module of such a class and another module.
     """
     options = options or MixedPrecisionOptions()
     param_dtype = resolve_dtype(options.param_dtype, "param_dtype")

@@ -191,13 +191,7 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
     """Delay the end of each loader in an evaluation loop, and the end of a prediction.
 
     Hooks that follow a reduction of metrics or the collection of predictions run afterwards.
-
-    Args:
-        loop: Evaluation or prediction loop.
-        delay: Function that gets the original end and calls it.
-
-    Returns:
-        Function that undoes it.
+    ``delay`` gets the original end and calls it. Return a function that undoes it.
     """
     kind = type(loop)
     ends = {"_store_dataloader_outputs", "_on_predict_epoch_end"} & {*dir(kind)}

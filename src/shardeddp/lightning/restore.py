@@ -112,11 +112,6 @@ class Restore:
     def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Read a checkpoint of either kind; model and optimizer tensors are read when loaded.
 
-        Args:
-            path: Path of the checkpoint, the same on all ranks.
-            weights_only: False unpickles objects that only pickle could save.
-            io: Checkpoint plugin, for files that torch has not written.
-
         Raises:
             CheckpointError: The checkpoint is damaged, or differs between ranks; the error names an
                 alternative.

@@ -124,11 +124,7 @@ class Ranks(NamedTuple):
 
 
 class RunGroup:
-    """Ranks of a run and their communication.
-
-    Args:
-        options: Options of the strategy: sizes of groups, backend, timeout and ``debug``.
-    """
+    """Ranks of a run and their communication."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -150,11 +146,7 @@ class RunGroup:
 
     @property
     def mesh(self) -> Mesh:
-        """Communicators of this rank.
-
-        Raises:
-            RuntimeError: The process group is not set up yet.
-        """
+        """Communicators of this rank."""
         if self.current is None:
             raise RuntimeError(
                 "ShardedDP has no process group yet: it is set up when the Trainer starts to run"
@@ -241,10 +233,6 @@ class RunGroup:
             ranks: Ranks of the run; :meth:`connect` has been called with them.
             module: Module of the run; if another Trainer has sharded it in the same way, its mesh
                 is used again.
-
-        Raises:
-            ConfigurationError: This rank's limit of open files is below its number of connections,
-                or the number of ranks does not fit the options.
         """
         options, tensor_size = self.options, self.options.tensor_parallel_size
         expert_size = options.expert_parallel_size
@@ -408,13 +396,8 @@ class RunGroup:
     def reduce(self, tensor: Any, group: Any, kind: Any) -> Any:
         """Reduce a tensor over all ranks; return other objects unchanged.
 
-        Args:
-            tensor: Tensor of any shape, also a sharded one, or another object.
-            group: Process group; None or the default one.
-            kind: Operation, as for :func:`_reduce`; None: sum.
-
-        Raises:
-            NotImplementedError: ``group`` is another group.
+        The tensor may be a sharded one. ``group`` is None or the default one, ``kind`` as for
+        :func:`_reduce`, or None for a sum.
         """
         if not isinstance(tensor, torch.Tensor) or self.current is None:
             return tensor

@@ -54,12 +54,7 @@ _SHAPES = (
 
 
 def explain_shapes(error: BaseException, size: int) -> None:
-    """Append a hint on split layers to an error about shapes; ignore other errors.
-
-    Args:
-        error: Error of a step; changed.
-        size: Size of the tensor-parallel group.
-    """
+    """Append a hint on split layers to an error about shapes; ignore other errors."""
     if size == 1 or not isinstance(error, RuntimeError | IndexError | ValueError):
         return
     text = str(error)
@@ -98,13 +93,7 @@ class TensorRankChecks:
             del self._counts[name]
 
     def begin_step(self, name: str, inputs: object, runtime: Runtime) -> None:
-        """Compare the batches of a step, and have gradients of its outputs observed.
-
-        Args:
-            name: Name of the step.
-            inputs: Its arguments.
-            runtime: Runtime of the LightningModule.
-        """
+        """Compare the batches of a step, and have gradients of its outputs observed."""
         mesh = runtime.mesh
         if mesh.topology.tensor_size == 1:
             return
@@ -153,11 +142,7 @@ class TensorRankChecks:
 
 
 def _compare_batches(step: str, inputs: object, mesh: Mesh) -> None:
-    """Check that tensors of a batch are equal in the tensor-parallel group.
-
-    Raises:
-        RuntimeError: They differ in number, size or values.
-    """
+    """Check that tensors of a batch are equal in the tensor-parallel group."""
     described = torch.zeros(2, dtype=torch.int64, device=mesh.device)
     for tensor in find_tensors(inputs):
         if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
@@ -203,12 +188,6 @@ def _compare_gradients(
     uses of a split parameter outside of its layer. Compared are norms and projections on one
     vector, two numbers for each parameter.
 
-    Args:
-        parameters: Parameters of the model.
-        observed: What describes whole gradients from uses of split parameters outside of their
-            layers, by name.
-        mesh: Mesh of the run.
-
     Raises:
         RuntimeError: Gradients of a parameter differ by more than 1 %.
     """
@@ -235,11 +214,6 @@ def _compare_outputs(
     layers: Iterable[str], observed: Mapping[str, torch.Tensor], mesh: Mesh
 ) -> None:
     """Check that gradients of whole outputs are equal in the tensor-parallel group; a collective.
-
-    Args:
-        layers: Names of the layers.
-        observed: What describes gradients of their outputs, by name.
-        mesh: Mesh of the run.
 
     Raises:
         RuntimeError: They differ by more than 1 %: a rank's backward goes on with its own alone.

@@ -269,9 +269,6 @@ class EvenTraining:
 
         Returns:
             True if the numbers differ.
-
-        Raises:
-            ConfigurationError: The numbers differ, and ``uneven_batches`` does not allow that.
         """
         loop = trainer.fit_loop
         loader = private.combined_loader(loop)
