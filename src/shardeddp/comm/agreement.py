@@ -86,7 +86,6 @@ class _Record:
     begun: Counter[str] = field(default_factory=Counter[str])
     describe: Describe | None = None
     is_inherited: bool = False
-    first: Callable[[], None] | None = None
 
 
 CountedGroup = HostGroup | dist.ProcessGroup
@@ -105,10 +104,7 @@ def _record_of(group: CountedGroup) -> _Record:
 def begin(group: CountedGroup, kind: str) -> None:
     """Count one operation; call it before the operation communicates."""
     refuse_inherited(group, kind)
-    record = _record_of(group)
-    if record.first is not None:
-        record.first()
-    record.begun[kind] += 1
+    _record_of(group).begun[kind] += 1
 
 
 def refuse_inherited(group: CountedGroup, operation: str) -> None:
@@ -126,14 +122,6 @@ def leave_to_parent(group: CountedGroup) -> None:
 def begun(group: CountedGroup) -> dict[str, int]:
     """Return the number of operations that this rank has begun in a group, by kind."""
     return dict(_record_of(group).begun)
-
-
-def come_first(group: CountedGroup, action: Callable[[], None]) -> None:
-    """Register a callback that runs before each operation of a group.
-
-    ``action`` must not hold a reference to the group.
-    """
-    _record_of(group).first = action
 
 
 def describe_mismatches(group: CountedGroup, describe: Describe) -> None:

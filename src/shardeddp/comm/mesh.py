@@ -22,7 +22,6 @@ from shardeddp.comm.agreement import (
     ABOUT_COLLECTIVES,
     ABOUT_PARAMETERS,
     begun,
-    come_first,
     describe_mismatches,
     leave_to_parent,
     refuse_inherited,
@@ -262,8 +261,6 @@ class Mesh:
         everyone, holders = [self.control.ranks], self.topology.holder_groups()
         self._mismatch_store = StoreClient("mismatches", self.rank)
         self._follow_operations(self.control)
-        if dist.group.WORLD is not None:
-            come_first(dist.group.WORLD, partial(_settle, weakref.ref(self)))
         self.user_fingerprints = self._fingerprints("users", everyone, ABOUT_COLLECTIVES)
         """Call fingerprints of all ranks, before collectives that users call."""
         self.fingerprints = self._fingerprints("holders", holders)
@@ -395,7 +392,7 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.run.thread = self.fingerprints.thread = self.world_fingerprints.thread = thread
+        self.fingerprints.thread = self.world_fingerprints.thread = thread
         if self.experts is not None:
             self.experts._let_read(thread)
 
@@ -454,9 +451,8 @@ class Mesh:
         )
 
     def _follow_operations(self, group: HostGroup) -> None:
-        """Settle the run's state before each operation of a group, and describe its mismatches."""
-        # Weak: torch keeps a group for longer than the mesh and the liveness probe are needed.
-        come_first(group, partial(_settle, weakref.ref(self)))
+        """Describe the mismatches of a group's operations."""
+        # Weak: torch keeps a group for longer than the liveness probe is needed.
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
             group, partial(_describe, self._mismatch_store, liveness_probe, group.ranks, self.rank)
@@ -505,11 +501,6 @@ def _neighbours(rank: int, groups: Sequence[Sequence[int]]) -> set[int]:
             place = ranks.index(rank)
             found |= {ranks[place - 1], ranks[(place + 1) % len(ranks)]}
     return found - {rank}
-
-
-def _settle(mesh: weakref.ref[Mesh]) -> None:
-    if (found := mesh()) is not None:
-        found.run.settle()
 
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()

@@ -1,22 +1,11 @@
-"""Run state: agreements in flight and other state of a run that parameters and gradients read."""
+"""Run state: what parameters, gradients and layers of one run share on a rank."""
 
 from __future__ import annotations
-
-import threading
-import weakref
-from typing import Protocol
 
 import torch
 
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.step_clock import StepClock
-from shardeddp.torch_private import is_in_backward
-
-
-class _Unsettled(Protocol):
-    """Agreement of ranks that has been started, and whose result nobody has read."""
-
-    def settle(self, *, stepping: bool = False, reading: bool = False) -> None: ...
 
 
 class RunState:
@@ -25,11 +14,6 @@ class RunState:
     def __init__(self) -> None:
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
-
-        # Not owned: gradients lead to the mesh, and from there they must not lead to the model,
-        # since Python's collector does not see that a parameter leads to its gradient.
-        self.unsettled: weakref.WeakValueDictionary[int, _Unsettled] = weakref.WeakValueDictionary()
-        """Agreements whose result is still to be read, by identity, in order."""
 
         self.incomplete: set[int] = set()
         """Identities of reducers whose last backward has left gradients for a later one to complete."""
@@ -56,9 +40,6 @@ class RunState:
         self.clock: StepClock | None = None
         """Measures steps; None: no measurement."""
 
-        self.thread: int | None = None
-        """Thread that trains; None: no run of a Trainer is under way."""
-
     def observe(self, name: str, gradient: torch.Tensor) -> None:
         """Add the whole gradient of a use of a split parameter, or of a layer's output."""
         if self.observed is not None:
@@ -66,24 +47,6 @@ class RunState:
             self.observed[name] = (
                 found if name not in self.observed else self.observed[name] + found
             )
-
-    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
-        """Read the results of agreements that nobody has waited for yet.
-
-        Ranks come here before anything else that they do together, so that corrections, for which
-        they may have to communicate, are in one order on all of them. On other threads than the one
-        that trains nothing happens.
-
-        Args:
-            stepping: Whether all ranks come here before a step: agreements not started yet are.
-            reading: Whether somebody looks at gradients, on this rank at least.
-        """
-        if not self.unsettled:
-            return
-        trains = self.thread in (None, threading.get_ident())
-        if trains or is_in_backward():
-            for each in list(self.unsettled.values()):
-                each.settle(stepping=stepping, reading=reading)
 
 
 def describe(gradient: torch.Tensor) -> torch.Tensor:

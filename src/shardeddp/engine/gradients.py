@@ -50,8 +50,6 @@ class GroupGradients:
     partial sums              :meth:`reduce` in the shard group  :meth:`reduce` across replicas, by
     (``_partly_used``)        alone; :meth:`take_assigned`,      ``_take_partial``
                               :meth:`take_former`
-    gradient shard, without   :meth:`keep_sums`, until ranks     :meth:`install`, once they agree
-    ``.grad`` (``_summed``)   agree on used parameters
     ``.grad``, a view of the  :meth:`install`                    users, who set it to None or to
     gradient shard                                               another; :meth:`take_former`
     (``_views``)              (the next reduction adds to it)
@@ -60,8 +58,8 @@ class GroupGradients:
                               by ``_renew_shard``                :meth:`install` adds to it
     ========================  =================================  ===================================
 
-    If users set ``.grad``, :meth:`drop` empties the first two, partial sums and the shard without
-    ``.grad``. After a failure :meth:`drop_waiting` empties the first two and partial sums.
+    If users set ``.grad``, :meth:`drop` empties the first two and partial sums. After a failure
+    :meth:`drop_waiting` empties the first two and partial sums.
     """
 
     def __init__(
@@ -96,9 +94,6 @@ class GroupGradients:
         self._packed: set[int] = set()
         self._reduced = False  # whether there was a reduction since the backward began
         self._reduced_by: int | None = None  # number of the backward of the last reduction
-        # Indices of parameters whose sum in the shard counts even without a `.grad`, until ranks
-        # agree.
-        self._summed: set[int] = set()
         self._partly_used: set[int] = set()  # indices of parameters in the partial sums
         # Ranks over which the last backward has averaged; a later one completes the average.
         self._averaged_over = ReduceOver.ALL
@@ -261,7 +256,6 @@ class GroupGradients:
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
-        self._summed.discard(index)  # or the next reduction would count the shard's sum again
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """Return a parameter's gradient so far, before a later micro-batch completes it.
@@ -288,7 +282,6 @@ class GroupGradients:
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
-        self._summed.discard(index)
         if self._memory.partial is not None:
             # Even if this rank has not used it: the sums include other ranks of the shard group.
             self._memory.drop_partial_of(index)
@@ -323,27 +316,6 @@ class GroupGradients:
         left = enumerate(stored_gradients(self._unsharded))
         return {index for index, gradient in left if gradient is not None}.union(self._outside)
 
-    def sums(self) -> list[bool]:
-        """Return per parameter whether gradients of earlier micro-batches wait for the last one."""
-        found = self._summed | self._partly_used
-        return [index in found for index in range(len(self._unsharded))]
-
-    def forget_sums(self) -> None:
-        """Let the next reduction overwrite sums without a ``.grad``."""
-        self._summed = set()
-
-    def keep_sums(self) -> None:
-        """Let the next reduction add to this backward's sums without a ``.grad``, too."""
-        if self._reduced and not self._mesh.has_replicas:
-            # A gradient in other memory already includes the sum so far.
-            found = zip(stored_gradients(self._sharded), self._views, strict=True)
-            self._summed = {
-                index
-                for index, (gradient, view) in enumerate(found)
-                if gradient is None or gradient is view
-            }
-            self._reduced = False  # or a late agreement would restore a sum that users dropped
-
     def drop_waiting(self) -> None:
         """Drop gradients that have not been reduced.
 
@@ -367,7 +339,8 @@ class GroupGradients:
         with without_torch_function():
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
-                kept = self._renew_shard()
+                self._renew_shard()
+                kept = [False] * len(self._sharded)
             plan = self._plan(self._target(over), kept)
             shard, slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
@@ -414,10 +387,7 @@ class GroupGradients:
         if not self._views:
             return [False] * len(self._sharded)
         found = zip(stored_gradients(self._sharded), self._views, strict=True)
-        return [
-            self._reduced or index in self._summed or gradient is mine
-            for index, (gradient, mine) in enumerate(found)
-        ]
+        return [self._reduced or gradient is mine for gradient, mine in found]
 
     def _are_held(self, kept: Sequence[bool]) -> bool:
         """Return whether users or an optimizer hold a former gradient that would be overwritten."""
@@ -430,27 +400,18 @@ class GroupGradients:
             count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
         )
 
-    def _renew_shard(self) -> list[bool]:
+    def _renew_shard(self) -> None:
         """Allocate a new gradient shard; holders of gradients in the old one keep its memory.
 
         A gradient that is still a parameter's `.grad` stays in the old memory, too: holders of it
         or of a view of it must see later additions.
-
-        Returns:
-            Flag per parameter: True if its sum, which no `.grad` has, was copied.
         """
         self.kept_by_others = False
         # Compute allocated it, and has waited for all reductions into it at the end of the last
         # backward (`ReductionQueue.finish`).
         self._memory.shard = None
         shard, _ = self._memory.open_shard()
-        former, self._views = self._views, self._views_of(shard)
-        kept = [False] * len(self._sharded)
-        for i in self._summed:
-            if stored_gradient(self._sharded[i]) is None:
-                self._views[i].to_local().copy_(former[i].to_local())
-                kept[i] = True
-        return kept
+        self._views = self._views_of(shard)
 
     def _take_partial(self) -> torch.Tensor | None:
         """Take the partial sums of earlier micro-batches; their parameters count as packed."""
@@ -468,13 +429,13 @@ class GroupGradients:
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""
-        if not any(used) or not (self._reduced or self._summed):
+        if not any(used) or not self._reduced:
             return
         gradients = stored_gradients(self._sharded)
         with without_torch_function():
             for i, (sharded, view) in enumerate(zip(self._sharded, self._views, strict=True)):
                 found = gradients[i]
-                if not used[i] or found is view or not (self._reduced or i in self._summed):
+                if not used[i] or found is view:
                     continue
                 if isinstance(found, ShardTensor) and found.spec is sharded.spec:
                     # A gradient in other memory, or one that the user assigned. Its holders see
@@ -486,13 +447,6 @@ class GroupGradients:
                     mine.add_(sharded.spec.localize(found).to(mine.device))
                 gradients[i] = view
         store_gradients(self._sharded, gradients)
-
-    def added_to(self) -> list[bool]:
-        """Return per parameter whether :meth:`install` would add to a gradient in other memory."""
-        if not self._reduced:
-            return [False] * len(self._sharded)
-        found = zip(stored_gradients(self._sharded), self._views, strict=True)
-        return [gradient is not None and gradient is not view for gradient, view in found]
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []

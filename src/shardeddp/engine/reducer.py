@@ -9,11 +9,7 @@ from itertools import takewhile
 
 from shardeddp.comm import Mesh, all_gather_bytes
 from shardeddp.comm.agreement import ABOUT_TRAINED
-from shardeddp.engine.gradient_agreement import (
-    BackwardKind,
-    GradientAgreement,
-    gradients_of,
-)
+from shardeddp.engine.gradient_agreement import GradientAgreement, gradients_of
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
@@ -78,17 +74,15 @@ class Reducer:
         self._agreement = GradientAgreement(
             progresses, mesh, self._queue, to_host=sharding.offload_params
         )
-        self._number = 0  # of earlier backwards in the step
 
-    def begin(self, number: int, sync_gradients: bool) -> None:
-        """Begin a backward; ``number`` others of the step came before it.
+    def begin(self, sync_gradients: bool) -> None:
+        """Begin a backward.
 
         Without ``sync_gradients``, a later micro-batch completes the gradients. Until then they are
         reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
-        self._number = number
         self._agree_on_trained()
         early = ReduceOver.SHARD_GROUP if self._accumulates_sharded else ReduceOver.NONE
         self._over = ReduceOver.ALL if sync_gradients else early
@@ -109,7 +103,6 @@ class Reducer:
             for progress, before, now in zip(self._progresses, former, self._trained, strict=True)
             for index in sorted(before ^ now)
         ]
-        self._agreement.forget_expectations()
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
         self._mesh.world_fingerprints.call(operation, ABOUT_TRAINED)
 
@@ -184,7 +177,7 @@ class Reducer:
         if self._reduces:
             for progress in self._waiting():
                 self._queue.issue(progress, self._over)
-            self._agreement.agree(BackwardKind(self._number, self._over))
+            self._agreement.agree(self._over)
             if not self._order_is_agreed:
                 self._agree_on_order()
         elif self.leaves_gradients:

@@ -486,7 +486,6 @@ class Runtime:
                 progress.unit.reshard()
 
     def _begin_pass(self) -> None:
-        self.mesh.run.settle()
         if self.sharding.retains and self.mesh.run.written.pending:
             # Only changed parameters are gathered anew, so all ranks must have changed them.
             self.mesh.world_fingerprints.call(
@@ -600,7 +599,6 @@ class Runtime:
                 return
             self._give_up_backward()
         self._running = running_backward()
-        self.mesh.run.settle()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward = PassKind(backward=self._backwards)
@@ -609,7 +607,7 @@ class Runtime:
         self._keeps_graph = torch.is_grad_enabled()
         for progress in self.progresses:
             progress.begin_backward()
-        self._reducer.begin(self._backwards - 1, self.sync_gradients)
+        self._reducer.begin(self.sync_gradients)
 
     def gradient_ready(self, unit: int, index: int, parameter: torch.Tensor) -> None:
         """Record that autograd has left a gradient on a parameter of the unit."""

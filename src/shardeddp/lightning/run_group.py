@@ -308,7 +308,6 @@ class RunGroup:
         The new mesh uses process groups of the former one again; after an error the former stays.
         """
         former, own = self.mesh, self.options
-        former.run.settle()
         former.give_back()
         self.options, self.current = options, None
         try:
@@ -413,8 +412,6 @@ class RunGroup:
     def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
         """Return the tensors of all ranks of a group, stacked in a new first dim."""
         self._compare(f"all_gather({_describe(tensor)})")
-        if self.current is not None:
-            self.current.run.settle()
         with self.explaining():
             # With gradients, Lightning's differentiable gather unshards a sharded parameter.
             given = tensor if sync_grads else whole(tensor)

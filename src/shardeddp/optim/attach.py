@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -33,7 +32,6 @@ from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
 from shardeddp.optim.swap import (
     SwappedStep,
     outside_of_compiled_steps,
-    settle_gradients,
     stepped_parameters,
     take_sharded,
 )
@@ -78,14 +76,13 @@ def follow_optimizers() -> None:
     """
     if not _followed:
         _followed.append(register_optimizer_step_pre_hook(take_sharded))
-        _followed.append(register_optimizer_step_pre_hook(_settle))
+        _followed.append(register_optimizer_step_pre_hook(_average_late))
         _followed.append(register_optimizer_step_post_hook(_mark_changed))
 
 
 @outside_of_compiled_steps
-def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _average_late(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     if len(args) < 2 and kwargs.get("closure") is None:  # else the closure may run the backward
-        settle_gradients(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         average_late_gradients([optimizer])
 
 

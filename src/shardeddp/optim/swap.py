@@ -21,7 +21,6 @@ from shardeddp.tensor.shard_tensor import (
     ShardTensor,
     increment_versions,
     keep_writes,
-    meshes_of,
     unreduced_of,
 )
 from shardeddp.tensor.unsharded import UnshardedBase, outside_of
@@ -197,7 +196,6 @@ class SwappedStep(ABC):
             self._adopt_state(self._optimizer)  # another mapping has been assigned
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
-        settle_gradients(chain.from_iterable(groups))
         average_late_gradients([self._optimizer])
         _refuse_unreduced(chain.from_iterable(groups))
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
@@ -225,12 +223,6 @@ class SwappedStep(ABC):
             adopted[parameter] = state
         self._states = adopted
         optimizer.state = adopted  # type: ignore[assignment]
-
-
-def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Settle gradients before a step, on all ranks: check the answers expected of other ranks."""
-    for mesh in meshes_of(parameters):
-        mesh.run.settle(stepping=True)
 
 
 @outside_of_compiled_steps

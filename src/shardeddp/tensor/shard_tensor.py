@@ -456,8 +456,6 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches the part accumulated so far."""
-        if self._unit_gradients is not None and self._spec.mesh.run.unsettled:
-            self._spec.mesh.run.settle(reading=True)
         gradient = stored_gradient(self)
         if self._unit_gradients is None or (
             gradient is not None and not self._spec.mesh.run.incomplete
@@ -472,8 +470,6 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if self._unit_gradients is not None and self._spec.mesh.run.unsettled:
-            self._spec.mesh.run.settle(reading=True)
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
         elif gradient is not None and self._unit_gradients is not None:
