@@ -169,7 +169,7 @@ class Mesh:
         )
         """Channel of the host group for saving checkpoints, which may overlap with training."""
         self.run = RunState()
-        """State of the run that its ranks have not settled yet."""
+        """State of the run that parameters, gradients and layers share."""
         self.desync = DesyncCheck.of_group()
         """Check that ends waits that cannot complete."""
         self.liveness_probe = self.desync.liveness_probe

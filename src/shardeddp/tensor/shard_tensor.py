@@ -934,12 +934,6 @@ def meshes_of_units(parameters: Iterable[ShardTensor]) -> set[Mesh]:
     }
 
 
-def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:
-    """Return whether any parameter has a hook for a complete gradient."""
-    hooks = [each._hooks for each in parameters]  # pyright: ignore[reportPrivateUsage]
-    return any([it.of_users()[1] for it in hooks if it is not None])
-
-
 def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
     """Return the meshes of the sharded parameters, in one order on all ranks."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
