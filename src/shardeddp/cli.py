@@ -88,7 +88,7 @@ def verify(options: argparse.Namespace) -> int:
     """Verify every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
     for given in map(location, options.directories):
-        one = not given.is_directory() or any(
+        one = not given.is_dir() or any(
             (given / name).is_taken() for name in (MANIFEST, DCP_METADATA)
         )
         paths = [given] if one else checkpoints_in(given)
@@ -449,7 +449,7 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
     own, theirs = (path / MANIFEST).is_taken(), path.holds(DCP_METADATA)
     if not own and not path.is_taken():
         raise CheckpointError(f"{path} does not exist{what_lies_beside(path)}")
-    if not own and not path.is_directory():
+    if not own and not path.is_dir():
         raise CheckpointError(f"{path} is no directory: expected that of a sharded checkpoint")
     if not own and not theirs:
         inside = checkpoints_in(path)

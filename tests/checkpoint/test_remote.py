@@ -28,8 +28,8 @@ def test_windows_of_many_objects_that_are_just_above_one_window_do_not_pile_up(
     buffer = memoryview(bytearray(2**20))
     most = 0
     for number in range(12):
-        file = (folder / f"{number}").open()
-        for start in range(0, WINDOW_NBYTES + 1, len(buffer)):
-            assert file.read_into(buffer, start)
+        with folder.open_source(f"{number}") as (file, _):
+            for start in range(0, WINDOW_NBYTES + 1, len(buffer)):
+                assert file.read_into(buffer, start)
         most = max(most, Counted.alive)
     assert 2 * WINDOW_NBYTES < most < 4 * WINDOW_NBYTES

@@ -42,11 +42,11 @@ from shardeddp.checkpoint.location import (
     disk_errors,
     location,
     preflight,
+    why_outside,
 )
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.remote_directory import RemoteDirectory
-from shardeddp.checkpoint.staging import CheckpointDirectory, why_outside
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 
@@ -88,12 +88,12 @@ def remove_leftovers(directory: AnyPath) -> tuple[str, ...]:
     return directory_at(directory).remove_leftovers()
 
 
-def directory_at(path: AnyPath) -> CheckpointDirectory:
+def directory_at(path: AnyPath) -> LocalDirectory | RemoteDirectory:
     """Return the operations that save and delete checkpoints at a location."""
     place = location(path)
     if isinstance(place, RemotePath):
         return RemoteDirectory(place)
-    return LocalDirectory(place.local_only("checkpoints are saved in a file system or a store"))
+    return LocalDirectory(place)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def content_id(path: AnyPath) -> bytes:
     path = location(path)
     try:
         with disk_errors("reading", path):
-            directory = path.is_directory()
+            directory = path.is_dir()
         if directory:
             with opened_file(path / MANIFEST) as (source, item):
                 content = bytearray(item.nbytes)
@@ -230,7 +230,7 @@ def what_lies_beside(path: Location) -> str:
     folder = path.parent
     try:
         with disk_errors("looking for checkpoints in", folder):
-            if not folder.is_directory():
+            if not folder.is_dir():
                 return ", nor is there the directory that it would lie in"
             names = [each.name for each in checkpoints_in(folder)]
             # And those of other strategies, which have no index with a step.

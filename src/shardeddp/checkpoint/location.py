@@ -11,22 +11,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from shardeddp.checkpoint.durable import (
     Durability,
     Permissions,
-    Source,
     StrPath,
     create_exclusively,
     free_nbytes,
     kind_of,
-    make_directories,
     open_regular,
     opened_directory,
     sync_file,
 )
-from shardeddp.checkpoint.remote import RemotePath, Upload
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 
 _LOCAL = ("file://", "file:", "local://", "local:")
@@ -46,149 +44,17 @@ def local_path(path: StrPath) -> str:
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
 
 
-class Location(Protocol):
-    """Path of a checkpoint, or of a file of it: a :class:`LocalPath` or a :class:`RemotePath`."""
-
-    transient: ClassVar[tuple[type[Exception], ...]]
-    """Errors of a write that is then repeated from its start."""
-
-    num_readers: ClassVar[int]
-    """Files that a verification reads at a time, each in one thread."""
-
-    @property
-    def name(self) -> str:
-        """Last component."""
-        ...
-
-    @property
-    def suffix(self) -> str:
-        """Suffix of the name, with its dot."""
-        ...
-
-    @property
-    def parent(self) -> Location:
-        """Location without its last component."""
-        ...
-
-    def __truediv__(self, name: str, /) -> Location:
-        """Return the location of a name below this one."""
-        ...
-
-    def is_relative_to(self, other: str, /) -> bool:
-        """Return True if this is the other location, or below it."""
-        ...
-
-    def is_file(self) -> bool:
-        """Return True for a file, a link to one, or an object."""
-        ...
-
-    def is_directory(self) -> bool:
-        """Return True for a directory, or a prefix of names in a store."""
-        ...
-
-    def is_taken(self) -> bool:
-        """Return True if the name is taken, also by a dangling link."""
-        ...
-
-    def is_committed(self, marker: str) -> bool:
-        """Return True if a finished save may lie here.
-
-        A save gives a directory its name at the end; in a store it ends with the object ``marker``.
-        """
-        ...
-
-    def is_archive(self) -> bool:
-        """Return True for a file or an object that is a zip archive."""
-        ...
-
-    def kind(self) -> str:
-        """Return the kind of the entry in words; "nothing" if the name is free."""
-        ...
-
-    def holds(self, name: str) -> bool:
-        """Return True if this directory has a file of another tool.
-
-        False in a store: other tools' checkpoints are read from file systems.
-        """
-        ...
-
-    def names(self) -> Sequence[str]:
-        """Return the names directly below this one, sorted; none if it does not exist."""
-        ...
-
-    def kinds(self) -> dict[str, str]:
-        """Return the kinds of all entries in words, by name; none where they cannot be listed."""
-        ...
-
-    def real(self) -> Location:
-        """Return the location with its links resolved."""
-        ...
-
-    def reading_ahead(self) -> Location:
-        """Return the location with read-ahead, if requests take long."""
-        ...
-
-    def open_source(self) -> AbstractContextManager[tuple[Source, int]]:
-        """Open a file for reading, and return its size; see :func:`open_regular`."""
-        ...
-
-    def files(self) -> AbstractContextManager[Files]:
-        """Open this directory for reading of its files."""
-        ...
-
-    def create(
-        self, nbytes: int, permissions: Permissions, durability: Durability
-    ) -> AbstractContextManager[int | Upload]:
-        """Make a new file from the bytes, about ``nbytes``, that are written within the block."""
-        ...
-
-    def make_parent(self, permissions: Permissions, durability: Durability) -> None:
-        """Make missing directories above this location."""
-        ...
-
-    def local_only(self, reason: str) -> Path:
-        """Return the path for code that reads file systems; refuse a store for this reason."""
-        ...
-
-    def local_copy(self, require_room: Callable[[str, int], None]) -> AbstractContextManager[str]:
-        """Yield the path of the file, or of a copy of the object that is deleted after the block.
-
-        ``require_room`` is called with the folder of a copy and its size before it is made.
-        """
-        ...
-
-    def advice(self, error: OSError, nbytes: int | None) -> str:
-        """Return advice on an error of an operation here, to be appended to its message."""
-        ...
-
-
-class Files(Protocol):
-    """Files of one directory."""
-
-    def open_source(self, name: str, /) -> AbstractContextManager[tuple[Source, int]]:
-        """Open one of them for reading, and return its size."""
-        ...
-
-    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
-        """Refuse files in a folder of the directory that are missing, or have other sizes."""
-        ...
-
-
-AnyPath: TypeAlias = "StrPath | Location"
-"""Location, or its text or path."""
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class LocalPath(PosixPath):
-    """Path in a file system; a :class:`Location`."""
+    """Path in a file system."""
 
     transient: ClassVar[tuple[type[Exception], ...]] = ()
-    num_readers: ClassVar[int] = 8
+    """Errors of a write that is then repeated from its start."""
 
-    def is_directory(self) -> bool:
-        """Return True for a directory, or a link to one."""
-        return self.is_dir()
+    num_readers: ClassVar[int] = 8
+    """Files that a verification reads at a time, each in one thread."""
 
     def is_taken(self) -> bool:
         """Return True if the name is taken, also by a dangling link."""
@@ -255,12 +121,8 @@ class LocalPath(PosixPath):
         with disk_errors("flushing", self):
             os.close(descriptor)
 
-    def make_parent(self, permissions: Permissions, durability: Durability) -> None:
-        """Make missing directories above this path."""
-        make_directories(self.parent, permissions, durability)
-
     def local_only(self, reason: str) -> Path:
-        """Return the plain path."""
+        """Return the plain path, for code that reads file systems."""
         return Path(self)
 
     def local_copy(self, require_room: Callable[[str, int], None]) -> AbstractContextManager[str]:
@@ -289,7 +151,7 @@ class LocalPath(PosixPath):
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Files of one directory that is open; :class:`Files`."""
+    """Files of one directory that is open."""
 
     descriptor: int
 
@@ -313,6 +175,13 @@ class LocalFiles:
                 )
             if found.st_size != nbytes:
                 raise CheckpointError(f"{file} has {found.st_size:,} bytes, expected {nbytes:,}")
+
+
+Location: TypeAlias = LocalPath | RemotePath
+"""Path of a checkpoint, or of a file of it, in a file system or in a store."""
+
+AnyPath: TypeAlias = "StrPath | RemotePath"
+"""Location, or its text or path."""
 
 
 def location(path: AnyPath) -> Location:
@@ -356,6 +225,13 @@ def preflight(parent: StrPath, nbytes: int) -> None:
             f"so both need room). Make room there, keep fewer checkpoints, or save to another file "
             f"system."
         )
+
+
+def why_outside(place: Location, roots: Sequence[Location]) -> str | None:
+    """Return the reason to keep a checkpoint that lies in none of these directories."""
+    if any(place.parent.is_relative_to(str(root.real())) for root in roots):
+        return None
+    return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
 
 
 def _existing(path: StrPath) -> str:

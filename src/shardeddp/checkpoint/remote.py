@@ -66,7 +66,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RemotePath:
-    """Address in a store, such as ``s3://bucket/run/last.ckpt``; a :class:`Location`.
+    """Address in a store, such as ``s3://bucket/run/last.ckpt``.
 
     It is no ``os.PathLike``: the system would take it for a local file. Methods that send requests
     raise an ``OSError`` if the store does not answer or refuses, and a ``FileNotFoundError`` if it
@@ -161,13 +161,13 @@ class RemotePath:
             return False
         return True
 
-    def is_directory(self) -> bool:
+    def is_dir(self) -> bool:
         """Return True if there are names below this one; False over http, which cannot list."""
         return self.protocol not in READ_ONLY and bool(self.list())
 
     def is_taken(self) -> bool:
         """Return True if there is an object of this name, or names below it."""
-        return self.is_file() or self.is_directory()
+        return self.is_file() or self.is_dir()
 
     def is_committed(self, marker: str) -> bool:
         """Return True if there is the object that a commit puts last, or a plain one."""
@@ -181,24 +181,38 @@ class RemotePath:
         """Return the kind of the entry in words."""
         if self.is_file():
             return "an ordinary file"
-        return "a directory" if self.is_directory() else "nothing"
+        return "a directory" if self.is_dir() else "nothing"
 
     def holds(self, name: str) -> bool:
         """Return False: other tools' checkpoints are read from file systems."""
         return False
 
-    def files(self) -> AbstractContextManager[RemoteFiles]:
-        """Return the objects of this folder."""
-        return contextlib.nullcontext(RemoteFiles(self))
+    def files(self) -> AbstractContextManager[RemotePath]:
+        """Return this folder, for reading of its objects."""
+        return contextlib.nullcontext(self)
 
-    def open_source(self) -> AbstractContextManager[tuple[StoreFile, int]]:
-        """Open the object; yield it with its size."""
-        file = self.open()
+    def open_source(self, name: str = "", /) -> AbstractContextManager[tuple[StoreFile, int]]:
+        """Open the object, or the one of this name in the folder; yield it with its size."""
+        file = StoreFile(self / name, self._windows)
         return contextlib.nullcontext((file, file.nbytes))
 
-    def open(self) -> StoreFile:
-        """Open the object for reading at any offset; it need not be closed."""
-        return StoreFile(self, self._windows)
+    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
+        """Refuse objects in a folder of this one that are missing, or have other sizes."""
+        found = (self / folder)._sizes(sizes)
+        for name, nbytes in sizes.items():
+            if (size := found.get(name)) is None:
+                raise CheckpointError(f"{name} is missing, expected an object of {nbytes:,} bytes")
+            if size != nbytes:
+                raise CheckpointError(f"{name} has {size:,} bytes, expected {nbytes:,}")
+
+    def _sizes(self, names: Iterable[str]) -> Mapping[str, int | None]:
+        if self.protocol not in READ_ONLY:
+            return self.list()
+        sizes: dict[str, int] = {}
+        for name in names:  # these protocols cannot list
+            with contextlib.suppress(FileNotFoundError):
+                sizes[name] = (self / name).nbytes()
+        return sizes
 
     def get(self, start: int, stop: int) -> bytes:
         """Read bytes ``start`` to ``stop`` of the object, which has to be that long."""
@@ -217,14 +231,11 @@ class RemotePath:
         self._try_writing(lambda fs, path: fs.pipe_file(path, data))
 
     @contextlib.contextmanager
-    def upload(self, nbytes: int) -> Generator[Upload]:
-        """Make an object from the bytes written within the block.
+    def create(self, nbytes: int, permissions: str, durability: str) -> Generator[Upload]:
+        """Make an object from the bytes, about ``nbytes``, that are written within the block.
 
-        It appears when the block ends. If the block fails, no named object remains, if the store
-        allows that.
-
-        Args:
-            nbytes: Approximate number of bytes to be written.
+        It appears when the block ends, durable by itself and with the store's permissions. If the
+        block fails, no named object remains, if the store allows that.
         """
         size = max(PART_NBYTES, -(-nbytes // _MOST_PARTS))
         file = self._try_writing(lambda fs, path: fs.open(path, "wb", block_size=size))
@@ -235,15 +246,6 @@ class RemotePath:
         except BaseException:
             upload.discard()
             raise
-
-    def create(
-        self, nbytes: int, permissions: str, durability: str
-    ) -> AbstractContextManager[Upload]:
-        """Make an object by :meth:`upload`, durable by itself and with the store's permissions."""
-        return self.upload(nbytes)
-
-    def make_parent(self, permissions: str, durability: str) -> None:
-        """Do nothing: folders of a store are prefixes of names."""
 
     def put_file(self, file: str) -> None:
         """Make the object from a local file; it appears when it is complete."""
@@ -333,35 +335,6 @@ class RemotePath:
             return fsspec.url_to_fs(str(self))
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{self} cannot be opened: {error}") from error
-
-
-class RemoteFiles:
-    """Objects of one folder."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
-
-    def open_source(self, name: str, /) -> AbstractContextManager[tuple[StoreFile, int]]:
-        """Open an object."""
-        return (self._path / name).open_source()
-
-    def check_sizes(self, folder: str, sizes: Mapping[str, int]) -> None:
-        """Refuse objects that are missing, or have other sizes."""
-        found = self._sizes(self._path / folder, sizes)
-        for name, nbytes in sizes.items():
-            if (size := found.get(name)) is None:
-                raise CheckpointError(f"{name} is missing, expected an object of {nbytes:,} bytes")
-            if size != nbytes:
-                raise CheckpointError(f"{name} has {size:,} bytes, expected {nbytes:,}")
-
-    def _sizes(self, folder: RemotePath, names: Iterable[str]) -> Mapping[str, int | None]:
-        if folder.protocol not in READ_ONLY:
-            return folder.list()
-        sizes: dict[str, int] = {}
-        for name in names:  # these protocols cannot list
-            with contextlib.suppress(FileNotFoundError):
-                sizes[name] = (folder / name).nbytes()
-        return sizes
 
 
 def repeated(
@@ -466,7 +439,7 @@ class Windows:
 
 
 class Upload:
-    """Object being uploaded to a store; see :meth:`RemotePath.upload`.
+    """Object being uploaded to a store; see :meth:`RemotePath.create`.
 
     A thread sends the collected bytes while more are collected.
     """

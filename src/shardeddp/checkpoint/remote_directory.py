@@ -15,10 +15,9 @@ from typing import BinaryIO
 
 from shardeddp.checkpoint.find import carries_manifest, read_manifest_alone
 from shardeddp.checkpoint.full_read import PLAIN_SUFFIX
-from shardeddp.checkpoint.location import Location, disk_errors, preflight
+from shardeddp.checkpoint.location import Location, disk_errors, preflight, why_outside
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, Manifest, is_part, manifest_to_bytes
 from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
-from shardeddp.checkpoint.staging import why_outside
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, first_three
 

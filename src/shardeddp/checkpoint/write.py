@@ -20,11 +20,11 @@ from functools import partial
 import numpy as np
 
 from shardeddp.checkpoint.clean import directory_at
-from shardeddp.checkpoint.directory import new_part
-from shardeddp.checkpoint.durable import Permissions
+from shardeddp.checkpoint.directory import LocalStaging, new_part
+from shardeddp.checkpoint.durable import Permissions, make_directories
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, hexdigest
-from shardeddp.checkpoint.location import AnyPath, Location, location
+from shardeddp.checkpoint.location import AnyPath, LocalPath, Location, location
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
@@ -42,6 +42,7 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.pieces import INTERVAL, Pieces, Rows, intervals_of, placement_of
 from shardeddp.checkpoint.remote import repeated
+from shardeddp.checkpoint.remote_directory import RemoteStaging
 from shardeddp.checkpoint.snapshot import (
     HostMemory,
     Share,
@@ -50,7 +51,6 @@ from shardeddp.checkpoint.snapshot import (
     plain_elements,
     share_digest,
 )
-from shardeddp.checkpoint.staging import Staging
 from shardeddp.comm import gather_to_first, run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.comm.host_group import HostGroup
@@ -229,7 +229,7 @@ class _Writing:
     run: TrainingRun
     group: HostGroup | None
     options: CheckpointOptions
-    staging: Staging | None = None  # on rank 0 only
+    staging: LocalStaging | RemoteStaging | None = None  # on rank 0 only
     folder: Location = field(init=False)  # the staging folder, once rank 0 has sent its path
     own: Written | None = None  # set once this rank's data file is written
 
@@ -356,10 +356,11 @@ class Saver:
             return
 
         def copied() -> Snapshot:
-            if group.rank == 0:
+            if group.rank == 0 and isinstance(target, LocalPath):
                 # Callbacks may look there, or link to the future checkpoint, before the thread has
-                # made the directory.
-                target.make_parent(_permissions(self._options), self._options.durability)
+                # made the directory. Those of a store are prefixes of names.
+                permissions, durability = _permissions(self._options), self._options.durability
+                make_directories(target.parent, permissions, durability)
             return snapshot.copied(self._memory)
 
         own = run_on_all_ranks("copying the checkpoint", copied, group)

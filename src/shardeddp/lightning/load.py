@@ -105,7 +105,7 @@ def _with_directories(read: Any) -> Any:
 
 def _is_directory(path: str) -> bool:
     place = location(path)
-    return place.is_directory() or carries_manifest(place)
+    return place.is_dir() or carries_manifest(place)
 
 
 def _read_directory(

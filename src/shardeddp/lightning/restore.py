@@ -362,7 +362,7 @@ class Restore:
         if self._group.is_rank_zero:
             try:
                 with disk_errors("looking for checkpoints in", self.path):
-                    if self.path.is_directory() and checkpoints_in(self.path):
+                    if self.path.is_dir() and checkpoints_in(self.path):
                         folder = self.path  # a directory of checkpoints: suggest one inside it
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
