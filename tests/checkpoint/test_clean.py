@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -382,12 +381,12 @@ def test_what_a_cleanup_cannot_delete_is_told_and_the_rest_is_removed(
 ) -> None:
     (root / f".tmp-checkpoint-{ID}").mkdir()
     (root / f".tmp-checkpoint-{OTHER_ID}").mkdir()
-    delete = durable.delete_parts
+    delete = directory.delete_parts
 
-    def refuse_one(path: Path, *args: Any) -> tuple[str, ...]:
+    def refuse_one(path: Path) -> tuple[str, ...]:
         if path.name.endswith(ID):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        return delete(path, *args)
+        return delete(path)
 
     monkeypatch.setattr(directory, "delete_parts", refuse_one)
     assert "Permission denied" in remove_leftovers(root)[0]

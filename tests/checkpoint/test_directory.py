@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardeddp.checkpoint import directory
+from shardeddp.checkpoint import directory, durable
 from shardeddp.checkpoint.clean import remove_leftovers
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.errors import CheckpointError
@@ -38,6 +38,11 @@ def staged(target: Path, step: int) -> directory.LocalStaging:
     for name in DATA:
         staging.put(name, content(name, step))
     return staging
+
+
+def write_part(folder: Path, name: str, data: bytes) -> None:
+    with directory.new_part(folder, name, len(data)) as file:
+        durable.write_buffers(file, [data])
 
 
 def test_a_checkpoint_appears_where_nothing_was_and_directories_are_made(tmp_path: Path) -> None:
@@ -190,13 +195,13 @@ def test_a_relative_target_keeps_its_place_when_the_process_moves(
 )
 def test_only_names_of_a_checkpoint_are_made(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"expected manifest\.json"):
-        directory.write_file(tmp_path, name, b"")
+        write_part(tmp_path, name, b"")
 
 
 def test_a_file_is_written_by_one_rank_only(tmp_path: Path) -> None:
-    directory.write_file(tmp_path, "__0_0.distcp", b"first")
+    write_part(tmp_path, "__0_0.distcp", b"first")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp failed: File exists. Only one writer"):
-        directory.write_file(tmp_path, "__0_0.distcp", b"second")
+        write_part(tmp_path, "__0_0.distcp", b"second")
     assert (tmp_path / "__0_0.distcp").read_bytes() == b"first"
 
 
@@ -212,7 +217,7 @@ def test_a_full_disk_is_told_with_the_needed_and_the_free_bytes(
         CheckpointError,
         match=rf"{tmp_path}/state.json failed: No space .* 12 bytes were needed, [\d,]+ are",
     ):
-        directory.write_file(tmp_path, "state.json", b"twelve bytes")
+        write_part(tmp_path, "state.json", b"twelve bytes")
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
@@ -392,3 +397,37 @@ def test_a_discarded_staging_leaves_nothing_and_no_open_file(tmp_path: Path) -> 
     staging.discard()
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    tree = tmp_path / "tree"
+    (tree / "meta.pt").mkdir(parents=True)
+    for name in ("__0_0.distcp", MANIFEST, "other", "meta.pt/__0_0.distcp"):
+        (tree / name).write_text("x")
+    (tree / "__1_0.distcp").symlink_to(tmp_path / "kept")
+    order: list[str] = []
+    unlink = os.unlink
+
+    def noting(path: Any, **options: Any) -> None:
+        order.append(os.path.basename(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", noting)
+    assert directory.delete_parts(tree) == ("meta.pt", "other")
+    assert (order[0], set(order)) == (MANIFEST, {MANIFEST, "__0_0.distcp", "__1_0.distcp"})
+    assert sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*")) == [
+        "meta.pt",
+        "meta.pt/__0_0.distcp",
+        "other",
+    ]
+    assert (tmp_path / "kept" / "file").exists()
+    (tree / "meta.pt" / "__0_0.distcp").unlink()
+    (tree / "meta.pt").rmdir()
+    (tree / "other").rename(tree / "state.json")
+    assert directory.delete_parts(tree) == ()
+    assert not tree.exists()
+    assert directory.delete_parts(tree) == ()

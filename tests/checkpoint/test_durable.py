@@ -170,43 +170,6 @@ def test_a_lock_belongs_to_one_until_it_is_closed(
         assert durable.lock(second) is None
 
 
-def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").write_text("x")
-    tree = tmp_path / "tree"
-    (tree / "sub").mkdir(parents=True)
-    for name in ("a", "z", "other", "sub/a"):
-        (tree / name).write_text("x")
-    (tree / "link").symlink_to(tmp_path / "kept")
-    order: list[str] = []
-    unlink = os.unlink
-
-    def noting(path: Any, **options: Any) -> None:
-        order.append(os.path.basename(path))
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", noting)
-    parts = {"a", "z", "link", "sub"}
-    assert durable.delete_parts(tree, ["z", "sub", "missing"], parts.__contains__) == (
-        "other",
-        "sub",
-    )
-    assert (order[0], set(order)) == ("z", {"a", "z", "link"})
-    assert sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*")) == [
-        "other",
-        "sub",
-        "sub/a",
-    ]
-    assert (tmp_path / "kept" / "file").exists()
-    (tree / "sub" / "a").unlink()
-    (tree / "sub").rmdir()
-    assert durable.delete_parts(tree, [], {"other"}.__contains__) == ()
-    assert not tree.exists()
-    assert durable.delete_parts(tree, [], parts.__contains__) == ()
-
-
 def test_a_path_is_resolved_up_to_its_name(tmp_path: Path) -> None:
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")

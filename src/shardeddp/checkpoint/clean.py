@@ -19,7 +19,7 @@ from shardeddp.checkpoint.directory import (
     delete_atomically,
     left_text,
     new_files,
-    require_replaceable_file,
+    require_replaceable,
     stage,
 )
 from shardeddp.checkpoint.durable import (
@@ -114,7 +114,7 @@ class LocalDirectory:
         with disk_errors("making the directory of", self.path):
             make_directories(self.path.parent, permissions, durability)
         preflight(self.path.parent, nbytes)
-        require_replaceable_file(self.path)
+        require_replaceable(self.path, plain=True)
         with new_files([self.path], True, permissions, durability) as (opened,):
             yield opened
 

@@ -24,7 +24,6 @@ from shardeddp.checkpoint.durable import (
     StrPath,
     close_directory,
     create_exclusively,
-    delete_parts,
     exists,
     held,
     kernel,
@@ -97,7 +96,9 @@ class LocalStaging:
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Make a file of the checkpoint with this content."""
-        write_file(self.path, name, content, self.permissions, self.durability)
+        permissions, durability = self.permissions, self.durability
+        with new_part(self.path, name, len(content), permissions, durability) as file:
+            write_buffers(file, [content])
 
     def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Give the checkpoint the name of its target in one step, then delete the replaced one.
@@ -108,7 +109,11 @@ class LocalStaging:
         Returns:
             Harmless limitations of the file system that were met, as sentences to be logged once.
         """
-        target, path, descriptor = self.target, self.path, self.descriptor
+        target, path, descriptor = self.target, self.path, self._descriptor
+        if descriptor is None:
+            raise RuntimeError(
+                f"the staging directory of {target} was committed or discarded before; stage anew"
+            )
         self.put(MANIFEST, manifest_to_bytes(manifest))
         notes: list[str] = []
         with (
@@ -147,16 +152,6 @@ class LocalStaging:
                 delete(self.path)
         finally:
             self.close()
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor of the directory; a RuntimeError after a commit or discard."""
-        if self._descriptor is None:
-            raise RuntimeError(
-                f"the staging directory of {self.target} was committed or discarded before; stage "
-                f"anew"
-            )
-        return self._descriptor
 
     def close(self) -> None:
         """Release the lock; further calls do nothing."""
@@ -200,14 +195,9 @@ def new_part(
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> Generator[int | Upload]:
-    """Make a file of a checkpoint from the bytes written within the block; any rank may do so.
+    """Make a file of a checkpoint from the bytes, about ``nbytes``, that are written in the block.
 
-    Args:
-        folder: The staging directory, or the folder in a store.
-        name: Name of a checkpoint file, see :mod:`shardeddp.checkpoint.manifest`; not yet in use.
-        nbytes: Approximate number of bytes to be written.
-        permissions: Permissions of the file; not used in a store.
-        durability: ``process`` flushes nothing; an object in a store is durable by itself.
+    Any rank may do so, in the staging directory or in the folder of a store.
     """
     if not is_part(name):
         raise ValueError(
@@ -220,18 +210,6 @@ def new_part(
         path.create(nbytes, permissions, durability) as file,
     ):
         yield file
-
-
-def write_file(
-    folder: Path,
-    name: str,
-    data: bytes | memoryview,
-    permissions: Permissions = "private",
-    durability: Durability = "disk",
-) -> None:
-    """Make a file of a checkpoint with this content, as by :func:`new_part`."""
-    with new_part(folder, name, len(data), permissions, durability) as file:
-        write_buffers(file, [data])
 
 
 def _staging(folder: Path, kind: str) -> LocalPath:
@@ -260,42 +238,31 @@ def _make_locked(path: Path, permissions: Permissions) -> int | None:
     return None
 
 
-def require_replaceable(target: Path) -> None:
-    """Refuse to replace an entry that may not be a checkpoint."""
-    try:
-        mode = os.lstat(target).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and target.suffix == PLAIN_SUFFIX):
-        return
-    with disk_errors("reading", target):
-        if stat.S_ISDIR(mode) and (carries_manifest(target) or not os.listdir(target)):
-            return
-    raise CheckpointError(
-        f"{target} is {kind_of(mode)} that is no checkpoint of this package, expected nothing "
-        f"there, a sharded checkpoint (a directory with {MANIFEST}), or a file named "
-        f"*{PLAIN_SUFFIX}. Move it, or save elsewhere."
-    )
+def require_replaceable(target: Path, *, plain: bool = False) -> None:
+    """Refuse to replace an entry that may not be a checkpoint.
 
-
-def require_replaceable_file(target: Path) -> None:
-    """Refuse to write a plain checkpoint over a file, a pipe or the like that is not one."""
+    A plain file may replace further files; :func:`new_files` refuses directories for it.
+    """
     try:
         found = os.lstat(target)
     except FileNotFoundError:
         return
     mode = found.st_mode
-    if stat.S_ISLNK(mode) or stat.S_ISDIR(mode):
-        return
     with disk_errors("reading", target):
-        if stat.S_ISREG(mode) and (
-            target.suffix == PLAIN_SUFFIX or not found.st_size or is_archive_of_torch(target)
-        ):
-            return
-    raise CheckpointError(
-        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a file of "
-        f"torch.save, or a file named *{PLAIN_SUFFIX}. Move it, or save elsewhere."
-    )
+        if stat.S_ISREG(mode):
+            fits = target.suffix == PLAIN_SUFFIX or (
+                plain and (not found.st_size or is_archive_of_torch(target))
+            )
+        elif stat.S_ISDIR(mode):
+            fits = plain or carries_manifest(target) or not os.listdir(target)
+        else:
+            fits = stat.S_ISLNK(mode)
+    if not fits:
+        other = "a file of torch.save" if plain else f"a sharded one (a directory with {MANIFEST})"
+        raise CheckpointError(
+            f"{target} is {kind_of(mode)} that is no checkpoint of this package, expected nothing "
+            f"there, {other}, or a file named *{PLAIN_SUFFIX}. Move it, or save elsewhere."
+        )
 
 
 def put_in_place(path: Path, target: Path) -> Path | None:
@@ -349,7 +316,7 @@ def delete_atomically(
         renamed = path.with_name(f".del-{uuid.uuid4().hex}")
         os.rename(path, renamed)
         sync_directory(parent, durability)
-        others = _delete_parts(renamed)
+        others = delete_parts(renamed)
         if not others:
             return ()
         kept = _free(path.with_name(name))
@@ -363,7 +330,7 @@ def delete_atomically(
 
 def delete(path: Path) -> tuple[str, ...]:
     """Delete remains of an interrupted save or deletion; return a sentence on other files there."""
-    others = _delete_parts(path)
+    others = delete_parts(path)
     return (
         (f"{first_three(others)} in {path} is no part of a checkpoint, and is left.",)
         if others
@@ -371,8 +338,29 @@ def delete(path: Path) -> tuple[str, ...]:
     )
 
 
-def _delete_parts(path: Path) -> tuple[str, ...]:
-    return delete_parts(path, _MARKERS, is_part)
+def delete_parts(path: Path) -> tuple[str, ...]:
+    """Delete a file, a link, or a directory with its checkpoint files; links are not followed.
+
+    Returns:
+        Names of all other entries of the directory, which is then kept with them.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return ()
+    if not stat.S_ISDIR(mode):
+        os.unlink(path)
+        return ()
+    for name in dict.fromkeys((*_MARKERS, *filter(is_part, os.listdir(path)))):
+        with contextlib.suppress(FileNotFoundError):
+            part = os.path.join(path, name)
+            if not stat.S_ISDIR(os.lstat(part).st_mode):
+                os.unlink(part)
+    # On NFS, files that are still open have other names for a while.
+    others = tuple(sorted(name for name in os.listdir(path) if not name.startswith(".nfs")))
+    if not others:
+        os.rmdir(path)
+    return others
 
 
 def _free(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Crash-safe file operations: exclusive creation, flushing, swapping of names, locks, deletion."""
+"""Crash-safe file operations: exclusive creation, flushing, swapping of names, locks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import socket
 import stat
 import sys
 import uuid
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -318,38 +318,6 @@ def swap(
     if number in _NO_SWAP:
         return False
     raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
-
-
-def delete_parts(
-    path: StrPath, first: Iterable[str], is_part: Callable[[str], bool]
-) -> tuple[str, ...]:
-    """Delete a file, a link, or a directory with its known files; links are not followed.
-
-    Args:
-        path: Path to delete; it need not exist.
-        first: Names in the directory to delete first: without them it is not taken for complete.
-        is_part: Returns True for names of known files. A directory is never one.
-
-    Returns:
-        Names of all other entries of the directory, which is then kept with them.
-    """
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return ()
-    if not stat.S_ISDIR(mode):
-        os.unlink(path)
-        return ()
-    for name in dict.fromkeys((*first, *filter(is_part, os.listdir(path)))):
-        with contextlib.suppress(FileNotFoundError):
-            part = os.path.join(path, name)
-            if not stat.S_ISDIR(os.lstat(part).st_mode):
-                os.unlink(part)
-    # On NFS, files that are still open have other names for a while.
-    others = tuple(sorted(name for name in os.listdir(path) if not name.startswith(".nfs")))
-    if not others:
-        os.rmdir(path)
-    return others
 
 
 def resolve(target: StrPath) -> tuple[Path, str]:

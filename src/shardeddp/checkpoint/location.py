@@ -109,8 +109,7 @@ class LocalPath(PosixPath):
         self, nbytes: int, permissions: Permissions, durability: Durability
     ) -> Generator[int]:
         """Make a file, which must not exist, and flush it at the end of the block."""
-        with disk_errors("making", self):
-            descriptor = create_exclusively(self, permissions)
+        descriptor = create_exclusively(self, permissions)
         try:
             yield descriptor
             with disk_errors("flushing", self):
