@@ -298,12 +298,13 @@ def write_one(folder: LocalPath, model: Model) -> dict[str, Any]:
     with measured() as figures:
         snapshot = snapshot_of(model, ONE)
         start = time.perf_counter()
-        written = write_data_file(snapshot, own, ONE, CheckpointOptions(durability="process"))
+        options = CheckpointOptions(durability="process")
+        report, _, _ = write_data_file(snapshot, own, ONE, options)
         writing = time.perf_counter() - start
-        message = written.report.to_bytes()
+        message = report.to_bytes()
     name = f"__{ONE}_0.distcp"
     expected = (folder / name).stat().st_size
-    stored = written.report.file
+    stored = report.file
     # But for the checksums, which the simulated file has at random.
     rows = [_rows_of(path / name, stored.pieces, stored.table_nbytes) for path in (own, folder)]
     assert stored.nbytes == expected and rows[0] == rows[1], "the simulation is not what is written"

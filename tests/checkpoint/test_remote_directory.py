@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePa
 
 def save(target: Any, step: int, rows: int = ROWS) -> None:
     snapshot = snapshot_of(step, rows=rows)
-    write_checkpoint(snapshot, location(target), run_of(step), None, CheckpointOptions())
+    write_checkpoint(snapshot, location(target), run_of(step), all_ranks(), CheckpointOptions())
 
 
 def step_in(target: Any, rows: int = ROWS) -> int | None:
@@ -104,7 +104,7 @@ def test_a_save_reads_what_it_has_written_by_the_file_and_not_by_the_tensor(
 
     monkeypatch.setattr(Shelf, "fault", note)
     snapshot = snapshot_of(1, rows=ROWS, tensors=20)
-    write_checkpoint(snapshot, folder / "a.ckpt", run_of(1), None, CheckpointOptions())
+    write_checkpoint(snapshot, folder / "a.ckpt", run_of(1), all_ranks(), CheckpointOptions())
     assert read
     assert len(read) == len(set(read))
 

@@ -15,6 +15,7 @@ from shardeddp.checkpoint.snapshot import take_snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.topology import Topology
+from support.host_groups import all_ranks
 
 PARAMETERS = ("net.embed.weight", "net.scale")
 
@@ -81,9 +82,8 @@ def put(path: Path, content: Mapping[str, Any] | None = None, **options: Any) ->
         versions={"torch": "2.13.0"},
     )
     names = [list(PARAMETERS) for _ in content.get("optimizer_states", ())]
-    write_checkpoint(
-        take_snapshot(content, names, Alone()), path, run, None, CheckpointOptions(**options)
-    )
+    snapshot = take_snapshot(content, names, Alone())
+    write_checkpoint(snapshot, path, run, all_ranks(), CheckpointOptions(**options))
     return path
 
 

@@ -94,21 +94,15 @@ class Report:
         return cls(file, layout, np.frombuffer(data, dtype=INTERVAL, offset=start))
 
 
-@dataclass(frozen=True)
-class Written:
-    """Data file that one rank has written."""
-
-    report: Report
-    held: list[tuple[Share, bytes]]
-    """Shares of sharded tensors that other ranks hold as well, each with its digest."""
-
-    objects: list[Item]
-
-
 def write_data_file(
     snapshot: Snapshot, folder: Location, rank: int, options: CheckpointOptions
-) -> Written:
-    """Write this rank's data file of a checkpoint."""
+) -> tuple[Report, list[tuple[Share, bytes]], list[Item]]:
+    """Write this rank's data file of a checkpoint.
+
+    Returns:
+        The report; shares of sharded tensors that other ranks hold as well, each with its digest;
+        items of the snapshot's objects.
+    """
     name, permissions = f"__{rank}_0.distcp", _permissions(options)
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
     made = new_part(folder, name, snapshot.nbytes, permissions, options.durability)
@@ -133,7 +127,7 @@ def write_data_file(
         stored = file.close(rows, blocks)
     table = np.array(rows, dtype=PIECE)
     intervals = intervals_of(*(table[column] for column in ("section", "start", "stop")))
-    return Written(Report(stored, snapshot.layout.hex(), intervals), held, objects)
+    return Report(stored, snapshot.layout.hex(), intervals), held, objects
 
 
 def _permissions(options: CheckpointOptions) -> Permissions:
@@ -197,7 +191,7 @@ def write_checkpoint(
     snapshot: Snapshot,
     target: AnyPath,
     run: TrainingRun,
-    group: HostGroup | None,
+    group: HostGroup,
     options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
@@ -207,8 +201,7 @@ def write_checkpoint(
         target: Directory of the checkpoint, also in a store; an existing one is replaced when the
             new one is complete and on the disk.
         run: Description of the training run.
-        group: Host group of all ranks that nothing else uses meanwhile; None for a process that
-            saves alone.
+        group: Host group of all ranks that nothing else uses meanwhile.
         options: Durability, permissions and checksums of the files.
 
     Raises:
@@ -227,73 +220,54 @@ class _Writing:
     snapshot: Snapshot
     target: Location
     run: TrainingRun
-    group: HostGroup | None
+    group: HostGroup
     options: CheckpointOptions
     staging: LocalStaging | RemoteStaging | None = None  # on rank 0 only
     folder: Location = field(init=False)  # the staging folder, once rank 0 has sent its path
-    own: Written | None = None  # set once this rank's data file is written
+    # Of this rank's data file, once it is written; see :func:`write_data_file`.
+    held: list[tuple[Share, bytes]] = field(default_factory=list[tuple[Share, bytes]])
+    objects: list[Item] = field(default_factory=list[Item])
 
     def save(self) -> None:
         """Run all steps of the save."""
-        sizes = self._run(
-            gather_to_first,
-            "planning the checkpoint",
-            lambda: str(self.snapshot.nbytes).encode(),
-        )
+        group, part = self.group, self.snapshot.part
+        planned = str(self.snapshot.nbytes).encode()
+        sizes = gather_to_first("planning the checkpoint", lambda: planned, group)
         try:
             needed = sum(map(int, sizes))
-            folders = self._run(
-                gather_results, "preparing the checkpoint", lambda: self._prepare(needed)
-            )
-            self.folder = location(os.fsdecode(bytes(folders[0])))
-            reports = self._run(gather_to_first, f"writing {self.target}", self._write)
-            self._compare_replicas()
-            self._run(gather_results, f"committing {self.target}", lambda: self._commit(reports))
+            prepare = partial(self._prepare, needed)
+            folders = gather_results("preparing the checkpoint", prepare, group)
+            self.folder = location(os.fsdecode(folders[0]))
+            reports = gather_to_first(f"writing {self.target}", self._write, group)
+            if part is not None:
+                shares = [share for share, _ in self.held]
+                digests = [found for _, found in self.held]
+                compare_replicas(shares, lambda: digests, part, self.snapshot.names, group)
+            gather_results(f"committing {self.target}", lambda: self._commit(reports), group)
         except Exception:
             if self.staging is not None:
                 self.staging.discard()
             raise
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return 0 if self.group is None else self.group.rank
-
-    def _run(
-        self,
-        gather: Callable[[str, Callable[[], bytes], HostGroup], Sequence[bytes | memoryview]],
-        step: str,
-        action: Callable[[], bytes],
-    ) -> Sequence[bytes | memoryview]:
-        """Run a step on all ranks and gather its results; of this process, if it saves alone."""
-        return [action()] if self.group is None else gather(step, action, self.group)
-
-    def _compare_replicas(self) -> None:
-        part, own = self.snapshot.part, self.own
-        if self.group is not None and part is not None and own is not None:
-            shares = [share for share, _ in own.held]
-            digests = [found for _, found in own.held]
-            compare_replicas(shares, lambda: digests, part, self.snapshot.names, self.group)
-
     def _prepare(self, needed: int) -> bytes:
         """On rank 0: make the staging folder and return its path; b"" on other ranks."""
-        if self.rank:
+        if self.group.rank:
             return b""
         self.staging = directory_at(self.target).stage(needed, self.options)
         return os.fsencode(str(self.staging.path))
 
     def _write(self) -> bytes:
         """Write this rank's data file; return the serialized report."""
-        write = partial(write_data_file, self.snapshot, self.folder, self.rank, self.options)
-        self.own = repeated(write, self.folder.transient)
-        return self.own.report.to_bytes()
+        write = partial(write_data_file, self.snapshot, self.folder, self.group.rank, self.options)
+        report, self.held, self.objects = repeated(write, self.folder.transient)
+        return report.to_bytes()
 
     def _commit(self, reports: Sequence[bytes | memoryview]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and commit."""
-        if self.staging is None or self.own is None:
+        if self.staging is None:
             return b""
         parsed = [*map(Report.from_bytes, reports)]
-        manifest, placement = index(self.snapshot, self.run, parsed, self.own.objects)
+        manifest, placement = index(self.snapshot, self.run, parsed, self.objects)
         contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
             STATE: json.dumps(self.snapshot.tree, separators=(",", ":")).encode(),
