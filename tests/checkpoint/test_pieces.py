@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import ALGORITHM, DataFile, hexdigest
+from shardeddp.checkpoint.items import DataFile, hexdigest
 from shardeddp.checkpoint.manifest import (
+    ALGORITHM,
     BLOCK_NBYTES,
     MANIFEST,
     PIECE,

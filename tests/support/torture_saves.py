@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shardeddp.checkpoint import durable
 from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.manifest import TrainingRun
-from shardeddp.checkpoint.snapshot import SectionSpec, Share, Snapshot
+from shardeddp.checkpoint.manifest import Section, TrainingRun
+from shardeddp.checkpoint.snapshot import Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import Interval
@@ -50,7 +50,7 @@ def snapshot_of(
         },
         objects=[(("optimizer_0", "param_groups"), [{"lr": 0.1, "step": step}])],
         rest=lightning_meta({"global_step": step}),
-        sections=[SectionSpec(torch.float64, (rows, ROW)) for _ in names],
+        sections=[Section(torch.float64, (rows, ROW)) for _ in names],
         tensors=[(("model", name), number) for number, name in enumerate(names)],
         shares=[Share(number, interval, own.clone(), True) for number in range(tensors)],
         num_sharded=tensors,

@@ -124,20 +124,7 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
         raise CheckpointError(
             f"{path} is not what torch.save writes since torch 1.6: expected a zip archive"
         )
-    require_intact(path)
-    if not trust_pickle:
-        require_data(path)
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
-    except Exception as error:  # torch has no class for errors of a file
-        hint = (
-            ""
-            if trust_pickle
-            else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
-        )
-        raise CheckpointError(
-            f"{path} cannot be loaded: {str(error).splitlines()[0]}{hint}"
-        ) from error
+    checkpoint: Any = _load_file(str(path), not trust_pickle, how_to_trust=_TRUST_OF_TOOLS)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
     return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=memory_of_shards)
@@ -353,26 +340,37 @@ def open_file(path: AnyPath, weights_only: bool | None, part: tuple[int, int]) -
             raise type(error)(str(error).replace(file, str(place))) from error
 
 
-def _load_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
+_TRUST_OF_RUNS = (
+    "allow the class with torch.serialization.add_safe_globals([...]), or unpickle everything with "
+    "trainer.fit(..., weights_only=False), which can run any code in it"
+)
+_TRUST_OF_TOOLS = "--trust-pickle unpickles everything, which can run any code in it"
+
+
+def _load_file(
+    path: str,
+    weights_only: bool | None,
+    part: tuple[int, int] = (0, 1),
+    how_to_trust: str = _TRUST_OF_RUNS,
+) -> dict[str, Any]:
     require_intact(path, part)
     if weights_only is not False:
         require_data(path)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except Exception as error:  # torch has no class for errors of a file
-        raise refusal_of(path, error) from error
+        raise refusal_of(path, error, how_to_trust) from error
 
 
-def refusal_of(path: str, error: Exception) -> CheckpointError:
+def refusal_of(path: str, error: Exception, how_to_trust: str = _TRUST_OF_RUNS) -> CheckpointError:
     """Return the error for a file that ``torch.load`` refuses, with advice."""
     if not isinstance(error, pickle.UnpicklingError):
         return CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}")
     why = _UNPICKLER.search(str(error))
     return CheckpointError(
         f"{path} holds more than numbers, text, tensors and containers of them, or is damaged: "
-        f"{why[1] if why else str(error).splitlines()[0]}. If you trust whoever wrote it, allow the "
-        f"class with torch.serialization.add_safe_globals([...]), or unpickle everything with "
-        f"trainer.fit(..., weights_only=False), which can run any code in it"
+        f"{why[1] if why else str(error).splitlines()[0]}. If you trust whoever wrote it, "
+        f"{how_to_trust}"
     )
 
 

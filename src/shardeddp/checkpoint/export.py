@@ -20,10 +20,11 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
+from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.full_write import TorchFile
 from shardeddp.checkpoint.import_foreign import FOREIGN
 from shardeddp.checkpoint.location import AnyPath, location
+from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.safetensors import (
     Entry,
@@ -218,7 +219,8 @@ def to_ckpt(
 
 def _require_outside(target: Path) -> None:
     """Refuse to write into a checkpoint: verification rejects unknown files there."""
-    if is_checkpoint(target.parent):
+    folder = location(target.parent)
+    if carries_manifest(folder) or folder.holds(DCP_METADATA):
         raise CheckpointError(
             f"{target.parent} is a checkpoint: expected {target.name} to go elsewhere, where it "
             f"damages none"

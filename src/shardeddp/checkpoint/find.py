@@ -49,12 +49,6 @@ _BEGINNING = re.compile(
 _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 
-def is_checkpoint(directory: AnyPath) -> bool:
-    """Return True if a directory is a checkpoint of this package, or of another tool."""
-    target = location(directory)
-    return carries_manifest(target) or target.holds(DCP_METADATA)
-
-
 _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 
 
@@ -167,6 +161,9 @@ class Candidate:
     resumable: bool = field(compare=False)
     """True if it has optimizer states, not only weights."""
 
+    called_last: bool = field(default=False, compare=False)
+    """True if it is called the last one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -199,17 +196,19 @@ def find_checkpoints(directory: AnyPath) -> Found:
         except CheckpointError as error:
             skipped[name] = str(error)
             continue
-        candidates.append(
-            Candidate(
-                step=manifest.run.step,
-                epoch=manifest.run.epoch,
-                version=max(map(int, _VERSION.findall(name)), default=0),
-                name=name,
-                path=path,
-                resumable=_has_optimizers(manifest),
-            )
-        )
+        candidates.append(_candidate(path, manifest))
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
+
+
+def _candidate(path: Location, manifest: Manifest) -> Candidate:
+    return Candidate(
+        step=manifest.run.step,
+        epoch=manifest.run.epoch,
+        version=max(map(int, _VERSION.findall(path.name)), default=0),
+        name=path.name,
+        path=path,
+        resumable=any(str(it.path[0]).startswith("optimizer_") for it in manifest.objects.values()),
+    )
 
 
 def checkpoints_in(directory: AnyPath) -> list[Location]:
@@ -242,10 +241,6 @@ def what_lies_beside(path: Location) -> str:
     return f"; beside it there are {first_three(names) if names else 'none'}"
 
 
-def _has_optimizers(manifest: Manifest) -> bool:
-    return any(str(it.path[0]).startswith("optimizer_") for it in manifest.objects.values())
-
-
 def _looks_like_one(path: Location) -> bool:
     with disk_errors("reading", path):
         if path.is_file():
@@ -255,14 +250,6 @@ def _looks_like_one(path: Location) -> bool:
 
 
 # -- The last checkpoint: the usable one of the highest step, regardless of time stamps
-
-
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    resumable: bool
-    step: int
-    called_last: bool
-    path: str
 
 
 def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Location]:
@@ -276,20 +263,18 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
     Raises:
         CheckpointError: There are some, and none can be used.
     """
-    candidates: dict[str, _Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     skipped: dict[str, str] = {}
     for path in named:
         try:
-            candidates[_identity(path)] = _candidate(path)
+            candidates[_identity(path)] = replace(_called_last(path), called_last=True)
         except Exception as error:  # noqa: BLE001 - pickles raise anything
             skipped[path] = str(error) if str(path) in str(error) else f"{path}: {error}"
     for folder in folders:
         found = find_checkpoints(folder)
         skipped |= {str(location(folder) / name): why for name, why in found.skipped.items()}
         for each in found.checkpoints:
-            path = str(each.path)
-            own = _Candidate(each.resumable, each.step, False, path)
-            candidates.setdefault(_identity(path), own)
+            candidates.setdefault(_identity(str(each.path)), each)
     if skipped:
         left = printable("; ".join(skipped.values()))
         warnings.warn(f"not whole, left aside: {left}", stacklevel=2)
@@ -298,24 +283,27 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
             f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from "
             f"the beginning"
         )
-    return [location(candidate.path) for candidate in sorted(candidates.values(), reverse=True)]
+    found = sorted(
+        candidates.values(),
+        key=lambda it: (it.resumable, it.step, it.called_last, str(it.path)),
+        reverse=True,
+    )
+    return [candidate.path for candidate in found]
 
 
 def _identity(path: str) -> str:
     return str(location(path)) if is_remote(path) else os.path.realpath(path)
 
 
-def _candidate(path: str) -> _Candidate:
-    """Return the candidate for a checkpoint called "last"."""
+def _called_last(path: str) -> Candidate:
     target = location(path)
     if target.is_file() and not (carries_manifest(target) or carries_index(target)):
         return _candidate_of_other_tool(target)
-    manifest = read_manifest(target)
-    return _Candidate(_has_optimizers(manifest), manifest.run.step, True, path)
+    return _candidate(target, read_manifest(target))
 
 
-def _candidate_of_other_tool(place: Location) -> _Candidate:
-    unknown = _Candidate(True, -1, True, str(place))
+def _candidate_of_other_tool(place: Location) -> Candidate:
+    unknown = Candidate(step=-1, epoch=0, version=0, name=place.name, path=place, resumable=True)
     try:
         path = place.local_only("the steps of other tools' files are read in file systems")
     except CheckpointError:

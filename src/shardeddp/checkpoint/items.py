@@ -22,7 +22,7 @@ import xxhash
 from shardeddp.checkpoint.durable import Source, read_into, read_text, write_buffers
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.checkpoint.remote import Upload
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.tensor.views import GatheredView
 from shardeddp.torch_private import (
@@ -36,12 +36,21 @@ from shardeddp.torch_private import (
 #
 # https://xxhash.com; they detect accidents, not forgeries.
 
-ALGORITHM = "xxh3_128"
-
 
 def hexdigest(data: bytes | bytearray | memoryview) -> str:
     """Return the checksum of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def require_checksum(
+    data: bytearray | memoryview, expected: str, path: object, where: Interval, what: str = ""
+) -> None:
+    """Refuse bytes that were read from ``where`` in a file if their checksum differs."""
+    if (found := hexdigest(data)) != expected:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: bytes {where.start:,} to {where.stop:,}{what} have checksum "
+            f"{found}, expected {expected}"
+        )
 
 
 def memory_of(elements: torch.Tensor) -> memoryview:

@@ -54,6 +54,9 @@ LIGHTNING_META = "meta.pt"
 INDEX = "shardeddp.json"
 """Record of a plain ``.ckpt`` file with the index of this package."""
 
+ALGORITHM = "xxh3_128"
+"""Algorithm name of the checksums in a sharded checkpoint."""
+
 CRC = "crc32"
 """Algorithm name of a plain file's checksums: the CRCs of its zip archive."""
 
@@ -125,13 +128,13 @@ class Section(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    first: int
+    first: int = 0
     """First row in the placement; the rows of all sections follow each other."""
 
-    parts: int
+    parts: int = 0
     """Number of rows, one per interval of elements in one file; 0 without elements."""
 
-    checksum: str
+    checksum: str = ""
     """Checksum of the rows."""
 
     offsets: tuple[int, ...] = ()
@@ -450,13 +453,18 @@ def _manifest_of(document: dict[str, Any]) -> Manifest:
         raise ValueError(
             f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}"
         )
+    if document["algorithm"] != ALGORITHM:
+        raise ValueError(
+            f"expected checksums by {ALGORITHM}, found {document['algorithm']!r}; a newer "
+            f"shardeddp may read it"
+        )
     files = {_file_name(name): _file(name, *fields) for name, fields in document["files"].items()}
     nbytes = sum(file.nbytes for file in files.values())
     if nbytes > MAX_NBYTES:
         raise ValueError(f"all files have {nbytes} bytes, more than files can have")
     manifest = Manifest(
         run=_run(**document["run"]),
-        algorithm=_text(document["algorithm"]),
+        algorithm=ALGORITHM,
         files=files,
         tensors={},
         objects={},

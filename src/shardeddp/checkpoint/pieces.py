@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from shardeddp.checkpoint.durable import read_dense
-from shardeddp.checkpoint.items import hexdigest
+from shardeddp.checkpoint.items import require_checksum
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -25,7 +25,7 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     Section,
 )
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 
 Integers = npt.NDArray[np.int64]
@@ -271,11 +271,8 @@ class Pieces:
         path = self._path / name
         with disk_errors("reading", path), path.open_source() as (descriptor, _):
             data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
-        if data and hexdigest(data) != expected:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: bytes {where.start:,} to {where.stop:,}, {what}, have "
-                f"checksum {hexdigest(data)}, expected {expected}"
-            )
+        if data:
+            require_checksum(data, expected, path, where, f", {what},")
         return data
 
 

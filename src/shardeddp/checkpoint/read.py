@@ -14,7 +14,7 @@ from torch import nn
 
 from shardeddp.checkpoint.durable import Source, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import ALGORITHM, hexdigest, memory_of
+from shardeddp.checkpoint.items import memory_of, require_checksum
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -57,11 +57,6 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.path} is one plain file, expected a directory: torch.load() reads it"
             )
-        if self.manifest.algorithm != ALGORITHM:
-            raise CheckpointError(
-                f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: "
-                f"a newer shardeddp may read it"
-            )
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -74,7 +69,7 @@ class CheckpointReader:
         whole = Interval(0, expected.nbytes)
         with self._opened(STATE) as descriptor:
             text = read_text(descriptor, whole, str(self._folder / STATE))
-        self._compare(STATE, "", whole, text, expected.checksum)
+        require_checksum(text, expected.checksum, self._folder / STATE, whole)
         return parse_json(text, STATE)
 
     def file(self, name: str) -> bytes:
@@ -196,18 +191,8 @@ class CheckpointReader:
             raise DamagedCheckpointError(
                 f"{self._folder / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
             )
-        self._compare(file, name, where, out, expected)
-
-    def _compare(
-        self, file: str, name: str, where: Interval, data: bytearray | memoryview, expected: str
-    ) -> None:
-        found = hexdigest(data)
-        if found != expected:
-            of = f" of {name}" if name else ""
-            raise DamagedCheckpointError(
-                f"{self._folder / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have "
-                f"checksum {found}, expected {expected}"
-            )
+        of = f" of {name}" if name else ""
+        require_checksum(out, expected, self._folder / file, where, of)
 
 
 # -- LazyTensor: a tensor that is read from the disk on first use

@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapreplace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from shardeddp.checkpoint.interop import lightning_meta, pickled_alone
 from shardeddp.checkpoint.items import block_digests, digest, memory_of
-from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
+from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, Section, name_of
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
 from shardeddp.checkpoint.state_codec import (
@@ -199,15 +199,6 @@ def _refuse(held: Sequence[Sequence[_Held]], names: Sequence[str]) -> None:
 # -- Snapshot: a checkpoint as named tensors, and each rank's part of it
 
 
-class SectionSpec(NamedTuple):
-    """Description of a section before it is written; see :class:`Section`."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()
-
-
 ParameterNames = Sequence[Sequence[str]]
 """Fqns of each optimizer's parameters, in the order of its groups."""
 
@@ -250,8 +241,8 @@ class Snapshot:
     Only rank 0 has it.
     """
 
-    sections: list[SectionSpec] = field(default_factory=list[SectionSpec])
-    """Dtype and shape of each section."""
+    sections: list[Section] = field(default_factory=list[Section])
+    """All sections, without their places in files."""
 
     tensors: list[tuple[ItemPath, int]] = field(default_factory=list[tuple[ItemPath, int]])
     """Path of each tensor and its section; a tensor of several sections has several entries."""
@@ -439,7 +430,7 @@ class _Collector:
         self._rank, self._part = mesh.rank, part_of(mesh)
         self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
         # Sharded and others apart: the numbers of the others begin after all sharded ones.
-        self._sections: dict[bool, list[tuple[ItemPath, SectionSpec]]]
+        self._sections: dict[bool, list[tuple[ItemPath, Section]]]
         self._sections = {True: [], False: []}
         self._shares: dict[bool, list[Share]] = {True: [], False: []}
         self._stored: dict[tuple[Any, ...], tuple[bool, range]] = {}  # by memory
@@ -477,13 +468,13 @@ class _Collector:
                 spec = tensor.spec
                 first += sum(len(shared) for shared in spec.boxes[: spec.tensor_rank])
                 sections += [
-                    (path, SectionSpec(tensor.dtype, box.sizes, box.offsets, shape))
+                    (path, Section(tensor.dtype, box.sizes, offsets=box.offsets, whole=shape))
                     for shared in spec.boxes
                     for box in shared
                 ]
                 self._take(first, tensor)
             else:
-                sections.append((path, SectionSpec(tensor.dtype, shape)))
+                sections.append((path, Section(tensor.dtype, shape)))
                 self._take(first, tensor)
             self._stored[key] = sharded, range(before, len(sections))
         self._tensors.append((path, self._stored[key]))
@@ -493,7 +484,7 @@ class _Collector:
         sharded, plain = self._sections[True], self._sections[False]
         first = {True: 0, False: len(sharded)}
         return Snapshot(
-            sections=[spec for _, spec in (*sharded, *plain)],
+            sections=[section for _, section in (*sharded, *plain)],
             tensors=[
                 (path, first[kind] + number)
                 for path, (kind, numbers) in self._tensors

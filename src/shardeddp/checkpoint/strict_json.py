@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from shardeddp.errors import CheckpointError
@@ -46,8 +45,7 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
                 object_pairs_hook=_object,
             )
             if _SURROGATE.search(data):
-                for text in _strings(value):
-                    text.encode()
+                json.dumps(value, ensure_ascii=False).encode()  # half a pair has no code
         return value
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at byte {error.pos:,}"
@@ -87,18 +85,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {_shorten(ascii(key))} stands {count} times in one object")
     return value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
 
 
 def _shorten(text: str) -> str:

@@ -25,7 +25,7 @@ from shardeddp.checkpoint.full_read import (
     read_index,
 )
 from shardeddp.checkpoint.import_foreign import FOREIGN, ForeignCheckpoint
-from shardeddp.checkpoint.items import ALGORITHM, check_item_crc, hexdigest
+from shardeddp.checkpoint.items import check_item_crc, hexdigest
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -304,10 +304,6 @@ def _examine_file(path: Location, progress: Progress, started: Progress) -> Veri
 def _examine_own(path: Location, progress: Progress, started: Progress) -> Verification:
     try:
         manifest = read_manifest_alone(path)
-        if manifest.algorithm != ALGORITHM:
-            raise CheckpointError(
-                f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}"
-            )
     except (CheckpointError, OSError) as error:
         damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
         return Verification(path=path, step=None, nbytes=0, damages=[damage])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import pickle
 import threading
@@ -23,9 +22,10 @@ from shardeddp.checkpoint.clean import directory_at
 from shardeddp.checkpoint.directory import LocalStaging, new_part
 from shardeddp.checkpoint.durable import Permissions, make_directories
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
-from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, hexdigest
+from shardeddp.checkpoint.items import DataFile, block_digests, hexdigest
 from shardeddp.checkpoint.location import AnyPath, LocalPath, Location, location
 from shardeddp.checkpoint.manifest import (
+    ALGORITHM,
     DCP_METADATA,
     LIGHTNING_META,
     PIECE,
@@ -163,13 +163,13 @@ def index(
             f"{first_three(map(str, odd))}. Let every rank keep the same ones, in the same order, "
             f"in what it saves"
         )
-    numels = [math.prod(spec.shape) for spec in snapshot.sections]
+    numels = [section.numel for section in snapshot.sections]
     rows, counts = placement_of([report.intervals for report in reports], numels, snapshot.names)
     sections, first = list[Section](), 0
-    for spec, parts in zip(snapshot.sections, counts, strict=True):
+    for section, parts in zip(snapshot.sections, counts, strict=True):
         own = hexdigest(rows[first : first + parts].tobytes())
-        place = spec.offsets, spec.whole
-        sections.append(Section(spec.dtype, spec.shape, first, parts, own, *place))
+        place = section.offsets, section.whole
+        sections.append(Section(section.dtype, section.shape, first, parts, own, *place))
         first += parts
     tensors = stored_tensors(dict.fromkeys(snapshot.tensors), sections)
     stored = [
