@@ -29,30 +29,7 @@ from shardeddp.optim.swap import Gradients, OutsideStates, State, SwappedStep
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, is_same_memory, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 
-# -- Memory of the tensors stepped on
-
-
-class DeviceShards:
-    """Step memory that consists of the main shards themselves."""
-
-    def device_of(self, shard: torch.Tensor) -> torch.device:
-        """Return the device of a local parameter, on which it is stepped and has its states."""
-        return shard.device
-
-    def tensor_for(self, segment: Segment) -> torch.Tensor:
-        """Return the tensor stepped on for a segment: its shard."""
-        return segment.shard
-
-    def follow(self, segments: Sequence[tuple[Segment, torch.Tensor]]) -> None:
-        """Set the gradients of these segments' tensors."""
-        for segment, gradient in segments:
-            segment.tensor.grad = gradient
-
-    def begin_step(self) -> None:
-        """Do nothing: a step works on the shards."""
-
-    def end_step(self) -> None:
-        """Do nothing: the new values are in the shards."""
+# -- Copies in host memory, for an offloaded optimizer
 
 
 class HostCopies:
@@ -69,10 +46,6 @@ class HostCopies:
         ] = []  # with their gradients on the device
         # Versions of local parameters at the last update of each copy.
         self._versions: dict[torch.Tensor, list[int]] = {}
-
-    def device_of(self, shard: torch.Tensor) -> torch.device:
-        """Return the host, on which a local parameter is stepped and has its states."""
-        return torch.device("cpu")
 
     def tensor_for(self, segment: Segment) -> torch.Tensor:
         """Return the tensor stepped on for a segment; the same until the segment changes."""
@@ -119,10 +92,6 @@ class HostCopies:
             self._versions[segment.tensor] = [version + 1 for version in _versions(segment)]
 
 
-StepMemory = DeviceShards | HostCopies
-"""Memory in which an optimizer steps."""
-
-
 def _versions(segment: Segment) -> list[int]:
     return [shard._version for shard in segment.shards]
 
@@ -152,8 +121,7 @@ class LocalStep(SwappedStep):
     _states: LocalStates
 
     def __init__(self, optimizer: optim.Optimizer, offload: bool = False) -> None:
-        self._offload = offload
-        self._memory = HostCopies() if offload else DeviceShards()
+        self._copies = HostCopies() if offload else None
         self._slices = Slices()
         self._seen: list[Sequence[object]] = []  # sources of the tensors below
         self._tensors: list[list[torch.Tensor]] = []  # tensors of the step, by group
@@ -167,7 +135,7 @@ class LocalStep(SwappedStep):
         super().__init__(optimizer)
 
     def _forget(self) -> None:
-        self._memory = HostCopies() if self._offload else DeviceShards()
+        self._copies = None if self._copies is None else HostCopies()
         self._seen, self._tensors, self._marked = [], [], []
 
     def _pre_step(
@@ -181,21 +149,23 @@ class LocalStep(SwappedStep):
             self._seen = []  # until it has succeeded
             self._arrange(groups, parts)
             self._seen = seen
-        self._memory.begin_step()
+        if self._copies is not None:
+            self._copies.begin_step()
         if not self._is_known:
             for tensor, parameter in self._marked:
                 tensor.requires_grad_(parameter.requires_grad)
         return [list(each) for each in self._tensors]
 
     def _post_step(self) -> None:
-        self._memory.end_step()
+        if self._copies is not None:
+            self._copies.end_step()
 
     def _release(self) -> None:
         for tensor, _ in self._marked:
             tensor.requires_grad_(False)
 
     def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
-        return LocalStates(optimizer, self._memory, self._slices)
+        return LocalStates(optimizer, self._copies, self._slices)
 
     # -- Tensors of a step
     #
@@ -280,7 +250,11 @@ class LocalStep(SwappedStep):
                 if (gradient := gradient_of(gradients)) is not None:
                     stepped.append((segment, gradient))
             self._tensors.append(tensors)
-        self._memory.follow(stepped)
+        if self._copies is not None:
+            self._copies.follow(stepped)
+        else:
+            for segment, gradient in stepped:
+                segment.tensor.grad = gradient
 
     def _prefer_fused(self) -> None:
         """Use torch's fused host kernel for an offloaded optimizer, unless the user chose one."""
@@ -290,16 +264,12 @@ class LocalStep(SwappedStep):
                 and not group.get("fused")
                 and not group.get("differentiable")
             )
-            taken_off = any(
-                parameter.device != self._memory.device_of(parameter.raw_local)
+            taken_off = self._copies is not None or any(
+                parameter.device != parameter.raw_local.device
                 for parameter in group["params"]
                 if isinstance(parameter, ShardTensor)
             )
-            if (
-                type(self._optimizer) in _FUSED_ON_HOST
-                and is_unset
-                and (self._offload or taken_off)
-            ):
+            if type(self._optimizer) in _FUSED_ON_HOST and is_unset and taken_off:
                 group["fused"] = True
 
 
@@ -325,10 +295,12 @@ class LocalStates(OutsideStates):
     then, or is still held.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
+    def __init__(
+        self, optimizer: optim.Optimizer, copies: HostCopies | None, slices: Slices
+    ) -> None:
         super().__init__(optimizer)
         self._slices = slices
-        self._memory = memory
+        self._copies = copies
         self._segments: dict[torch.Tensor, Segment] = {}  # by local parameter
         self._of_aliases = WeakTensorKeyDictionary()  # their local parameters
         self.changed = False
@@ -348,11 +320,8 @@ class LocalStates(OutsideStates):
             self.inside[parameter] = dict(state)
             return
         parameter = outside_of(parameter)
-        device = (
-            self._memory.device_of(parameter.raw_local)
-            if isinstance(parameter, ShardTensor)
-            else parameter.device
-        )
+        local = parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
+        device = local.device if self._copies is None else torch.device("cpu")
         self.inside[self._alone(parameter)] = {
             name: _as_local(name, value, parameter, device) for name, value in state.items()
         }
@@ -422,7 +391,8 @@ class LocalStates(OutsideStates):
             if len(segments := list(dict.fromkeys(map(self.segment_of, each)))) > 1:
                 self._join(segments)
         for segment in {self.segment_of(it) for each in together for it in each}:
-            self._give(segment, self._memory.tensor_for(segment))
+            copies = self._copies
+            self._give(segment, segment.shard if copies is None else copies.tensor_for(segment))
         self.changed = False
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:

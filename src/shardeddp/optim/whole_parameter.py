@@ -25,30 +25,21 @@ from shardeddp.torch_private import pytree
 # -- Ownership: the rank that steps each whole parameter, by load
 
 
-class Ownership:
-    """Assigns parameters to ranks; the same on every rank, since only shapes and order count.
+def assign_owners(shapes: Sequence[Sequence[int]], costs: list[int]) -> list[int]:
+    """Assign further parameters to ranks; the same on every rank, since only shapes and order count.
 
     The most costly comes first, each goes to the rank with the least cost so far (R. L. Graham
     1969: at most 4/3 of the best possible). A parameter is never moved to another owner.
+
+    Args:
+        shapes: Shapes of the parameters.
+        costs: Sum of :func:`step_cost` over each rank's parameters; theirs are added.
     """
-
-    def __init__(self, num_ranks: int) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"expected at least one rank, found {num_ranks}")
-        self.costs = [0] * num_ranks
-        """Sum of :func:`step_cost` over each rank's parameters."""
-
-    def assign_owners(self, shapes: Sequence[Sequence[int]]) -> list[int]:
-        """Assign further parameters.
-
-        Returns:
-            The rank of each, in the order of ``shapes``.
-        """
-        owners = [0] * len(shapes)
-        for index in sorted(range(len(shapes)), key=lambda index: -step_cost(shapes[index])):
-            owners[index] = min(range(len(self.costs)), key=self.costs.__getitem__)
-            self.costs[owners[index]] += step_cost(shapes[index])
-        return owners
+    owners = [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: -step_cost(shapes[index])):
+        owners[index] = min(range(len(costs)), key=costs.__getitem__)
+        costs[owners[index]] += step_cost(shapes[index])
+    return owners
 
 
 def step_cost(shape: Sequence[int]) -> int:
@@ -218,7 +209,7 @@ class WholeParameters:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._ownership = Ownership(mesh.slices.size)
+        self._costs = [0] * mesh.slices.size  # of each rank's parameters
         self._known: dict[torch.Tensor, OwnedParameter] = {}
 
     def of(self, parameter: object) -> OwnedParameter | None:
@@ -228,9 +219,8 @@ class WholeParameters:
     def follow(self, parameters: list[torch.Tensor]) -> None:
         """Assign new parameters to owners; called with the same parameters on every rank."""
         new = [it for it in parameters if isinstance(it, ShardTensor) and it not in self._known]
-        for parameter, owner in zip(
-            new, self._ownership.assign_owners([tuple(it.shape) for it in new]), strict=True
-        ):
+        owners = assign_owners([it.shape for it in new], self._costs)
+        for parameter, owner in zip(new, owners, strict=True):
             self._known[parameter] = self._assign(parameter, owner)
 
     def _assign(self, parameter: ShardTensor, owner: int) -> OwnedParameter:
