@@ -80,10 +80,7 @@ def remove_leftovers(directory: AnyPath) -> tuple[str, ...]:
     """Remove leftovers of killed processes from a directory; files of living ones stay.
 
     In a store, only leftovers of a day ago and earlier. One process cleans up a directory at a
-    time, the others return at once. The directory need not exist.
-
-    Returns:
-        Sentences on failures; files that other processes are writing are not mentioned.
+    time, the others return at once. The directory need not exist. Return sentences on failures.
     """
     return directory_at(directory).remove_leftovers()
 

@@ -91,9 +91,6 @@ def read_contents(
         how_to_trust: Advice to the user how to trust them, for messages.
         codecs: Codecs for values of further types.
         part: Share of the files to look for on this rank, ``(rank, ranks)``.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or holds objects that are refused.
     """
     reader = CheckpointReader(path, part)
     tree = reader.tree()
@@ -228,10 +225,9 @@ def _filled(value: Any, pickled: Any) -> Any:
 
 
 def _prune(entries: dict[Any, Any], around: tuple[str, ...] = ()) -> list[str]:
-    """Drop entries that could not be saved; a sequence or a set with such an item goes as a whole.
+    """Drop entries that could not be saved, and return their dotted paths.
 
-    Returns:
-        The dotted paths of the dropped entries.
+    A sequence or a set with such an item goes as a whole.
     """
     gone: list[str] = []
     for key, item in [*entries.items()]:
@@ -289,12 +285,7 @@ def open_checkpoint(
 ) -> dict[str, Any]:
     """Read a checkpoint except tensors of model and optimizers and those that will be sharded.
 
-    Args:
-        path: Directory of the checkpoint.
-        weights_only: False unpickles objects that only pickle could save, which runs code of their
-            author. Else they are refused, or left out of hyper-parameters with a warning.
-        codecs: Codecs for values of further types.
-        part: Share of the files to look for on this rank, ``(rank, ranks)``.
+    ``weights_only=False`` trusts pickles; see :func:`read_contents`.
     """
     trust = "loading it with weights_only=False"
     try:
@@ -324,11 +315,6 @@ def open_file(path: AnyPath, weights_only: bool | None, part: tuple[int, int]) -
     """Read a plain checkpoint, mapped: a rank reads only the elements of its shards.
 
     One of a store is read from a local copy, which is gone when the process ends.
-
-    Args:
-        path: A file of this package, of Lightning or of torch.
-        weights_only: Argument for ``torch.load``.
-        part: Share of the file that is compared with its checksums here, ``(rank, ranks)``.
     """
     place = location(path)
     with contextlib.ExitStack() as copies:

@@ -104,10 +104,8 @@ class LocalStaging:
         """Give the checkpoint the name of its target in one step, then delete the replaced one.
 
         Success closes the staging. After a failure the target is as before, unless the file system
-        refuses that as well, and the staging is still to be discarded.
-
-        Returns:
-            Harmless limitations of the file system that were met, as sentences to be logged once.
+        refuses that as well, and the staging is still to be discarded. Return harmless limitations
+        of the file system that were met, as sentences to be logged once.
         """
         target, path, descriptor = self.target, self.path, self._descriptor
         if descriptor is None:
@@ -165,11 +163,8 @@ def stage(
 ) -> LocalStaging:
     """Make the staging directory of a checkpoint, and missing directories above it.
 
-    A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced.
-
-    Raises:
-        CheckpointError: The target is anything else, or the file system refuses.
-        ValueError: The target has no name of its own, or one that a cleanup would delete.
+    A checkpoint, a plain ``.ckpt`` file or a link at the target will be replaced; all else is
+    refused.
     """
     with disk_errors("making a temporary directory for", target):
         parent, name = resolve(target)
@@ -266,11 +261,7 @@ def require_replaceable(target: Path, *, plain: bool = False) -> None:
 
 
 def put_in_place(path: Path, target: Path) -> Path | None:
-    """Rename a finished entry from its working name to its target.
-
-    Returns:
-        Path of the replaced entry; None if the target did not exist.
-    """
+    """Rename a finished entry to its target; return the path of the replaced one, if any."""
     if not exists(target):
         os.rename(path, target)
         return None
@@ -302,15 +293,9 @@ def delete_atomically(
 ) -> tuple[str, ...]:
     """Delete a checkpoint so that it is never incomplete under its name.
 
-    Args:
-        path: Path of the checkpoint.
-        parent: Descriptor of the directory that contains it.
-        durability: ``process`` flushes nothing.
-        name: Name of the checkpoint before it was replaced. Other files in it are kept, in a
-            directory of that name or a similar one.
-
-    Returns:
-        Sentences on remains; the next cleanup tries again.
+    Return sentences on remains; the next cleanup tries again. ``parent`` is the descriptor of the
+    directory around it, ``name`` the name that it had before it was replaced: other files in it are
+    kept in a directory of that name or a similar one.
     """
     try:
         renamed = path.with_name(f".del-{uuid.uuid4().hex}")
@@ -341,8 +326,7 @@ def delete(path: Path) -> tuple[str, ...]:
 def delete_parts(path: Path) -> tuple[str, ...]:
     """Delete a file, a link, or a directory with its checkpoint files; links are not followed.
 
-    Returns:
-        Names of all other entries of the directory, which is then kept with them.
+    Return the names of all other entries of the directory, which is then kept with them.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -393,15 +377,9 @@ def new_files(
 ) -> Generator[list[BinaryIO]]:
     """Write files that are renamed, one by one, at the end of the block, or deleted if it fails.
 
-    Args:
-        paths: Final paths, in existing directories.
-        force: True to replace an existing file, link or sharded checkpoint.
-        permissions: Permissions of the files. They are results that users ask for, so the umask
-            decides by default.
-        durability: ``process`` flushes nothing.
-
-    Yields:
-        The files, open for writing and reading, in the order of ``paths``.
+    ``force`` replaces an existing file, link or sharded checkpoint. The files are results that
+    users ask for, so the umask decides on permissions by default. They are open for writing and
+    reading.
     """
     _refuse_taken(paths, force)
     hidden: list[Path] = []

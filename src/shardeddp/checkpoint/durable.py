@@ -94,10 +94,7 @@ def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> byt
     """Read bytes of a file; memory is allocated as content arrives.
 
     A file may have any size and no content: holes, which read as zero bytes. ``zeros`` such bytes
-    in a row count as a hole.
-
-    Raises:
-        DamagedCheckpointError: The file ends early, or has a hole there.
+    in a row count as a hole, which is refused as damage, like an early end.
     """
     data = bytearray()
     while len(data) < interval.numel:
@@ -127,14 +124,10 @@ def read_into(source: Source, view: memoryview, offset: int) -> int:
 
 @contextlib.contextmanager
 def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple[int, int]]:
-    """Open a regular file for reading; refuse links, pipes, devices and directories.
+    """Open a regular file for reading; yield its descriptor and size.
 
-    Args:
-        path: Path of the file; relative to ``directory`` if that is given.
-        directory: Descriptor of a directory.
-
-    Yields:
-        Its descriptor, open within the context, and its size in bytes.
+    Links, pipes, devices and directories are refused. The path is relative to the descriptor
+    ``directory``, if one is given.
     """
     # O_NONBLOCK: to open a pipe without a writer would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -255,10 +248,9 @@ def kernel() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def held(path: Path) -> Generator[bool, None, None]:
-    """Hold the lock of a path within the block, if it is a directory or a regular file.
+    """Hold a path's lock in the block, if it is a directory or a regular file.
 
-    Yields:
-        True if no other process holds it.
+    Yield True if no other process holds it.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -301,13 +293,8 @@ def swap(
 ) -> bool:
     """Swap two names of one file system in one step; both exist, and may be of different kinds.
 
-    Args:
-        first: One path.
-        second: The other one.
-        renameat2: The system call; None: the system has none. Tests alone pass it.
-
-    Returns:
-        False if the system or file system cannot do that; nothing has changed then.
+    Return False if the system or file system cannot do that; nothing has changed then. Tests alone
+    pass ``renameat2``.
     """
     if renameat2 is None:
         return False

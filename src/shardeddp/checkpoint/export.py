@@ -109,20 +109,9 @@ def to_safetensors(
     Tensors that share memory are written once, under the first name; the metadata has the others,
     as ``{"head.weight": "embedding.weight"}``.
 
-    Args:
-        source: Directory of the checkpoint, or a plain file.
-        target: Path of the file. Weights of more than ``max_nbytes`` become several files and an
-            index, named after it.
-        selection: Weights to export, and their form.
-        max_nbytes: Largest size of one file; a single larger tensor still gets a file.
-        force: True to replace existing files.
-        started: Called once with the number of bytes to be written, before the first is.
-        progress: Called with the bytes of each written chunk.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be
-            written.
-        NotImplementedError: Safetensors has no such dtype.
+    Weights of more than ``max_nbytes`` become several files and an index, named after ``target``; a
+    single larger tensor still gets a file. ``started`` is called once with the number of bytes to
+    be written, ``progress`` with those of each written chunk.
     """
     _require_outside(target)
     contents = open_contents(source, selection, (WEIGHTS, TRAINED))
@@ -243,13 +232,7 @@ def _former(target: Path) -> set[str]:
 def open_contents(
     source: AnyPath, selection: Selection = Selection(), keys: Sequence[str] | None = None
 ) -> Contents:
-    """Open a checkpoint of any kind.
-
-    Args:
-        source: A directory, also in a store, or a plain file.
-        selection: Selection with the ``foreign`` and ``trust_pickle`` to use.
-        keys: Keys of the entries to read, if they exist; None: all.
-    """
+    """Open a checkpoint of any kind; only its entries with these keys, if some are given."""
     source = location(source)
     if selection.foreign:
         return read_foreign_contents(source.local_only(FOREIGN), selection.trust_pickle)

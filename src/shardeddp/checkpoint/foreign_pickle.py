@@ -163,9 +163,6 @@ def unpickle(
         where: Description of the bytes, for errors.
         known: Value of each allowed global, by dotted name.
         persistent: Makes the value of a reference to data outside of the pickle; None: refused.
-
-    Raises:
-        CheckpointError: It is damaged, or contains anything but data.
     """
     stream = io.BytesIO(data)
     try:
@@ -359,13 +356,7 @@ _SIZED_NAMES = re.compile(
 def refuse_traps(stream: BinaryIO, where: str, pickles: int = 1) -> None:
     """Refuse a file that would crash torch's reader of data; other errors are left to torch.
 
-    Args:
-        stream: File at the start of a pickle.
-        where: Description of the bytes, for errors.
-        pickles: Number of consecutive pickles in the stream.
-
-    Raises:
-        CheckpointError: There is a trap in one.
+    The stream is at the start of ``pickles`` consecutive pickles.
     """
     try:
         for _ in range(pickles):

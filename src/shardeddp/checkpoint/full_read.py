@@ -95,11 +95,6 @@ def damaged_records(
 
     ``torch.save`` or this package has written the CRCs. A file without them
     (``torch.serialization.set_crc32_options``) is not checked.
-
-    Args:
-        path: Path of the file, or of a link to it.
-        part: Share of the records to check: ``(1, 3)`` is the second of three.
-        progress: Called with the number of newly compared bytes.
     """
     damaged: list[Damage] = []
     with opened_file(path) as (descriptor, item):

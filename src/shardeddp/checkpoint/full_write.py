@@ -79,12 +79,8 @@ def with_plain_views(state: Any) -> Any:
 def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | None) -> None:
     """Gather a state and let rank 0 write it; every rank raises if that fails.
 
-    Args:
-        state: State for :func:`gather_full`.
-        name: Name of the file, for the message.
-        write: Called on rank 0 with the full state.
-        mesh: Mesh of all ranks; None in the process that spawned the ranks, which holds full states
-            and writes by itself.
+    There is no mesh in the process that spawned the ranks: it holds full states and writes by
+    itself.
     """
     keep = mesh is None or mesh.rank == 0
     full = gather_full(state, keep)
@@ -107,16 +103,8 @@ def stream_full(
     One tensor at a time is full, on the device and in rank 0's host memory. The file gets its name
     when it is complete and on the disk; until then an existing one is untouched.
 
-    For a store rank 0 writes it to its temporary directory first, and uploads it from there.
-
-    Args:
-        checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on
-            every rank.
-        path: Path of the file on rank 0.
-        mesh: Mesh of all ranks.
-        names: Fqns of the parameters of each optimizer in the checkpoint.
-        run: Description of the training run.
-        options: Options with permissions and durability.
+    For a store rank 0 writes it to its temporary directory first, and uploads it from there. The
+    same sharded tensors are in the checkpoint in the same order on every rank.
 
     Raises:
         RankError: Some rank could not pickle the state or write the file; raised on all ranks.
@@ -220,10 +208,8 @@ _ZIP64_NBYTES = 2**31 // 2
 class TorchFile:
     """Writer of a tree as a file that ``torch.load`` reads.
 
-    Args:
-        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or
-            sharded ones.
-        memory: Returns a key that is equal for tensors with the same elements, stored once.
+    Tensors may be lazy or sharded ones. Tensors with the same elements, for which ``memory``
+    returns equal keys, are stored once.
     """
 
     def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:

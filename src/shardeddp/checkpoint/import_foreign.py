@@ -84,16 +84,7 @@ class ForeignIndex(NamedTuple):
 
 
 def parse_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False) -> ForeignIndex:
-    """Read the content of a ``.metadata``.
-
-    Args:
-        data: Bytes of the file.
-        files: Size of every data file of the directory.
-        trust_pickle: True to run the pickle, as ``torch.distributed.checkpoint`` would.
-
-    Raises:
-        CheckpointError: It is damaged, or does not fit the files.
-    """
+    """Read a ``.metadata``; refuse one that does not fit the data files, given with their sizes."""
     try:
         root = pickle.loads(data) if trust_pickle else unpickle(data, DCP_METADATA, _KNOWN)
         return _index(root, files)
@@ -396,11 +387,7 @@ class ForeignCheckpoint:
         return value
 
     def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """Read elements of a tensor, 1D; see :meth:`CheckpointReader.read`.
-
-        Raises:
-            ValueError: The interval does not lie in the tensor.
-        """
+        """Read elements of a tensor, 1D; see :meth:`CheckpointReader.read`."""
         tensor = self.tensors[name]
         stored = [(piece.box, partial(self._read_box, tensor, piece)) for piece in tensor.pieces]
         return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)

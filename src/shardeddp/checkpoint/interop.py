@@ -80,8 +80,7 @@ def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
 def write_metadata(path: Path, force: bool = False) -> int:
     """Write ``.metadata`` into a checkpoint that was saved without, since it has many pieces.
 
-    Returns:
-        Number of pieces in it. Each takes some kilobytes of memory meanwhile.
+    Return their number. Each takes some kilobytes of memory meanwhile.
     """
     manifest = read_manifest(path)
     if DCP_METADATA in manifest.files:
@@ -100,13 +99,9 @@ def to_bytes(metadata: Metadata) -> bytes:
 def lightning_meta(tree: Any, kept: Container[int] = frozenset()) -> bytes:
     """Return the content of ``meta.pt``: a checkpoint without tensors of model and optimizers.
 
-    Containers of other types become plain ones, and tensors come to the CPU without the rest of
-    their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless it has a
-    value of a type that is refused.
-
-    Args:
-        tree: The checkpoint.
-        kept: Ids of containers that keep their class, since they are read from here.
+    Containers of other types become plain ones, but for those with ids in ``kept``, and tensors
+    come to the CPU without the rest of their storage, so that ``torch.load(...,
+    weights_only=True)`` reads the result unless it has a value of a type that is refused.
     """
     buffer = io.BytesIO()
     torch.save(plain(tree, _compact, kept), buffer, pickle_module=_PICKLE)

@@ -310,8 +310,7 @@ class _Storage:
 class TensorPickler(pickle.Pickler):
     """Pickler of tensors as references to records of their elements, as in ``torch.save``.
 
-    Args:
-        memory: Returns a key that is equal for tensors with the same elements: one record for all.
+    Tensors for which ``memory`` returns equal keys have the same elements, and one record.
     """
 
     def __init__(self, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
@@ -410,16 +409,10 @@ class Record:
 
 
 def check_item_crc(fd: Source, item: Item) -> bool:
-    """Compare the bytes of an item with the CRCs of ``torch.save``, if it has any.
+    """Compare the bytes of an item with the CRCs of ``torch.save``; return False if it has none.
 
     They cover the records of the zip archive, not the bytes around them. Nothing is unpickled or
     decompressed, and at most the item's bytes are read (and its directory once more).
-
-    Returns:
-        False for an item without CRCs: nothing in it was checked.
-
-    Raises:
-        CheckpointError: A CRC is wrong, or the item is no archive of stored records within it.
     """
     records = records_of(fd, item)
     if not any(record.crc for record in records):
@@ -441,11 +434,7 @@ def check_record(fd: Source, item: Item, record: Record) -> None:
 
 
 def records_of(fd: Source, item: Item) -> list[Record]:
-    """Return the stored records of an item, in order, from its directory alone.
-
-    Raises:
-        CheckpointError: The item is no archive of stored records within it.
-    """
+    """Return the stored records of an item, from its directory alone; refuse other items."""
     window = _Window(fd, item)
     try:
         with zipfile.ZipFile(window) as archive:

@@ -161,12 +161,8 @@ def load_model(
 ) -> None:
     """Load a state dict of whole, lazy or sharded tensors into a sharded model.
 
-    Args:
-        module: The model.
-        state: The state dict, by fqn.
-        strict: True if both must have the same names.
-        cast: True if dtypes may differ.
-        replaced: Keeper of the model's values before the load; None: they are not kept.
+    ``strict`` requires the same names, ``cast`` allows other dtypes, and ``replaced`` keeps the
+    model's values of before the load.
 
     Raises:
         CheckpointError: Names, shapes or dtypes differ; lists them. Nothing has been changed.
@@ -213,14 +209,9 @@ def load_optimizer(
 ) -> None:
     """Load a state dict of whole, lazy or sharded tensors into an optimizer of sharded parameters.
 
-    States belong to parameters by name, and by index where they have no names.
-
-    Args:
-        optimizer: The optimizer.
-        state: State dict in the form of ``Optimizer.state_dict()``.
-        saved: Parameter names at the time of saving, in the order of the groups; None: the names in
-            the paths of lazy tensors.
-        names: Parameter names of the optimizer now, in the same order.
+    States belong to parameters by name, and by index where they have no names. Names of the
+    parameters at the time of saving and now are in the order of the groups; None: the saved ones
+    are those in the paths of lazy tensors.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if missing := {"state", "param_groups"} - state.keys():

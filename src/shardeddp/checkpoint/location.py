@@ -195,10 +195,8 @@ def location(path: AnyPath) -> Location:
 def disk_errors(doing: str, path: AnyPath, nbytes: int | None = None) -> Generator[None]:
     """Turn system errors inside into a :class:`CheckpointError` with the path and advice.
 
-    Args:
-        doing: Operation as a noun phrase that the path completes: ``writing``.
-        path: Path that the operation is on.
-        nbytes: Number of bytes to be written, if known.
+    The path completes ``doing``, a noun phrase: ``writing``. ``nbytes`` were to be written, if
+    known.
     """
     try:
         yield

@@ -26,11 +26,7 @@ _FABRIC = "fabric"  # entry of a checkpoint: keys of the objects, and the state 
 
 
 class LoopState:
-    """Modules, optimizers and values of a loop, in the form of ``fabric.save`` and ``fabric.load``.
-
-    Args:
-        entries: Objects by key.
-    """
+    """Modules, optimizers and values of a loop by key, as ``fabric.save`` takes them."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.entries = entries
@@ -42,8 +38,7 @@ class LoopState:
     ) -> dict[str, Any]:
         """Return the entries, with state dicts instead of stateful objects.
 
-        Args:
-            keeps: Filter of each key's state dict, as in ``fabric.save(filter=...)``.
+        ``keeps`` filters the state dict of each key, as in ``fabric.save(filter=...)``.
         """
         plain = {
             key: it.state_dict() if isinstance(it, Stateful) else it
@@ -59,11 +54,7 @@ class LoopState:
         return parameter_names(self._root, [self.entries[key] for key in self._optimizers])
 
     def checkpoint(self, version: str) -> dict[str, Any]:
-        """Return a checkpoint in the Trainer's form.
-
-        Args:
-            version: Version of Lightning.
-        """
+        """Return a checkpoint in the Trainer's form, of this version of Lightning."""
         plain = self.plain()
         rest = {k: it for k, it in plain.items() if k not in (*self._modules, *self._optimizers)}
         return {
@@ -98,17 +89,8 @@ class LoopState:
     ) -> dict[str, Any]:
         """Load the entries of a checkpoint into modules, optimizers and stateful objects.
 
-        Args:
-            found: Entries by key; each loaded or returned one is removed.
-            checkpoint: Checkpoint that contains them.
-            strict: True if modules need all of their entries, and no others.
-            cast: True if tensors may have other dtypes.
-
-        Returns:
-            New values of all other keys.
-
-        Raises:
-            ConfigurationError: Two modules would have the same names in a checkpoint.
+        Return new values of all other keys. Each loaded or returned entry is removed from
+        ``found``.
         """
         root, saved = self._root, _saved_names(checkpoint)
         values: dict[str, Any] = {}

@@ -362,10 +362,8 @@ def index_to_bytes(
 ) -> bytes:
     """Return the record of a plain file with its training run and the content of its records.
 
-    Args:
-        run: Description of the training run.
-        tensors: Path, dtype, shape and record number of each tensor.
-        objects: Paths of the model's and optimizers' values that are no tensors.
+    Tensors are given by path, dtype, shape and record number; of the model's and optimizers' other
+    values, the paths.
     """
     document = {
         "format": FORMAT,
@@ -385,14 +383,8 @@ def index_from_bytes(
 ) -> Manifest:
     """Parse and check the result of :func:`index_to_bytes` in a plain file.
 
-    Args:
-        data: Content of the record.
-        file: Name of the file.
-        nbytes: Size of the file.
-        records: Bytes in the file of each numbered record.
-
-    Returns:
-        Manifest of one file, a record for each tensor, and no checksums: the archive has CRCs.
+    The manifest has one file, a record for each tensor, and no checksums: the archive has CRCs.
+    ``records`` are the bytes in the file of each numbered record.
     """
     whole = Item(file=file, offset=0, nbytes=nbytes)
     try:

@@ -59,11 +59,7 @@ class Piece(NamedTuple):
 class PieceTable:
     """Table of the pieces in one data file; refused if it contradicts itself or the manifest.
 
-    Args:
-        name: Name of the file.
-        data: Content of the table, compared with its checksum before.
-        manifest: Manifest of the checkpoint.
-        path: Path of the file, for errors.
+    Its content was compared with its checksum before.
     """
 
     def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, path: str) -> None:
@@ -226,11 +222,7 @@ class Pieces:
         return self._extents[section]
 
     def check(self, intervals: Sequence[Rows]) -> None:
-        """Refuse a placement that does not match the tables of all data files.
-
-        Args:
-            intervals: Rows ``INTERVAL`` of each table, in the order of files.
-        """
+        """Refuse a placement unlike the rows ``INTERVAL`` of each table, in the order of files."""
         names = [_name(self._manifest, each) for each in range(len(self._manifest.sections))]
         numels = [section.numel for section in self._manifest.sections]
         rows, counts = placement_of(intervals, numels, names)
@@ -291,11 +283,7 @@ def assemble(
 ) -> torch.Tensor:
     """Return elements of a tensor that is stored in boxes: 1D, on the host.
 
-    Args:
-        interval: Interval of elements in the flattened box.
-        box: Box of the tensor.
-        dtype: Dtype of the tensor.
-        stored: Boxes that cover the tensor and do not overlap, each with its reader.
+    The interval counts in the flattened box. Stored boxes cover the tensor and do not overlap.
     """
     wanted = [each.outside(box) for each in boxes(interval, box.sizes)]
     flat = torch.empty(interval.numel, dtype=dtype, device="cpu")

@@ -235,13 +235,8 @@ class PrefetchedLoader(LoaderProxy):
     """Stateful loader without a length: it fetches a batch before the previous one is trained on.
 
     While a batch is in hand, the loader's state is the one before that batch: a run that resumes
-    has to fetch it again. All else is the loader's.
-
-    Args:
-        loader: Loader to iterate.
-        device: Device of this rank.
-        before: States of generators to restore before the first fetch; empty for none.
-        in_hand: Returns True if a batch is in hand.
+    has to fetch it again. All else is the loader's. States of generators, if any are given, are
+    restored before the first fetch.
     """
 
     def __init__(

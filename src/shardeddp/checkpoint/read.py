@@ -41,12 +41,7 @@ _SLAB_NBYTES = 4 * BLOCK_NBYTES
 
 
 class CheckpointReader:
-    """Reader of a sharded checkpoint of this package.
-
-    Args:
-        path: Directory of the checkpoint, or its address in a store.
-        part: Share of the files to look for, ``(index, count)``; see :func:`read_manifest`.
-    """
+    """Reader of a sharded checkpoint of this package."""
 
     def __init__(self, path: AnyPath, part: tuple[int, int] = (0, 1)) -> None:
         self.path: Location = location(path)
@@ -93,14 +88,6 @@ class CheckpointReader:
         """Read an interval of a flattened tensor, or of a flattened box of it: 1D, on the host.
 
         Each block is compared with its checksum.
-
-        Args:
-            name: Name of the tensor, a key of :attr:`tensors`.
-            interval: Interval of elements to read.
-            box: Box that the interval counts in; None: the whole tensor.
-
-        Raises:
-            DamagedCheckpointError: A file is too short, or a checksum differs.
         """
         tensor = self.tensors[name]
         if box is None and len(tensor.sections) == 1:
@@ -213,12 +200,6 @@ class LazyTensor(torch.Tensor):
     operation on it runs on a plain tensor that is read for it. Once an operation has written to
     that tensor, or returned its memory (a view, a numpy array), it is kept and holds the elements
     from then on.
-
-    Args:
-        path: Path of the tensor in the checkpoint.
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
-        read: Function that reads an interval of the flattened elements, or of a box of them, 1D.
     """
 
     path: ItemPath
@@ -390,11 +371,9 @@ def silent(nbytes: int) -> None:
 
 
 def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """Yield elements of a tensor as bytes, in row-major order; a view is valid until the next one.
+    """Yield elements of a tensor on the host as bytes, in row-major order, as ``dtype`` if given.
 
-    Args:
-        tensor: Tensor on the host; of a lazy tensor one chunk is read at a time.
-        dtype: Dtype to convert the elements to; None: the tensor's own.
+    A view is valid until the next one. Of a lazy tensor one chunk is read at a time.
     """
     numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
     take = tensor.elements if isinstance(tensor, LazyTensor) else _taker(tensor)

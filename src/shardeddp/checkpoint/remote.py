@@ -71,10 +71,6 @@ class RemotePath:
     It is no ``os.PathLike``: the system would take it for a local file. Methods that send requests
     raise an ``OSError`` if the store does not answer or refuses, and a ``FileNotFoundError`` if it
     has no object of this name.
-
-    Args:
-        url: Protocol and name.
-        windows: Cache of windows for sequential reads; None: nothing is kept.
     """
 
     transient: ClassVar[tuple[type[Exception], ...]] = (CheckpointError,)
@@ -342,9 +338,7 @@ def repeated(
 ) -> ResultT:
     """Return the result of an action, which is repeated after transient errors.
 
-    Args:
-        action: Action to run; a second run must do no harm.
-        errors: Errors to repeat it after, except permanent ones (or with such a cause).
+    A second run must do no harm. Permanent errors, or errors with such a cause, end it.
     """
     for delay in DELAYS_S:
         try:
@@ -524,12 +518,7 @@ def _as_os_error(error: Exception, path: RemotePath) -> Exception:
 
 
 def require_writable(folder: RemotePath, processes: int) -> None:
-    """Refuse a store in which checkpoints cannot be saved; a probe object is written and deleted.
-
-    Args:
-        folder: Folder of the future checkpoints.
-        processes: Number of processes that write to it.
-    """
+    """Refuse a store that so many processes cannot save to; a probe object is put and deleted."""
     advice = "Save to s3://, gs:// or another object store, or to a local path"
     if folder.protocol in READ_ONLY:
         raise ConfigurationError(

@@ -60,8 +60,7 @@ class RemoteStaging:
     def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Put the manifest of a written checkpoint, then delete the one that it replaces.
 
-        Returns:
-            Sentences on objects that could not be deleted, to be logged once.
+        Return sentences on objects that could not be deleted, to be logged once.
         """
         target, replaced = self.target, list[RemotePath]()
         content = manifest_to_bytes(replace(manifest, folder=self.path.name))

@@ -72,17 +72,7 @@ def write_safetensors(
     metadata: Mapping[str, str],
     progress: Progress = silent,
 ) -> None:
-    """Write one file.
-
-    Args:
-        file: Empty file, open for writing.
-        entries: Tensors, in the order of the file.
-        metadata: Free-form strings for the header.
-        progress: Called with the bytes of each written chunk.
-
-    Raises:
-        NotImplementedError: Safetensors has no such dtype, or the machine is big-endian.
-    """
+    """Write one file, with the tensors in this order."""
     if sys.byteorder != "little":
         raise NotImplementedError("safetensors files are written on little-endian machines only")
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -157,11 +147,7 @@ _NAME = "model.safetensors"
 def safetensors_in(path: AnyPath) -> Path | None:
     """Return the safetensors file or index that a path refers to; None if it is neither.
 
-    Args:
-        path: A file, an index, or a folder with ``model.safetensors`` or the index of several.
-
-    Raises:
-        CheckpointError: The file is in a store.
+    A path is a file, an index, or a folder with ``model.safetensors`` or the index of several.
     """
     place = location(path)
     if place.name.endswith((".safetensors", ".safetensors.index.json")):

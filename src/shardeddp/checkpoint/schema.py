@@ -46,18 +46,11 @@ LOADERS = "loader_states"
 
 
 def check_entries(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
-    """Check the fields that are used while a checkpoint is read; others may be anything.
+    """Return a checkpoint after a check of the fields that are used while it is read.
 
-    Fields that the user's hooks see before their use are checked at their use: the hooks may undo
-    their own changes to a saved checkpoint. A field may be missing: files of other tools lack some.
-
-    Args:
-        checkpoint: Checkpoint that was read; it is returned.
-        source: Path of the checkpoint, for errors.
-        loads: True if Lightning is going to load it, which requires weights and a version.
-
-    Raises:
-        CheckpointError: A field has a wrong type or value, or a required one is missing.
+    Others may be anything. Fields that the user's hooks see before their use are checked at their
+    use: the hooks may undo their own changes to a saved checkpoint. A field may be missing: files
+    of other tools lack some. Lightning requires weights and a version of one that it ``loads``.
     """
     with _named(source):
         _check(checkpoint, _READ, "")
@@ -133,14 +126,7 @@ def count_in(checkpoint: Mapping[str, Any], name: str, otherwise: int) -> int:
 def check_like(saved: Any, own: Any, path: str, *, optional: bool = True) -> None:
     """Check that a saved state has values of the same kinds as its owner's current state.
 
-    Args:
-        saved: State that was read.
-        own: State of the object that is going to load it, of the same class.
-        path: Path of the state in the checkpoint, for errors.
-        optional: True if any value may be None.
-
-    Raises:
-        CheckpointError: A value is of another kind.
+    With ``optional`` any value may be None.
     """
     if optional and saved is None:
         return

@@ -44,11 +44,8 @@ class HostMemory:
     """Host memory that is reused: new pages of the system cost ten times a copy into known pages.
 
     It is pinned if there are devices to copy from. It consists of chunks, as pinned memory is
-    allocated in powers of two: one block for 140 GB would take 256 GB.
-
-    Args:
-        chunk_nbytes: Size of a chunk; a single larger tensor gets a larger one. Tests alone pass
-            it.
+    allocated in powers of two: one block for 140 GB would take 256 GB. A single larger tensor gets
+    a larger chunk. Tests alone pass another size.
     """
 
     def __init__(self, chunk_nbytes: int = _CHUNK_NBYTES) -> None:
@@ -111,19 +108,11 @@ def compare_replicas(
     names: Sequence[str],
     group: HostGroup,
 ) -> None:
-    """Refuse a save if replicas differ; a collective of all ranks.
+    """Refuse a save on all ranks if replicas differ; a collective of all ranks.
 
-    Each rank sends one digest. Only if digests differ, each sends that of every share.
-
-    Args:
-        shares: Shares of this rank.
-        digests: Returns the digest of each share; called once.
-        part: Index of this rank's shards, equal on replicas, see :func:`part_of`.
-        names: Names of the sections, for the error.
-        group: Host group of all ranks.
-
-    Raises:
-        CheckpointError: Replicas differ; raised on all ranks.
+    Each rank sends one digest. Only if digests differ, each sends that of every share. ``digests``
+    returns those of the shares, and is called once; ``part`` is equal on replicas, see
+    :func:`part_of`.
     """
     step, own = "comparing replicas", list[bytes]()
 
@@ -287,18 +276,9 @@ def take_snapshot(
 ) -> Snapshot:
     """Name every tensor of a checkpoint and cut it into shares of the ranks; no communication.
 
-    Replicas of a shard take turns, by the bytes assigned to each so far. Tensors that are not
-    sharded are written by rank 0 with its values, as in a checkpoint of DDP.
-
-    Args:
-        checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` and others; the
-            same sharded tensors in the same order on every rank.
-        names: Fqns of the parameters of each optimizer in it.
-        mesh: Mesh of the ranks that save it.
-        codecs: Codecs for values of further types.
-
-    Raises:
-        CheckpointError: The model or an optimizer has a state that JSON and tensors cannot hold.
+    Lightning's dictionary has the same sharded tensors in the same order on every rank. Replicas of
+    a shard take turns, by the bytes assigned to each so far. Tensors that are not sharded are
+    written by rank 0 with its values, as in a checkpoint of DDP.
     """
     refuse_tensors(checkpoint)
     objects = _objects(checkpoint, names)
@@ -345,12 +325,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> None:
     """Refuse tensors that could not be saved or loaded again; the error has their path.
 
-    Args:
-        checkpoint: Checkpoint as for :func:`take_snapshot`.
-        pickled: True for a file of torch, which can hold more kinds of tensors.
-
-    Raises:
-        CheckpointError: A tensor has no values, or a layout or class that is not stored.
+    A file of torch (``pickled``) can hold more kinds of tensors.
     """
     for tensor, keys in tensors_with_paths(checkpoint):
         if why := _why_not_saved(tensor, pickled):

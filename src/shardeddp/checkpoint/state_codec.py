@@ -193,12 +193,9 @@ def plain(
     leaf: Callable[[Any], Any] = lambda value: value,
     kept: Container[int] = frozenset(),
 ) -> Any:
-    """Return a tree in containers that ``weights_only=True`` reads.
+    """Return a tree in containers that ``weights_only=True`` reads, but for ids in ``kept``.
 
-    Args:
-        tree: Nested containers.
-        leaf: Maps each value that is no container to its replacement.
-        kept: Ids of values that keep their class.
+    ``leaf`` maps each value that is no container to its replacement.
     """
     if id(tree) in kept:
         return with_leaves(tree, leaf)
@@ -222,9 +219,8 @@ def plain(
 def with_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return a tree with replaced leaves, in containers of its classes; itself if none changes.
 
-    Args:
-        tree: Nested mappings, namespaces, lists, tuples and queues.
-        leaf: Maps each value that is no container, keys aside, to its replacement.
+    ``leaf`` maps each value that is no container, keys aside, to its replacement. Containers are
+    mappings, namespaces, lists, tuples and queues.
     """
     if isinstance(tree, Namespace):
         own = vars(tree)

@@ -73,10 +73,7 @@ class Row:
 def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
     """Return one row for each tensor: those of the model, of each optimizer, and others.
 
-    Args:
-        manifest: Manifest of the checkpoint.
-        pattern: Shell pattern of the names, with or without their prefix (``model.``); a pattern
-            without wildcards is a substring.
+    The pattern is that of :func:`is_like`, of names with or without their prefix (``model.``).
     """
     rows: list[Row] = []
     # In the manifest, tensors that are not sharded follow all sharded ones.
@@ -226,8 +223,7 @@ class Verification:
 def verify(path: AnyPath, progress: Progress = silent) -> list[Damage]:
     """Compare all bytes of a checkpoint, also of another tool, with their checksums.
 
-    Returns:
-        The damages, in the order of files and bytes; empty if all bytes are as they were written.
+    Return the damages, in the order of files and bytes.
     """
     return examine(path, progress).damages
 
@@ -337,10 +333,7 @@ def _examine_own(path: Location, progress: Progress, started: Progress) -> Verif
 class _Check:
     """Verification of one checkpoint that reads each of its files once.
 
-    Args:
-        path: Directory of its files.
-        manifest: Manifest with the expected sizes and checksums.
-        progress: Called with the number of newly checked bytes, by one thread at a time.
+    One thread at a time calls ``progress``.
     """
 
     def __init__(self, path: Location, manifest: Manifest, progress: Progress) -> None:

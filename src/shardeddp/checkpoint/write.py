@@ -147,14 +147,7 @@ def index(
 ) -> tuple[Manifest, memoryview]:
     """Return the manifest of all ranks' data files, and the placement; for rank 0.
 
-    Args:
-        snapshot: Snapshot of rank 0.
-        run: Description of the training run.
-        reports: Reports of all ranks, in order.
-        objects: Items of the snapshot's objects in rank 0's data file.
-
-    Raises:
-        CheckpointError: The ranks do not save the same tensors, or not all of their elements once.
+    Reports are those of all ranks, in order, objects the items of the snapshot's objects.
     """
     layout = snapshot.layout.hex()
     if odd := [rank for rank, report in enumerate(reports) if report.layout != layout]:
@@ -196,13 +189,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
 
-    Args:
-        snapshot: Snapshot of this rank.
-        target: Directory of the checkpoint, also in a store; an existing one is replaced when the
-            new one is complete and on the disk.
-        run: Description of the training run.
-        group: Host group of all ranks that nothing else uses meanwhile.
-        options: Durability, permissions and checksums of the files.
+    An existing one is replaced when the new one is complete and on the disk. Nothing else may use
+    the host group meanwhile.
 
     Raises:
         CheckpointError: Some rank could not write, or replicas differ. ``target`` is as before, or,

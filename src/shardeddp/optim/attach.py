@@ -40,11 +40,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 
 
 class GlobalStep:
-    """Lets an optimizer step on the sharded tensors themselves, and marks them as changed.
-
-    Args:
-        optimizer: Optimizer over (some) sharded parameters.
-    """
+    """Lets an optimizer step on the sharded tensors themselves, and marks them as changed."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(self._before_step)
@@ -99,11 +95,6 @@ def attach_optimizer(
 ) -> None:
     """Prepare an optimizer over sharded parameters.
 
-    Args:
-        optimizer: Optimizer of any scope; the scope decides which tensors it steps on.
-        offload: True if it steps in host memory and keeps its states there.
-        stated: Scopes that the user gives for classes, by class name or import path.
-
     Raises:
         ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not
             element-wise.
@@ -151,11 +142,7 @@ def attach_optimizer(
 
 
 def suspend(parameters: Iterable[torch.Tensor]) -> None:
-    """Let attached optimizers keep their states while their parameters get another sharding.
-
-    Args:
-        parameters: Parameters that are about to get another sharding.
-    """
+    """Let attached optimizers keep their states while their parameters get another sharding."""
     among = {id(parameter) for parameter in parameters}
     for optimizer in list(_attached):
         step = _step_of(optimizer)

@@ -10,14 +10,9 @@ from shardeddp.torch_private import foreach_mul_
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients as one vector; equal on all ranks.
+    """Return the norm of all gradients as one vector: 0D, equal on all ranks, 0 without gradients.
 
-    Args:
-        gradients: Sharded gradients, and plain ones that are the same on every rank.
-        norm_type: Order of the norm, ``inf`` included.
-
-    Returns:
-        The norm as a 0D tensor; 0 if there are no gradients.
+    Plain gradients are the same on every rank.
     """
     gradients = list(gradients)
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardTensor)]

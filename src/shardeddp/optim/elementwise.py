@@ -112,10 +112,7 @@ _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 class LocalStep(SwappedStep):
     """Lets an element-wise optimizer step on local parameters and segments of them.
 
-    Args:
-        optimizer: Element-wise optimizer over (some) sharded parameters.
-        offload: True to step in host memory, on copies of parameters and gradients, and keep the
-            states there.
+    With ``offload`` it steps in host memory, on copies, and keeps the states there.
     """
 
     _states: LocalStates
@@ -444,11 +441,7 @@ class _StateView(dict[str, Any]):
     """One parameter's states as sharded tensors, always up to date.
 
     Assignments and removals reach the optimizer. It is a dict because users expect one
-    (``isinstance``, a copy, a pickle).
-
-    Args:
-        state: State of the local parameter, or the mapping of a key that is the user's own.
-        parameter: Sharded parameter; None: the mapping belongs to no parameter.
+    (``isinstance``, a copy, a pickle). A key that is the user's own has no parameter.
     """
 
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
@@ -533,11 +526,7 @@ def _as_local(
 ) -> Any:
     """Return a state of a sharded parameter, sharded or full, as a state of its local parameter.
 
-    Args:
-        name: Name of the state.
-        value: Value of the state.
-        parameter: Sharded parameter.
-        device: Device on which the optimizer steps on it; None: that of the state.
+    It comes to the device on which the optimizer steps, if one is given.
     """
     if (
         not isinstance(parameter, ShardTensor)

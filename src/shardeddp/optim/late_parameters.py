@@ -21,11 +21,6 @@ class LateParameters:
     A layer that is added in the middle of a run, or in ``configure_optimizers``, has no unit that
     would gather and reduce it. Its parameters stay plain: rank 0's values are sent to all ranks
     when an optimizer is first seen with them, and gradients are averaged over all ranks.
-
-    Args:
-        parameters: Late parameters of one model, in the order of the optimizer.
-        names: Their names in the model.
-        mesh: Ranks of the model.
     """
 
     def __init__(self, parameters: list[nn.Parameter], names: list[str], mesh: Mesh) -> None:

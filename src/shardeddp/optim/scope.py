@@ -76,12 +76,7 @@ def _is_hook_of_torch(kind: type) -> bool:
 
 
 def refuse_beside_axes(optimizer: optim.Optimizer, options: Options) -> None:
-    """Refuse an optimizer with new values that depend on elements of other ranks of an axis.
-
-    Raises:
-        ConfigurationError: It is such an optimizer or an unknown one, and layers or experts are
-            split.
-    """
+    """Refuse an optimizer whose new values depend, or may depend, on other ranks of an axis."""
     scope = scope_of(type(optimizer), options.optimizer_scope)
     for option, size, allowed, those in (
         (
@@ -117,11 +112,7 @@ _DISTRIBUTED = (
 
 
 def refuse(optimizer: Any) -> None:
-    """Raise for an optimizer that cannot work on sharded parameters at all.
-
-    Raises:
-        ConfigurationError: It divides its work over ranks itself, or needs sparse gradients.
-    """
+    """Refuse an optimizer that divides its work over ranks itself, or needs sparse gradients."""
     kind = type(optimizer)
     if any(f"{ancestor.__module__}.".startswith(_DISTRIBUTED) for ancestor in kind.__mro__):
         raise ConfigurationError(

@@ -166,16 +166,10 @@ They lie there as the parameters do in their main shard, so neighbours are joine
 def split(
     segment: Segment, state: State | None, cuts: Iterable[int], slices: Slices
 ) -> list[tuple[Segment, State | None]]:
-    """Divide a segment before some of its parameters.
+    """Divide a segment before some of its parameters, the first of each part but the first.
 
-    Args:
-        segment: Segment of several parameters.
-        state: State of the segment, which the first part takes over; None: it has none.
-        cuts: Indices of the first parameter of each part but the first.
-        slices: Slices of this optimizer's states; new ones are added.
-
-    Returns:
-        Parts with their states: slices of element-wise tensors, copies of other tensors.
+    Parts have slices of element-wise states and copies of others; new slices are added. The first
+    part takes over the state of the segment.
     """
     parts: list[tuple[Segment, State | None]] = []
     for first, stop in pairwise([0, *cuts, len(segment.shards)]):
@@ -218,14 +212,8 @@ def signature(segment: Segment, state: State | None, held: Sequence[int], slices
     """Return the common part of the states of neighbours that can be joined; None: they cannot.
 
     A number per parameter, as a tensor or not, has to be equal in all of them. A value with other
-    references is left as it is: a step count that was taken from ``optimizer.state`` goes on
-    counting for its own parameter, and writes to it reach that one.
-
-    Args:
-        segment: Segment of one or several parameters.
-        state: State of the segment; None: it has none.
-        held: Counts from :func:`references` for that state.
-        slices: Slices of this optimizer's states.
+    references (``held`` by :func:`references`) is left as it is: a step count that was taken from
+    ``optimizer.state`` goes on counting for its own parameter, and writes to it reach that one.
     """
     if state is None:
         return ()
@@ -258,12 +246,7 @@ def _signature_of_value(segment: Segment, name: str, value: Any, held: bool, sli
 def join(
     pairs: Sequence[tuple[Segment, State | None]], slices: Slices
 ) -> tuple[Segment, State | None]:
-    """Join neighbours with states of the same signature to one segment.
-
-    Args:
-        pairs: Neighbours in the order of memory, with their states.
-        slices: Slices of this optimizer's states; new ones are added.
-    """
+    """Join neighbours, in order, with states of one signature; new slices are added."""
     segment = Segment([shard for part, _ in pairs for shard in part.shards])
     origin = int(segment.shard.storage_offset())
     first, state = pairs[0]

@@ -69,9 +69,6 @@ class SwappedStep(ABC):
     """Swaps an optimizer's parameters, gradients and states while it steps.
 
     The swapped ones are not visible outside of the step.
-
-    Args:
-        optimizer: Optimizer over (some) sharded parameters.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:

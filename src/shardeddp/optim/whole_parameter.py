@@ -74,9 +74,7 @@ class OwnerTransfer:
 class _AllToAll:
     """All-to-all between shards and owners, in bytes, so that dtypes can mix.
 
-    Args:
-        tensors: Transfers, the same on every rank of ``mesh.slices``, in the same order.
-        mesh: Mesh of the tensors.
+    Transfers are the same on every rank of ``mesh.slices``, in the same order.
     """
 
     def __init__(self, tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
@@ -566,10 +564,7 @@ def _number_at(numbers: Mapping[str, Number], elsewhere: RemoteScalar) -> Number
 class OwnedStep(SwappedStep):
     """Lets an optimizer step on the whole parameters that this rank owns.
 
-    Args:
-        optimizer: Optimizer with new values that depend only on the same parameter, its gradient
-            and its states.
-        mesh: Mesh of the sharded parameters.
+    Its new values depend only on the same parameter, its gradient and its states.
     """
 
     _states: OwnedStates

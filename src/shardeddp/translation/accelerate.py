@@ -57,12 +57,7 @@ _OF_ZERO = {
 def translate_accelerate(config: Mapping[str, Any], folder: Path) -> tuple[str, Translation]:
     """Translate a configuration of Accelerate; return its ``distributed_type`` and the arguments.
 
-    Args:
-        config: Content of the YAML file.
-        folder: Folder of that file, to resolve the path of a DeepSpeed file.
-
-    Raises:
-        ConfigurationError: The DeepSpeed file cannot be parsed.
+    The path of a DeepSpeed file is resolved from ``folder``, that of the configuration.
     """
     config = _switched(config)
     kind = str(config["distributed_type"] or "NO").upper()

@@ -118,10 +118,6 @@ class OpaqueValueError(Exception):
 def python_code(value: Any, quote: Callable[[str], str] = repr) -> str:
     """Write a value as Python code; names in it are assumed to be imported.
 
-    Args:
-        value: Value from a file or from a running program.
-        quote: Function that writes string literals.
-
     Raises:
         OpaqueValueError: The value cannot be written as code.
     """

@@ -373,12 +373,7 @@ def drop_unread(made: Translation, given: dict[str, Any]) -> None:
 def with_config(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Replace the path in ``config`` of DeepSpeedStrategy by the content of that file.
 
-    Args:
-        arguments: Arguments of DeepSpeedStrategy by name.
-        folder: Base folder of a relative path.
-
-    Raises:
-        ConfigurationError: The file cannot be parsed.
+    A relative path starts at ``folder``.
     """
     config = arguments.get("config")
     if not isinstance(config, str) or isinstance(config, Expression):

@@ -132,14 +132,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 def apply_rules(
     made: Translation, rules: Mapping[str, Rule], arguments: Mapping[str, Any], prefix: str = ""
 ) -> None:
-    """Apply the rule of each key; keys without a rule, or with a failing rule, are noted as lost.
-
-    Args:
-        made: Translation to add to.
-        rules: Rules by key.
-        arguments: Values by key, as read from a file.
-        prefix: Prefix of keys in notes.
-    """
+    """Apply the rule of each key; note keys without a rule, or with a failing rule, as lost."""
     for key in in_order(arguments):
         rule, value = rules.get(key), arguments[key]
         if rule is None:

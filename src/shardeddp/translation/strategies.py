@@ -57,10 +57,7 @@ def translate(
 ) -> Translation:
     """Translate the arguments of another Lightning strategy to those of ShardedDP.
 
-    Args:
-        strategy: Class name, one of :data:`RULES`.
-        arguments: Arguments by name, read from a file or converted by ``described``.
-        positional: Positional arguments, in order.
+    Arguments were read from a file, or converted by ``described``.
     """
     made = Translation()
     places = _POSITIONS[strategy]

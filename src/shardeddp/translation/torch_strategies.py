@@ -67,10 +67,6 @@ def prefetch_of(value: Any) -> int | None:
 def options_of(option: str, value: Any) -> Any:
     """Convert torch's option objects for ``cpu_offload`` and ``mixed_precision`` to our values.
 
-    Args:
-        option: Name of the option, one of the two.
-        value: Object of torch's FSDP; other values are returned unchanged.
-
     Raises:
         ConfigurationError: A field of the object has no counterpart.
     """
