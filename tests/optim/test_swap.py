@@ -13,7 +13,7 @@ from torch import nn, optim
 from shardeddp.optim import whole_parameter
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.optimizers import Closure, Lamb, Lion, owned_step_of
-from training import Sharding, Trial, linears, square
+from training import WIDTH, Sharding, Trial, linears, square
 from world import on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -162,3 +162,113 @@ def test_gradients_of_plain_parameters_are_not_held_after_they_are_dropped() -> 
         trial.optimizer.step()
         trial.optimizer.zero_grad()
         assert alive() is None
+
+
+class Assigning(optim.Optimizer):
+    """A step of SGD with decay that assigns new memory to its parameters."""
+
+    how = "data"
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        parameters = [it for group in self.param_groups for it in group["params"]]
+        for it in parameters:
+            if it.grad is None:
+                continue
+            stepped = 0.99 * it - 0.05 * it.grad
+            if self.how == "set_":
+                it.set_(stepped)
+            elif self.how == "swap":  # the memory of another one is this one's for a while
+                it.data, other = stepped, it.data
+                other.zero_()
+            else:
+                it.data = stepped
+
+
+@pytest.mark.parametrize("how", ["data", "set_", "swap"])
+@pytest.mark.parametrize("scope", ["element", "parameter", "model"])
+@on_ranks(2)
+def test_values_that_a_step_assigns_are_those_of_the_parameters(scope: Any, how: str) -> None:
+    for sharding in (Sharding(units=("1",)), Sharding(strategy="no_shard")):
+        trial = Trial(linears(3), sharding, Assigning, {"Assigning": scope})
+        for optimizer in (trial.optimizer, trial.reference_optimizer):
+            optimizer.how = how
+        trial.train(square, steps=3)
+
+
+class Swapping(Assigning):
+    """Swaps the memory of its first two parameters as well."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        super().step()
+        first, second = self.param_groups[0]["params"]
+        first.data, second.data = second.data, first.data
+
+
+class Pair(nn.Module):
+    """Two weights of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.first).tanh() @ self.second
+
+
+@pytest.mark.parametrize("scope", ["element", "parameter"])
+@on_ranks(2)
+def test_parameters_may_swap_their_memory_in_a_step(scope: Any) -> None:
+    trial = Trial(Pair(), Sharding(strategy="no_shard"), Swapping, {"Swapping": scope})
+    trial.train(square, steps=3)
+
+
+class Failing(Assigning):
+    """Fails once it has assigned new memory."""
+
+    fails = True
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        if self.fails:
+            for it in (it for group in self.param_groups for it in group["params"]):
+                it.data = torch.full_like(it, 7.0)
+            raise ValueError("refused")
+        super().step()
+
+
+@pytest.mark.parametrize("scope", ["element", "parameter"])
+@on_ranks(2)
+def test_what_a_failed_step_has_assigned_is_dropped(scope: Any) -> None:
+    trial = Trial(linears(3), Sharding(units=("1",)), Failing, {"Failing": scope})
+    trial.backward(square)
+    with pytest.raises(ValueError, match="refused"):
+        trial.optimizer.step()
+    for optimizer in (trial.optimizer, trial.reference_optimizer):
+        optimizer.fails = False
+    trial.step()
+    trial.check_parameters()
+    trial.train(square, steps=2)
+
+
+class Growing(Assigning):
+    """Assigns memory of another shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        for it in (it for group in self.param_groups for it in group["params"]):
+            it.data = torch.zeros(3, 3, 3)
+
+
+@pytest.mark.parametrize("scope", ["element", "parameter"])
+@on_ranks(2)
+def test_a_step_that_assigns_another_shape_is_refused(scope: Any) -> None:
+    trial = Trial(linears(3), Sharding(units=("1",)), Growing, {"Growing": scope})
+    trial.backward(square)
+    with pytest.raises(ValueError, match=r"Growing assigns a tensor of shape \(3, 3, 3\) to a par"):
+        trial.optimizer.step()

@@ -16,6 +16,7 @@ from torch import optim
 
 from shardeddp.engine.runtime import parameters_changed
 from shardeddp.optim.late_parameters import average_late_gradients
+from shardeddp.optim.scope import scope_of
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import (
     ShardTensor,
@@ -76,6 +77,8 @@ class SwappedStep(ABC):
         # The groups' own lists, while lists of plain tensors replace them.
         self._sharded: list[list[torch.Tensor]] | None = None
         self._stepped: list[ShardTensor] = []  # parameters that the current step changes
+        # Plain tensors of the current step, each with an alias of its memory.
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         # Before hooks of users, which are to see the sharded parameters.
@@ -144,6 +147,7 @@ class SwappedStep(ABC):
         if _is_inner_step(optimizer):
             return
         self._leave()
+        self._restore_memory(keep=True)
         self._post_step()
         self._release()
         stepped, self._stepped = self._stepped, []
@@ -185,6 +189,7 @@ class SwappedStep(ABC):
             # parameters are gathered again.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
             increment_versions(it for it in held if isinstance(it, ShardTensor))
+        self._restore_memory(keep=False)
         self._release()
 
     def _enter(self) -> None:
@@ -199,6 +204,10 @@ class SwappedStep(ABC):
         gradients = [stored_gradients(parameters) for parameters in groups]
         self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
         plain = self._pre_step(groups, gradients)
+        if scope_of(type(self._optimizer)) is None:  # torch's own assign no memory
+            given = {*map(id, chain.from_iterable(groups))}
+            stepped = [it for it in chain.from_iterable(plain) if id(it) not in given]
+            self._memory = [(tensor, tensor.detach()) for tensor in stepped]
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
             group["params"] = parameters
@@ -212,6 +221,31 @@ class SwappedStep(ABC):
         self._sharded = None
         self._states.inside = self._optimizer.state
         self._optimizer.state = self._states  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def _restore_memory(self, *, keep: bool) -> None:
+        """Give the plain tensors back the memory that a step has replaced, by ``p.data = x`` or ``set_``.
+
+        With ``keep``, the values that it has assigned are copied there, as outside of a step.
+        """
+        memory, self._memory = self._memory, []
+        assigned = [
+            (tensor, own)
+            for tensor, own in memory
+            if tensor.dtype is not own.dtype or not tensor.is_set_to(own)
+        ]
+        # Copies: tensors may have swapped their memory.
+        values = [tensor.detach().clone() for tensor, _ in assigned] if keep else []
+        for tensor, own in assigned:
+            tensor.data = own
+        for value, (_, own) in zip(values, assigned, strict=False):
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} assigns a tensor of shape "
+                    f"{tuple(value.shape)} to a parameter whose tensor in its step has the shape "
+                    f"{tuple(own.shape)}: expected equal shapes"
+                )
+            own.copy_(value)
 
     def _adopt_state(self, optimizer: optim.Optimizer) -> None:
         """Take over a mapping of states: sharded ones, or full ones from a checkpoint."""
