@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -252,6 +252,33 @@ def resume_last(folder: str) -> int:
 def train_some(folder: str) -> None:
     keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last=True, every_n_train_steps=1)
     fit(strategy_of("full_shard"), 1, callbacks=[keeper], enable_checkpointing=True)
+
+
+def resume_without_save_last(folder: str, form: Any) -> list[int]:
+    """Steps at which two runs begin, of a callback that keeps no "last" checkpoint."""
+    begun: list[int] = []
+    for epochs in (1, 2):
+        strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type=form)
+        keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        trainer = make_trainer(
+            strategy,
+            max_epochs=epochs,
+            callbacks=[
+                keeper,
+                LambdaCallback(on_train_start=lambda it, _: begun.append(it.global_step)),
+            ],
+            enable_checkpointing=True,
+        )
+        trainer.fit(TinyGpt(), same_batches(), ckpt_path="last" if begun else None)
+    return begun
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_the_last_checkpoint_need_not_be_called_so(
+    world: Worlds, tmp_path: Path, form: str
+) -> None:
+    folder = tmp_path / "there is no such directory yet"
+    assert world(2).run(resume_without_save_last, str(folder), form) == [[0, 4]] * 2
 
 
 @pytest.mark.slow

@@ -378,7 +378,9 @@ def test_a_file_that_is_no_checkpoint_is_not_replaced(world: Worlds, tmp_path: P
     torch.save({"x": 1}, tmp_path / "former.pt")
     (tmp_path / "any.ckpt").write_text("cut off")
     for found in world(2).run(save_over, str(tmp_path)):
-        refused = {name for name, said in found.items() if "is no checkpoint, expected" in said}
+        refused = {
+            name for name, said in found.items() if "that is no checkpoint of this package" in said
+        }
         assert refused == {"train.csv", "thesis.docx", "pipe"}
         assert not any(said for name, said in found.items() if name not in refused)
     assert (tmp_path / "train.csv").read_text() == "1, 2"

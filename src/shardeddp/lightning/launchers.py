@@ -104,20 +104,22 @@ def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> A
     if not callbacks:
         candidates |= _preempted_in(trainer.default_root_dir)
     given = {local_path(path): path for path in candidates}
+    remote = any(map(is_remote, given))
+    # lexists: the target of a link may not exist yet
+    are_there = remote or any(map(os.path.lexists, given))
     folders = [
         local_path(folder)
         for callback in callbacks
         if (folder := getattr(callback, "dirpath", None))
     ]
-    remote = any(map(is_remote, given))
+    found = None
+    if are_there or (folders and ckpt_path == "last"):
+        strategy: Any = trainer.strategy
+        found = strategy.find_last(sorted(given) if are_there else [], folders)
+    if found:
+        return given.get(found, found)  # the callback's own object: Path or str
     # In an object store, Lightning looks for files only, and warns if it finds none.
-    if not remote and not any(
-        os.path.lexists(path) for path in given
-    ):  # lexists: the target of a link may not exist yet
-        return parse(ckpt_path)
-    strategy: Any = trainer.strategy
-    found = strategy.find_last(sorted(given), folders)
-    return given.get(found, found) if found else None  # the callback's own object: Path or str
+    return None if are_there else parse(ckpt_path)
 
 
 def _preempted_in(folder: str) -> set[str]:
