@@ -50,20 +50,6 @@ class Sharding:
 
     prefetch: int = 1
 
-    def mesh(self) -> Mesh:
-        """The mesh of all ranks; a collective."""
-        world_size = dist.get_world_size()
-        given = SHARDING_STRATEGIES[self.strategy].shard_size
-        size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
-        topology = Topology(
-            world_size=world_size,
-            shard_size=size,
-            split_replicas=self.split,
-            order=self.order,
-            nearest=self.nearest or self.order,
-        )
-        return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
-
     reduce_every_backward: bool | None = None
     """None: what the strategy says."""
 
@@ -81,6 +67,20 @@ class Sharding:
 
     uneven: bool = False
     """Ranks are known to use different units."""
+
+    def mesh(self) -> Mesh:
+        """The mesh of all ranks; a collective."""
+        world_size = dist.get_world_size()
+        given = SHARDING_STRATEGIES[self.strategy].shard_size
+        size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
+        topology = Topology(
+            world_size=world_size,
+            shard_size=size,
+            split_replicas=self.split,
+            order=self.order,
+            nearest=self.nearest or self.order,
+        )
+        return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
 
     def apply(
         self,

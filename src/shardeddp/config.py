@@ -89,10 +89,10 @@ class MixedPrecision:
     keep_fp32: ModuleClasses = ()
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, prefix="MixedPrecision.")
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-            resolve_dtype(getattr(self, name), name)
+            object.__setattr__(self, name, _resolve_dtype(getattr(self, name), name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class CPUOffload:
     optimizer: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, prefix="CPUOffload.")
 
     @property
     def optimizer_alone(self) -> bool:
@@ -188,14 +188,14 @@ class CheckpointOptions:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, prefix="CheckpointOptions.")
         if self.timeout is not None and not _is_duration(self.timeout):
             raise ConfigurationError(
-                f"timeout={self.timeout!r}: expected a positive number of seconds, or None"
+                f"CheckpointOptions.timeout={self.timeout!r}: expected a positive number of seconds, or None"
             )
         if not _is_number(self.max_file_gb) or not self.max_file_gb >= 0:
             raise ConfigurationError(
-                f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
+                f"CheckpointOptions.max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
             )
         if self.trust_pickle and not self.foreign:
             raise ConfigurationError(
@@ -325,7 +325,7 @@ _DTYPE_NAMES = {
 }
 
 
-def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
+def _resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
     """Resolve the dtype of a field of :class:`MixedPrecision`."""
     if value is None:
         return None

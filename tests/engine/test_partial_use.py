@@ -147,9 +147,7 @@ def used_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return square(model, rank, step)
 
 
-either_loss = pytest.mark.parametrize(
-    "loss", [used_later, pytest.param(used_first, marks=pytest.mark.slow)]
-)
+either_loss = pytest.mark.parametrize("loss", [used_later, used_first])
 
 
 def train_unseen(trial: Trial, loss: Loss, micro_batches: int, steps: int) -> list[int]:
@@ -291,9 +289,7 @@ def train_drawn(seed: int, sharding: Sharding) -> None:
 
 @pytest.mark.slow
 @every_strategy
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]
-)
+@pytest.mark.parametrize("seed", range(4))
 @on_ranks(2)
 def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> None:
     train_drawn(seed, Sharding(strategy=strategy, units=("layers.*",)))

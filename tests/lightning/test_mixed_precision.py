@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardeddp import MixedPrecision
-from shardeddp.config import resolve_dtype, resolve_mixed_precision
+from shardeddp.config import parse_options, resolve_mixed_precision
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.wrap import NamePolicy, build_units
@@ -137,7 +137,7 @@ def test_options_are_checked_when_they_are_made() -> None:
 def test_a_dtype_alone_or_fields_are_enough(value: object) -> None:
     options = resolve_mixed_precision(value)
     assert options is not None
-    assert resolve_dtype(options.param_dtype, "param_dtype") is torch.bfloat16
+    assert options.param_dtype is torch.bfloat16
 
 
 def test_a_class_to_keep_that_is_not_in_the_model_is_refused() -> None:
@@ -318,3 +318,11 @@ def test_a_loss_scaler_skips_a_step_on_all_ranks_when_one_shard_overflows(strate
         assert scalers[0].get_scale() == scalers[1].get_scale()
         trial.check_parameters()
     assert scalers[0].get_scale() == 1.0
+
+
+def test_equal_dtypes_are_equal_however_they_are_written() -> None:
+    first, *others = (
+        parse_options({"mixed_precision": given})
+        for given in ("bf16", torch.bfloat16, MixedPrecision(param_dtype="bfloat16"))
+    )
+    assert all(first.shards_like(other) for other in others)

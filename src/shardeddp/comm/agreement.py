@@ -395,36 +395,23 @@ def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
     return bytes(_payload(block))
 
 
-def ask_for_highest_alike(
-    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str, *, ahead: bool
-) -> Callable[[], tuple[list[int], bool]]:
-    """Begin a reduction: the highest of each level on any rank, and whether all digests are equal.
+def agree_on_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
+) -> tuple[list[int], bool]:
+    """Return the highest of each level on any rank, and whether all digests are equal.
 
-    Levels, from 0 to 255, and digests have one length on all ranks. The returned function waits for
-    all ranks; ``operation`` and ``ahead`` are those of :class:`HostReduction`.
+    Levels, from 0 to 255, and digests have one length on all ranks.
     """
     if group.size == 1:
-        return lambda: (list(levels), True)
+        return list(levels), True
     # Digests are equal if and only if the maximum and the minimum over ranks are equal in each
     # byte; the minimum is the maximum of complements.
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8, device="cpu"
     )
-    reduction, size = HostReduction(message, operation, group, ahead=ahead), len(digest)
-
-    def answer() -> tuple[list[int], bool]:
-        numbers = reduction.wait().tolist()
-        pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
-        return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
-
-    return answer
-
-
-def agree_on_highest_alike(
-    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
-) -> tuple[list[int], bool]:
-    """Run :func:`ask_for_highest_alike` and wait for the result."""
-    return ask_for_highest_alike(levels, digest, group, operation, ahead=False)()
+    numbers, size = HostReduction(message, operation, group).wait().tolist(), len(digest)
+    pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
+    return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
 
 
 def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
@@ -447,14 +434,13 @@ class AsyncMaximum:
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._under_way: Callable[[], tuple[list[int], bool]] | None = None
+        self._under_way: HostReduction | None = None
 
     def contribute(self, number: int) -> None:
         """Begin to reduce this rank's number, 0 to 255; drop the result of an earlier reduction."""
         self.result()
-        self._under_way = ask_for_highest_alike(
-            [number], b"", self._group, "agreement on signals", ahead=True
-        )
+        own = torch.tensor([number], dtype=torch.uint8, device="cpu")
+        self._under_way = HostReduction(own, "agreement on signals", self._group, ahead=True)
 
     def result(self) -> int:
         """Return the highest number contributed; 0 if none was since the last result.
@@ -462,4 +448,4 @@ class AsyncMaximum:
         Blocks until the reduction is done.
         """
         under_way, self._under_way = self._under_way, None
-        return 0 if under_way is None else under_way()[0][0]
+        return 0 if under_way is None else int(under_way.wait())

@@ -521,7 +521,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 def _describe(
     client: StoreClient,
-    alive: weakref.ref[LivenessProbe],
+    weak_probe: weakref.ref[LivenessProbe],
     ranks: Sequence[int],
     rank: int,
     sync_point: str,
@@ -540,7 +540,7 @@ def _describe(
             if name in texts
         }
         # Ranks that wait in another operation do not know that others describe theirs.
-        liveness_probe = alive()
+        liveness_probe = weak_probe()
         answers = (
             liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S)
             if liveness_probe is not None

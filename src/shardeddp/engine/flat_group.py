@@ -76,7 +76,7 @@ class FlatGroup:
         )
         """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
-        :meth:`unshard` says when it has memory; that of a single rank keeps it.
+        :meth:`unshard` says when it has memory; a resident one keeps it.
         """
         self.unsharded = self.buffer.parameters
         if mesh is not mesh.dense:
@@ -99,7 +99,7 @@ class FlatGroup:
         # awaited by the gather stream, and by the host before it writes to the main shard.
         self._arriving: torch.Tensor | None = None
         self._copying: StreamHandle | None = None
-        # 1D; this rank's slice of the gathered buffer, kept from forward to backward.
+        # 1D; this rank's part of the gathered buffer, kept from forward to backward.
         self._kept_part: torch.Tensor | None = None
         self.local = (
             self._local_parameters()
@@ -408,11 +408,6 @@ class FlatGroup:
         slot = self.layout.slots[index]
         return flat[slot.interval.start : slot.interval.stop]
 
-    def _own_elements(self, index: int) -> slice:
-        """Return the slice of a parameter's elements that this rank owns."""
-        interval = self.layout.parameter_interval(self.layout.slots[index], self._mesh.slice_rank)
-        return slice(interval.start, interval.stop)
-
     def _keep_write(self, index: int, written: torch.Tensor) -> None:
         """Copy the elements of a whole written parameter, 1D, that differ to the main shard."""
         fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written.dtype
@@ -429,7 +424,8 @@ class FlatGroup:
                 stacklevel=2,
             )
         self._mesh.run.written.note_state(fqn, written)
-        found = written[self._own_elements(index)]
+        own = self.sharded[index].spec.interval
+        found = written[own.start : own.stop]
         # Elements that were not written equal the main shard rounded to the gathered dtype.
         local.copy_(torch.where(found != known.to(dtype), found.to(known.dtype), known))
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import agree_on_highest_alike
-from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import GradientLevel, UnitProgress
 from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
@@ -114,7 +113,7 @@ class GradientAgreement:
             found,
             checksum.to_bytes(4, "big"),
             self._mesh.control,
-            f"agreement on {len(found)} flags",
+            f"agreement on {len(found)} gradients and units at a backward's end",
         )
         if not same:
             writes.tell_of_differences(written, self._mesh.control)
@@ -137,10 +136,3 @@ class GradientAgreement:
             if not keeps_partial:
                 progress.unit.install_gradients(has_any[begin:end])
             progress.learn(entered, has_any[begin:end])
-
-
-def gradients_of(progresses: Sequence[UnitProgress]) -> Iterator[GroupGradients]:
-    """Yield the gradients of all flat groups, in the order of their parameters."""
-    for progress in progresses:
-        for group in progress.unit.groups:
-            yield group.gradients

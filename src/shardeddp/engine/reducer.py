@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import takewhile
 
 from shardeddp.comm import Mesh, all_gather_bytes
 from shardeddp.comm.agreement import ABOUT_TRAINED
-from shardeddp.engine.gradient_agreement import GradientAgreement, gradients_of
+from shardeddp.engine.gradient_agreement import GradientAgreement
+from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
@@ -113,7 +114,7 @@ class Reducer:
         """
         if not self.leaves_gradients:
             self.leaves_gradients = True
-            for gradients in gradients_of(self._progresses):
+            for gradients in self._gradients():
                 gradients.take_assigned(self._over)
 
     def reduce_finished(self, entering: UnitProgress) -> None:
@@ -122,11 +123,11 @@ class Reducer:
         Not called if ranks agree on reductions, by :meth:`reduction_states` and :meth:`issue`.
         """
         waiting = self._waiting()
-        over = [other for other in waiting if other.is_over_at(entering)]
+        finished = [other for other in waiting if other.is_over_at(entering)]
         if self._retains:
             # One order for all ranks: an unfinished unit holds back later ones.
-            over = list(takewhile(lambda other: other in over, waiting))
-        for due in over:
+            finished = list(takewhile(lambda other: other in finished, waiting))
+        for due in finished:
             self._queue.issue(due, self._over)
 
     def reach(self, progress: UnitProgress) -> None:
@@ -186,11 +187,11 @@ class Reducer:
         if self._over is not ReduceOver.ALL:
             self._mesh.run.incomplete.add(id(self))
             if self.leaves_gradients:
-                for gradients in gradients_of(self._progresses):
+                for gradients in self._gradients():
                     gradients.leave_incomplete(self._over)
         elif self.leaves_gradients and id(self) in self._mesh.run.incomplete:
             self._mesh.run.incomplete.discard(id(self))
-            for gradients in gradients_of(self._progresses):
+            for gradients in self._gradients():
                 gradients.complete()
         self._running = False
 
@@ -208,6 +209,11 @@ class Reducer:
     def _reduces(self) -> bool:
         """Whether the running backward reduces gradients."""
         return self.leaves_gradients and self._over is not ReduceOver.NONE
+
+    def _gradients(self) -> Iterator[GroupGradients]:
+        for progress in self._progresses:
+            for group in progress.unit.groups:
+                yield group.gradients
 
     def _waiting(self) -> list[UnitProgress]:
         """Return the units still to be reduced, in order."""

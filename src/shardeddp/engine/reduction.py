@@ -207,7 +207,7 @@ class ReductionPlan:
     """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
 
     output_in_buffer: bool
-    """True if the output of the reduce-scatter stays in this rank's slice of the buffer.
+    """True if the output of the reduce-scatter stays in this rank's shard of the buffer.
 
     It is added to the shard, changes dtype or device, or is divided among replicas. False: the
     output is the gradient shard.

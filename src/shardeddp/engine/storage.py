@@ -139,9 +139,9 @@ class GatheredBuffer:
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
     accumulators and compiled code find the same object. An assignment to ``.data`` binds it to the
-    memory of a gather. Its storage is its slice of the buffer only, like the storage of a plain
+    memory of a gather. Its storage is its slot of the buffer only, like the storage of a plain
     parameter: offsets count from its first element, and a view cannot reach its neighbours. The
-    storage of the slice keeps the whole buffer alive. A released parameter is bound to a
+    storage of the slot keeps the whole buffer alive. A released parameter is bound to a
     placeholder of its shape without memory of that size, and its class forwards to the sharded
     parameter. A graph that has saved the parameter itself, and not a view of it, reads the memory
     that the parameter is bound to: while such a graph exists, the parameter keeps its last memory.

@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from shardeddp.config import AUTO, MixedPrecision, Options, resolve_dtype
+from shardeddp.config import AUTO, MixedPrecision, Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -118,10 +118,10 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
 
     The ``param_dtype`` of ``mixed_precision`` overrides the Trainer's precision.
     """
-    given = None if mixed_precision is None else mixed_precision.param_dtype
-    dtype = resolve_dtype(given, "param_dtype")
+    dtype = None if mixed_precision is None else mixed_precision.param_dtype
     if dtype is not None:
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "32-true")
+        found = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        return found.get(cast("torch.dtype", dtype), "32-true")
     return str(precision)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.config import MixedPrecision as MixedPrecisionOptions
-from shardeddp.config import ModuleClasses, resolve_dtype
+from shardeddp.config import ModuleClasses
 from shardeddp.engine.forward_copies import (
     compute_with_copies,
     compute_with_parameters,
@@ -165,8 +165,8 @@ def assign_dtypes(
     compute in their own dtype, as under DDP.
     """
     options = options or MixedPrecisionOptions()
-    param_dtype = resolve_dtype(options.param_dtype, "param_dtype")
-    reduce_dtype = resolve_dtype(options.reduce_dtype, "reduce_dtype")
+    param_dtype = cast("torch.dtype | None", options.param_dtype)
+    reduce_dtype = cast("torch.dtype | None", options.reduce_dtype)
     kept = _inside(_kept_modules(root, options.keep_fp32))
 
     def assigned(spec: ParameterSpec) -> ParameterSpec:
@@ -239,9 +239,9 @@ def cast_at_boundaries(
     """
     if options is None:
         return
-    param_dtype = resolve_dtype(options.param_dtype, "param_dtype")
-    output_dtype = resolve_dtype(options.output_dtype, "output_dtype")
-    buffer_dtype = resolve_dtype(options.buffer_dtype, "buffer_dtype")
+    param_dtype = cast("torch.dtype | None", options.param_dtype)
+    output_dtype = cast("torch.dtype | None", options.output_dtype)
+    buffer_dtype = cast("torch.dtype | None", options.buffer_dtype)
     kept = _kept_modules(root, options.keep_fp32)
     outermost = [root, *_outermost(root)]
     if param_dtype is not None:

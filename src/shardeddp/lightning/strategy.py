@@ -144,6 +144,7 @@ class ShardedDP(ParallelStrategy):
             Each takes the memory of a unit. More than 1 helps if gathering is at times slower than
             computing.
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
+            Torch's ``BackwardPrefetch`` and its names (``BACKWARD_PRE``) count as 1.
         reduce_every_backward: True: with gradient accumulation, reduce every micro-batch and
             accumulate gradient shards (less memory). False: accumulate unsharded gradients and
             reduce once per step (less communication). None: the default of the sharding strategy.

@@ -90,7 +90,7 @@ def chains(
     for position in found[1:]:
         parameter = parameters[position]
         if isinstance(parameter, ShardTensor) and parameter.home is not None:
-            placed.setdefault(parameter.home, []).append((parameter.index_in_unit, position))
+            placed.setdefault(parameter.home, []).append((parameter.index_in_group, position))
         else:
             result.append([position])
     for neighbours in placed.values():
@@ -113,7 +113,7 @@ def _are_neighbours(
     index: int,
 ) -> bool:
     """Return whether only padding lies between two parameters, and between their gradients."""
-    if parameters[before].index_in_unit + 1 != index:
+    if parameters[before].index_in_group + 1 != index:
         return False
     one, other = parameters[before].raw_local, parameters[position].raw_local
     part, other_part = parts[before], parts[position]

@@ -14,7 +14,7 @@ from shardeddp.torch_private import get_gradient, set_gradient, without_torch_fu
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the ``.grad`` of a parameter, past the property that waits for its reduction."""
+    """Return the ``.grad`` of a parameter, past the property, which adds what is unreduced."""
     with without_torch_function():
         return get_gradient(parameter)
 

@@ -206,7 +206,7 @@ class ShardSpec:
         )
 
 
-class _UnitGradients(Protocol):
+class _FlatGroupGradients(Protocol):
     """Gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
 
     kept_by_others: bool
@@ -280,7 +280,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _unsharded: nn.Parameter | None = None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None = None  # of a sharded parameter: made with the first of them
     # Of a sharded parameter: the gradients of its unit, and its index among them.
-    _unit_gradients: tuple[_UnitGradients, int] | None = None
+    _group_gradients: tuple[_FlatGroupGradients, int] | None = None
     _is_routed: bool = False  # whether gradients of uses outside of a unit are averaged
     # `.grad` from before such a gradient, while that is in flight
     _former_gradient: torch.Tensor | None = None
@@ -291,7 +291,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _views: weakref.WeakSet[_ViewSource] | None = None  # full elements of which there may be views
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[_KeepsWrites] | None = None
-    _index_in_unit: int = 0  # index of the parameter there
+    _index_in_group: int = 0  # index of the parameter there
     memory_of: str = ""
     """Name of another parameter that shares this one's memory; empty: none does."""
 
@@ -401,7 +401,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Leave the values to the tensors and views that share them; the parameter gets others."""
         home = self.home
         if home is not None:
-            home.keep_write_of(self._index_in_unit)
+            home.keep_write_of(self._index_in_group)
         sharing = [each for each in self._living_aliases() if each._local is self._local]
         if sharing or self._views:
             former = self._local.clone()
@@ -418,7 +418,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if (
             home is not None
             and "held" not in self._spec.warned
-            and home.is_held(self._index_in_unit)
+            and home.is_held(self._index_in_group)
         ):
             self._spec.warned.append("held")
             warnings.warn(
@@ -457,33 +457,33 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches the part accumulated so far."""
         gradient = stored_gradient(self)
-        if self._unit_gradients is None or (
+        if self._group_gradients is None or (
             gradient is not None and not self._spec.mesh.run.incomplete
         ):
             return gradient
-        unit_gradients, index = self._unit_gradients
+        group_gradients, index = self._group_gradients
         if gradient is not None:
-            if running_backward() is not None or not unit_gradients.has_former(index):
+            if running_backward() is not None or not group_gradients.has_former(index):
                 return gradient
-            unit_gradients.take_former(index)
-        return unit_gradients.unreduced(index)
+            group_gradients.take_former(index)
+        return group_gradients.unreduced(index)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
-        elif gradient is not None and self._unit_gradients is not None:
+        elif gradient is not None and self._group_gradients is not None:
             # A gradient computed in a function's backward is of this rank's batch: it is averaged.
-            unit_gradients, index = self._unit_gradients
-            if unit_gradients.take_local(index, gradient):
+            group_gradients, index = self._group_gradients
+            if group_gradients.take_local(index, gradient):
                 store_gradient(self, None)
                 return
         store_gradient(self, gradient)
-        if self._unit_gradients is not None:
-            unit_gradients, index = self._unit_gradients
-            unit_gradients.drop(index, gradient)
+        if self._group_gradients is not None:
+            group_gradients, index = self._group_gradients
+            group_gradients.drop(index, gradient)
             if gradient is not None:
-                unit_gradients.assigned.add(index)
+                group_gradients.assigned.add(index)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """Return a gradient in this parameter's layout; gather it first if it has another one."""
@@ -535,14 +535,14 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
 
-    def take_part(self, unit_gradients: _UnitGradients, index: int) -> None:
+    def take_part(self, group_gradients: _FlatGroupGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with gradients of uses outside of it."""
-        self._unit_gradients = unit_gradients, index
+        self._group_gradients = group_gradients, index
 
     def keep_gradient(self) -> None:
         """Note that the local gradient may be kept elsewhere, as in the states of an optimizer."""
-        if self._unit_gradients is not None:
-            self._unit_gradients[0].kept_by_others = True
+        if self._group_gradients is not None:
+            self._group_gradients[0].kept_by_others = True
 
     def move_to(self, local: torch.Tensor) -> None:
         """Replace the local memory by other memory with the same elements."""
@@ -560,7 +560,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         The group, referenced weakly, copies writes to it to the shard; ``index`` is that of the
         parameter in the group.
         """
-        self._unsharded, self._writes, self._index_in_unit = unsharded, weakref.ref(group), index
+        self._unsharded, self._writes, self._index_in_group = unsharded, weakref.ref(group), index
 
     def leave_unit(self, local: torch.Tensor) -> None:
         """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
@@ -568,7 +568,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         ``local`` has the elements of this rank, in memory that is not the unit's.
         """
         self._move_with_aliases(local, self._spec)
-        self._unit_gradients = self._unsharded = self._writes = None
+        self._group_gradients = self._unsharded = self._writes = None
         if self._hooks is not None:
             self._hooks = GradientHooks(self, None, self._hooks.of_users())
         self.memory_of = ""
@@ -673,20 +673,20 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if not self.requires_grad:
             return None  # frozen since its use: autograd leaves nothing
         gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
-        if self._unit_gradients is None:
+        if self._group_gradients is None:
             is_copy = self._unsharded is None
             return _Average.apply(gradient, self._spec, self._local.device, is_copy)
         with torch.no_grad():
             self._former_gradient = stored_gradient(self)
-            unit_gradients, index = self._unit_gradients
-            unit_gradients.add_outside(index, gradient.detach())
+            group_gradients, index = self._group_gradients
+            group_gradients.add_outside(index, gradient.detach())
             if self._spec.boxes:
                 self._spec.mesh.run.observe(self._spec.fqn, gradient)
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:
         """Remove the placeholder gradient that autograd accumulates beside a unit's reduction."""
-        if self._unit_gradients is not None:
+        if self._group_gradients is not None:
             former, self._former_gradient = self._former_gradient, None
             store_gradient(self, former)
         self.gradient_completes()
@@ -712,7 +712,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Return this rank's elements, 1D; shares memory, so writing to it changes the shard."""
         home = None if self._writes is None else self._writes()
         if home is not None:
-            home.keep_write_of(self._index_in_unit)
+            home.keep_write_of(self._index_in_group)
         return self._local
 
     @property
@@ -721,9 +721,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return None if self._writes is None else self._writes()
 
     @property
-    def index_in_unit(self) -> int:
+    def index_in_group(self) -> int:
         """Index of the parameter in :attr:`home`."""
-        return self._index_in_unit
+        return self._index_in_group
 
     @property
     def raw_local(self) -> torch.Tensor:
@@ -776,10 +776,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def _as_alias_of(self, source: ShardTensor) -> ShardTensor:
         """Share the memory of a sharded tensor until other values are assigned to that."""
-        self._source, self._writes, self._index_in_unit = (
+        self._source, self._writes, self._index_in_group = (
             source,
             source._writes,
-            source._index_in_unit,
+            source._index_in_group,
         )
         origin = source.origin
         origin._aliases = [
@@ -809,7 +809,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
         No unit gathers and reduces a copy.
         """
-        return self.origin._unit_gradients is not None
+        return self.origin._group_gradients is not None
 
     @property
     def origin(self) -> ShardTensor:
@@ -930,21 +930,15 @@ def meshes_of_units(parameters: Iterable[ShardTensor]) -> set[Mesh]:
     return {
         each._spec.mesh
         for each in parameters
-        if (each if each._source is None else each.origin)._unit_gradients is not None
+        if (each if each._source is None else each.origin)._group_gradients is not None
     }
-
-
-def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
-    """Return the meshes of the sharded parameters, in one order on all ranks."""
-    sharded = [each for each in parameters if isinstance(each, ShardTensor)]
-    return [*dict.fromkeys([each._spec.mesh for each in sharded])]  # pyright: ignore[reportPrivateUsage]
 
 
 def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
     """Return a parameter with an unreduced gradient (no synchronisation), which no step can use."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
     for each in [it for it in sharded if it._spec.mesh.run.incomplete]:
-        found = each._unit_gradients
+        found = each._group_gradients
         if found is not None and found[0].is_unreduced(found[1]):
             return each
     return None
