@@ -254,12 +254,20 @@ def train_some(folder: str) -> None:
     fit(strategy_of("full_shard"), 1, callbacks=[keeper], enable_checkpointing=True)
 
 
-def resume_without_save_last(folder: str, form: Any) -> list[int]:
+def resume_without_save_last(folder: str, form: Any, weights_only: bool = False) -> list[int]:
     """Steps at which two runs begin, of a callback that keeps no "last" checkpoint."""
+    warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
+    warnings.filterwarnings("ignore", ".*exists and is not empty")
     begun: list[int] = []
     for epochs in (1, 2):
         strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type=form)
-        keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        keeper = ModelCheckpoint(
+            folder,
+            "{step}",
+            save_top_k=-1,
+            every_n_train_steps=1,
+            save_weights_only=weights_only,
+        )
         trainer = make_trainer(
             strategy,
             max_epochs=epochs,
@@ -269,7 +277,7 @@ def resume_without_save_last(folder: str, form: Any) -> list[int]:
             ],
             enable_checkpointing=True,
         )
-        trainer.fit(TinyGpt(), same_batches(), ckpt_path="last" if begun else None)
+        trainer.fit(TinyGpt(), same_batches(), ckpt_path="last")
     return begun
 
 
@@ -279,6 +287,15 @@ def test_the_last_checkpoint_need_not_be_called_so(
 ) -> None:
     folder = tmp_path / "there is no such directory yet"
     assert world(2).run(resume_without_save_last, str(folder), form) == [[0, 4]] * 2
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_checkpoints_that_cannot_be_resumed_are_no_last_ones(
+    world: Worlds, tmp_path: Path, form: str
+) -> None:
+    (tmp_path / "of fsdp.ckpt").mkdir()
+    (tmp_path / "of fsdp.ckpt" / ".metadata").touch()
+    assert world(2).run(resume_without_save_last, str(tmp_path), form, True) == [[0, 0]] * 2
 
 
 @pytest.mark.slow

@@ -249,6 +249,11 @@ def _looks_like_one(path: Location) -> bool:
         return named or (path / MANIFEST).is_taken()
 
 
+def _is_of_other_tool(path: Location) -> bool:
+    with disk_errors("reading", path):
+        return path.holds(DCP_METADATA) and not (path / MANIFEST).is_taken()
+
+
 # -- The last checkpoint: the usable one of the highest step, regardless of time stamps
 
 
@@ -257,8 +262,9 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
 
     Args:
         named: Paths of checkpoints called "last", directories or files.
-        folders: Directories with checkpoints of this package that count as well: a run that was
-            killed between two saves of one step has only the first of them.
+        folders: Directories with checkpoints of this package that count as well, unless they hold
+            weights alone: a run that was killed between two saves of one step has only the first
+            of them.
 
     Raises:
         CheckpointError: There are some, and none can be used.
@@ -271,10 +277,15 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Locat
         except Exception as error:  # noqa: BLE001 - pickles raise anything
             skipped[path] = str(error) if str(path) in str(error) else f"{path}: {error}"
     for folder in folders:
-        found = find_checkpoints(folder)
-        skipped |= {str(location(folder) / name): why for name, why in found.skipped.items()}
+        found, place = find_checkpoints(folder), location(folder)
+        skipped |= {
+            str(place / name): why
+            for name, why in found.skipped.items()
+            if not _is_of_other_tool(place / name)
+        }
         for each in found.checkpoints:
-            candidates.setdefault(_identity(str(each.path)), each)
+            if each.resumable:
+                candidates.setdefault(_identity(str(each.path)), each)
     if skipped:
         left = printable("; ".join(skipped.values()))
         warnings.warn(f"not whole, left aside: {left}", stacklevel=2)

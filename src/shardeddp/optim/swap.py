@@ -146,8 +146,8 @@ class SwappedStep(ABC):
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _is_inner_step(optimizer):
             return
-        self._leave()
         self._restore_memory(keep=True)
+        self._leave()
         self._post_step()
         self._release()
         stepped, self._stepped = self._stepped, []
