@@ -19,7 +19,7 @@ from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.tensor.backward import stored_gradients
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, gradients_complete
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.flat_buffers import UnitPlan, require_gradients
@@ -406,8 +406,7 @@ class Unit:
     def run_gradient_hooks(self, indices: Iterable[int]) -> None:
         """Call users' gradient hooks of the parameters that got a gradient in the backward."""
         sharded = self.sharded_parameters()
-        for index in sorted(indices):
-            sharded[index].gradient_completes()
+        gradients_complete([sharded[index] for index in sorted(indices)])
 
     def sharded_parameters(self) -> list[ShardTensor]:
         """Return the sharded parameters, in the order of the unsharded ones."""

@@ -689,12 +689,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if self._group_gradients is not None:
             former, self._former_gradient = self._former_gradient, None
             store_gradient(self, former)
-        self.gradient_completes()
-
-    def gradient_completes(self) -> None:
-        """Announce that the running backward has set ``.grad``."""
-        if self._hooks is not None:
-            self._hooks.announce()
+        gradients_complete([self])
 
     def adopt_hooks(self, *former: Any) -> None:
         """Take over the hooks that the parameter had before it was sharded."""
@@ -932,6 +927,13 @@ def meshes_of_units(parameters: Iterable[ShardTensor]) -> set[Mesh]:
         for each in parameters
         if (each if each._source is None else each.origin)._group_gradients is not None
     }
+
+
+def gradients_complete(parameters: Iterable[ShardTensor]) -> None:
+    """Announce to users' hooks that the running backward has set the ``.grad`` of these parameters."""
+    for each in parameters:
+        if each._hooks is not None:  # pyright: ignore[reportPrivateUsage]
+            each._hooks.announce()  # pyright: ignore[reportPrivateUsage]
 
 
 def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
