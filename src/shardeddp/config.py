@@ -191,11 +191,13 @@ class CheckpointOptions:
         check_fields(self, prefix="CheckpointOptions.")
         if self.timeout is not None and not _is_duration(self.timeout):
             raise ConfigurationError(
-                f"CheckpointOptions.timeout={self.timeout!r}: expected a positive number of seconds, or None"
+                f"CheckpointOptions.timeout={self.timeout!r}: expected a positive number of "
+                f"seconds, or None"
             )
         if not _is_number(self.max_file_gb) or not self.max_file_gb >= 0:
             raise ConfigurationError(
-                f"CheckpointOptions.max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
+                f"CheckpointOptions.max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for "
+                f"no single files"
             )
         if self.trust_pickle and not self.foreign:
             raise ConfigurationError(

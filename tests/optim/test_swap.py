@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -181,6 +182,10 @@ class Assigning(optim.Optimizer):
             stepped = 0.99 * it - 0.05 * it.grad
             if self.how == "set_":
                 it.set_(stepped)
+            elif self.how == "swap_tensors":
+                gradient, it.grad = it.grad, None
+                torch.utils.swap_tensors(it, nn.Parameter(stepped))
+                it.grad = gradient
             elif self.how == "swap":  # the memory of another one is this one's for a while
                 it.data, other = stepped, it.data
                 other.zero_()
@@ -188,8 +193,13 @@ class Assigning(optim.Optimizer):
                 it.data = stepped
 
 
-@pytest.mark.parametrize("how", ["data", "set_", "swap"])
-@pytest.mark.parametrize("scope", ["element", "parameter", "model"])
+@pytest.mark.parametrize(
+    ("scope", "how"),
+    [
+        *product(["element", "parameter", "model"], ["data", "set_", "swap"]),
+        *product(["element", "parameter"], ["swap_tensors"]),  # torch refuses it for others
+    ],
+)
 @on_ranks(2)
 def test_values_that_a_step_assigns_are_those_of_the_parameters(scope: Any, how: str) -> None:
     for sharding in (Sharding(units=("1",)), Sharding(strategy="no_shard")):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardeddp.comm import Mesh
@@ -76,11 +76,9 @@ class GradientAgreement:
             if is_left:
                 self._queue.issue(progress, over)
         self._install(found, over)
-        levels = iter(found.levels)
-        for progress in self._progresses:
-            each = [next(levels) for _ in progress.unit.sharded_parameters()]
+        for progress, levels in self._by_unit(found.levels):
             progress.unit.run_gradient_hooks(
-                [index for index, level in enumerate(each) if level == GradientLevel.NOW]
+                [index for index, level in enumerate(levels) if level == GradientLevel.NOW]
             )
 
     def _findings(self, over: ReduceOver) -> Findings:
@@ -124,15 +122,20 @@ class GradientAgreement:
         self._queue.finish()
         if self._to_host:
             self._mesh.drain()  # readers of gradients on the host do not wait for streams
-        has_any = [level > GradientLevel.NONE for level in found.levels]
         # Partial sums await the reduction across replicas and are not visible to users.
         keeps_partial = over is not ReduceOver.ALL and self._mesh.has_replicas
-        end = 0
-        for progress, entered, viewed in zip(
-            self._progresses, found.entered, found.viewed, strict=True
+        for (progress, levels), entered, viewed in zip(
+            self._by_unit(found.levels), found.entered, found.viewed, strict=True
         ):
-            begin, end = end, end + len(progress.unit.sharded_parameters())
+            has_any = [level > GradientLevel.NONE for level in levels]
             progress.unit.note_views(viewed)
             if not keeps_partial:
-                progress.unit.install_gradients(has_any[begin:end])
-            progress.learn(entered, has_any[begin:end])
+                progress.unit.install_gradients(has_any)
+            progress.learn(entered, has_any)
+
+    def _by_unit(self, levels: Sequence[int]) -> Iterator[tuple[UnitProgress, Sequence[int]]]:
+        """Yield the progress of each unit, with the levels of its parameters."""
+        end = 0
+        for progress in self._progresses:
+            begin, end = end, end + len(progress.unit.sharded_parameters())
+            yield progress, levels[begin:end]

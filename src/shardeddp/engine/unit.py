@@ -56,8 +56,8 @@ class Unit:
 
     Its callers decide when: the runtime gathers and releases it, the order agreement does if ranks
     use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
-    ``summon_full_params`` borrows its parameters (``summon.py``). They change its state
-    by the transitions of ``states.py``. Two operations change none: reductions, and a write to a parameter
+    ``summon_full_params`` borrows its parameters (``summon.py``). They change its state by the
+    transitions of ``states.py``. Two operations change none: reductions, and a write to a parameter
     outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
     """
 

@@ -79,6 +79,7 @@ class SwappedStep(ABC):
         self._stepped: list[ShardTensor] = []  # parameters that the current step changes
         # Plain tensors of the current step, each with an alias of its memory.
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._may_assign = scope_of(type(optimizer)) is None  # torch's own assign no memory
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         # Before hooks of users, which are to see the sharded parameters.
@@ -204,7 +205,7 @@ class SwappedStep(ABC):
         gradients = [stored_gradients(parameters) for parameters in groups]
         self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
         plain = self._pre_step(groups, gradients)
-        if scope_of(type(self._optimizer)) is None:  # torch's own assign no memory
+        if self._may_assign:
             given = {*map(id, chain.from_iterable(groups))}
             stepped = [it for it in chain.from_iterable(plain) if id(it) not in given]
             self._memory = [(tensor, tensor.detach()) for tensor in stepped]
