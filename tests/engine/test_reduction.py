@@ -1,11 +1,11 @@
-"""Plans of reductions that would overwrite gradients, or scale them twice, are refused."""
+"""Plans of reductions: their stages; those that would overwrite gradients are refused."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shardeddp.engine.reduction import ReduceTarget, ReductionPlan
+from shardeddp.engine.reduction import ReduceTarget, ReductionPlan, ReductionStage
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -15,7 +15,7 @@ DIRECT = ReductionPlan(
     packs_into_shard=True,
     output_in_buffer=False,
     divides_output=False,
-    to_host=False,
+    on_host=False,
     scale=0.5,
 )
 
@@ -40,3 +40,29 @@ def test_gradients_that_are_kept_go_through_the_buffer() -> None:
         DIRECT, kept=[True, False], packs_into_shard=False, output_in_buffer=True, scale=None
     )
     assert plan.adds and plan.kind == "mean"
+
+
+@pytest.mark.parametrize(
+    ("target", "on_host", "adds", "stages"),
+    [
+        ("IN_SHARD", False, False, ["IN_SHARD_GROUP"]),
+        ("IN_SHARD", True, False, ["IN_SHARD_GROUP", "TO_HOST"]),
+        ("IN_SHARD", True, True, ["IN_SHARD_GROUP"]),
+        ("ACROSS_REPLICAS", False, False, ["IN_SHARD_GROUP", "ACROSS_REPLICAS"]),
+        ("ACROSS_REPLICAS", True, False, ["IN_SHARD_GROUP", "ACROSS_REPLICAS", "TO_HOST"]),
+        ("ACROSS_REPLICAS", True, True, ["IN_SHARD_GROUP", "ACROSS_REPLICAS"]),
+        ("IN_PARTIAL_SUMS", True, False, ["IN_SHARD_GROUP"]),
+    ],
+)
+def test_a_plan_says_its_stages(target: str, on_host: bool, adds: bool, stages: list[str]) -> None:
+    plan = ReductionPlan(
+        target=ReduceTarget[target],
+        kept=[adds, False],
+        packs_into_shard=False,
+        output_in_buffer=True,
+        divides_output=False,
+        on_host=on_host,
+        scale=None,
+    )
+    # Compute adds to gradients in the shard, so that no stage copies to the host.
+    assert plan.stages == tuple(ReductionStage[stage] for stage in stages)

@@ -273,9 +273,9 @@ class FlatGroup:
         shard, slices = self._replica_shard, mesh.gather_slices
         assert shard is not None
         if source is GatherSource.REPLICA_SHARD:
-            return self._gather_split(shard)
+            return self._gather_split(flat, shard)
         self._copy_main_shard(shard.view(slices.size, -1)[slices.rank])
-        return slices.all_gather_(shard).then(partial(self._gather_split, shard))
+        return slices.all_gather_(shard).then(partial(self._gather_split, flat, shard))
 
     def _copy_in(self) -> CollectiveHandle:
         self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)
@@ -292,9 +292,9 @@ class FlatGroup:
         self._mesh.copy_in_stream.follow_compute()
         self._arriving = None
 
-    def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
+    def _gather_split(self, flat: torch.Tensor, part: torch.Tensor) -> CollectiveHandle:
         self._own_shard().copy_(part)
-        return self._mesh.gather.all_gather_(self.buffer.allocate())
+        return self._mesh.gather.all_gather_(flat)
 
     def _part_of_gathered(self) -> torch.Tensor:
         return self.buffer.part_of(self._mesh.regather.rank, self._mesh.regather.size)

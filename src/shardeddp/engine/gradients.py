@@ -378,7 +378,7 @@ class GroupGradients:
             or self._mesh.topology.split_replicas
             or not memory.plan.averages_in_shard,
             divides_output=self._mesh.topology.split_replicas,
-            to_host=memory.plan.on_host,
+            on_host=memory.plan.on_host,
             scale=1.0 / replicate.size if scales else None,
         )
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 import torch
 
-from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
+from shardeddp.comm import CollectiveHandle, CommStream, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import (
     RELEASED_MEMORY,
@@ -141,7 +141,8 @@ class GradientMemory:
         if not any(kept):
             shard.copy_(output, non_blocking=True)
             return
-        # The shard itself, unless it is offloaded to the host.
+        # The shard itself; or, if it is on the host, a copy in compute's stream, which adds, copies
+        # back and frees it, in that order.
         total = shard.to(output.device, non_blocking=True)
         if all(kept):
             total.add_(output)
@@ -195,6 +196,19 @@ class ReduceTarget(Enum):
     """Partial sums, after that; a later micro-batch averages them over replicas."""
 
 
+class ReductionStage(Enum):
+    """Stage of a reduction: a transfer on a stream of its own, after which the next one begins."""
+
+    IN_SHARD_GROUP = "in_shard_group"
+    """Reduce-scatter in the shard group, on the reduce stream; partial sums are added to it."""
+
+    ACROSS_REPLICAS = "across_replicas"
+    """All-reduce, or reduce-scatter, across replicas, on the replicate stream."""
+
+    TO_HOST = "to_host"
+    """Copy to a gradient shard in host memory, on the copy-out stream."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReductionPlan:
     """Decisions about one reduction, made before its gradients are packed."""
@@ -219,8 +233,8 @@ class ReductionPlan:
     False: every replica has all of it, after an all-reduce.
     """
 
-    to_host: bool
-    """True if the gradient shard is in host memory: averages are copied to it, as the last stage."""
+    on_host: bool
+    """True if the gradient shard is in host memory."""
 
     scale: float | None
     """Factor of gradients while they are packed, so that a sum over replicas is their average.
@@ -239,6 +253,16 @@ class ReductionPlan:
             raise ValueError(f"expected no scale without a direct sum over replicas, found {self}")
 
     @property
+    def stages(self) -> tuple[ReductionStage, ...]:
+        """Stages of the reduction, in order."""
+        stages = [ReductionStage.IN_SHARD_GROUP]
+        if self.target is ReduceTarget.ACROSS_REPLICAS:
+            stages.append(ReductionStage.ACROSS_REPLICAS)
+        if self.on_host and self.target is not ReduceTarget.IN_PARTIAL_SUMS and not self.adds:
+            stages.append(ReductionStage.TO_HOST)
+        return tuple(stages)
+
+    @property
     def adds(self) -> bool:
         """True if averages are added to gradients in the shard.
 
@@ -255,21 +279,14 @@ class ReductionPlan:
 
 
 class Reduction:
-    """Gradient reduction in flight, in up to three stages; compute waits for each.
+    """Gradient reduction in flight: the stages of its plan; compute waits for each.
 
-    ==================  ==========================  ===============================================
-    stage               issued by                   memory
-    ==================  ==========================  ===============================================
-    in the shard group  the constructor             ``_finish_shard_group`` waits, and releases the
-                                                    gradient buffer and the earlier partial sums
-    across replicas     ``_after_shard_group``      ``_finish_following`` waits, and lets the reduce
-                                                    stream, which allocated the output, follow
-    to host memory      ``_absorb``, after the      as above
-                        last of these two
-    ==================  ==========================  ===============================================
+    If streams keep the order (:attr:`is_queued`), the constructor issues all stages; else the wait
+    for a stage issues the next. The last one writes the gradient shard or the partial sums, unless
+    averages are added to gradients in the shard: compute does that once it has waited.
 
-    If streams keep the order (:attr:`is_queued`), the constructor issues all of them; else the wait
-    for a stage issues the next.
+    The wait for the first stage releases the gradient buffer and the earlier partial sums. The wait
+    for the last lets the reduce stream, which allocated the output, follow.
 
     Args:
         plan: Decisions about the reduction.
@@ -290,15 +307,10 @@ class Reduction:
         partial: torch.Tensor | None,
     ) -> None:
         self._plan, self._memory, self._output, self._partial = plan, memory, output, partial
-        self._in_buffer = True
-        # Later stages in other streams, once issued: across replicas, then to host memory.
-        self._following: list[StreamHandle] = []
-        mesh = memory.mesh
-
-        def action() -> CollectiveHandle:
-            return mesh.reduce.reduce_scatter(output, buffer).then(self._after_shard_group)
-
-        self._handle: StreamHandle = mesh.reduce_stream.issue(action)
+        self._stages = plan.stages
+        self._buffer: torch.Tensor | None = buffer  # until the shard group has reduced it
+        self._issued: dict[ReductionStage, StreamHandle] = {}
+        self._issue(0)
 
     def advance(self) -> bool:
         """Wait for the collective and issue the next; True when the gradient shard is complete.
@@ -306,98 +318,106 @@ class Reduction:
         If streams keep the order, compute waits for the shard group only. It waits in
         :meth:`finish` for replicas, by far the slowest between nodes, and for copies to the host.
         """
-        is_issued = bool(self._following)
-        if self._in_buffer:
-            self._finish_shard_group()  # may issue the next stages
-        if not self._following:
+        were_issued = len(self._issued) > 1
+        self._finish_shard_group()  # may issue the next stage
+        if len(self._stages) == 1:
             return True
-        if self.is_queued or not is_issued:
+        if self.is_queued or not were_issued:
             return False
-        self._finish_following()
+        self._finish_later_stages()
         return True
 
     @property
     def is_queued(self) -> bool:
         """Whether all remaining stages are enqueued, in stream order."""
-        return bool(self._following) and self._following[0].is_ordered
+        return len(self._issued) == len(self._stages) > 1 and all(
+            handle.is_ordered for handle in self._issued.values()
+        )
 
     @property
     def waiting_nbytes(self) -> int:
         """Bytes besides the gradient shard that wait for replicas or for a copy to the host."""
-        waits = bool(self._following) and self._output is not self._memory.shard
+        waits = len(self._stages) > 1 and self._output is not self._memory.shard
         return self._output.untyped_storage().nbytes() if waits else 0
 
     def finish(self) -> None:
         """Wait for all stages."""
-        if self._in_buffer:
-            self._finish_shard_group()
-        if self._following:
-            self._finish_following()
+        self._finish_shard_group()
+        if len(self._stages) > 1:
+            self._finish_later_stages()
+
+    # -- Stages
+
+    def _issue(self, index: int) -> None:
+        stage = self._stages[index]
+
+        def action() -> CollectiveHandle:
+            return self._transfer(stage).then(lambda: self._after(index))
+
+        self._issued[stage] = self._stream(stage).issue(action)
+
+    def _stream(self, stage: ReductionStage) -> CommStream:
+        mesh = self._memory.mesh
+        match stage:
+            case ReductionStage.IN_SHARD_GROUP:
+                return mesh.reduce_stream
+            case ReductionStage.ACROSS_REPLICAS:
+                return mesh.replicate_stream
+            case ReductionStage.TO_HOST:
+                return mesh.copy_out_stream
+
+    def _transfer(self, stage: ReductionStage) -> CollectiveHandle:
+        """Issue the collective of a stage; the copy to the host has none."""
+        mesh, reduced = self._memory.mesh, self._output
+        match stage:
+            case ReductionStage.IN_SHARD_GROUP:
+                assert self._buffer is not None
+                return mesh.reduce.reduce_scatter(reduced, self._buffer)
+            case ReductionStage.ACROSS_REPLICAS:
+                if not self._plan.divides_output:
+                    return mesh.replicate.all_reduce_(reduced, self._plan.kind)
+                self._output = reduced.view(mesh.replicate.size, -1)[mesh.replicate.rank]
+                return mesh.replicate.reduce_scatter(self._output, reduced)
+            case ReductionStage.TO_HOST:
+                return CollectiveHandle()
+
+    def _after(self, index: int) -> CollectiveHandle:
+        """Issue the stage that follows, or write the result of the last one."""
+        memory, plan = self._memory, self._plan
+        if self._partial is not None and index == 0:
+            self._output.add_(self._partial)
+        if index + 1 < len(self._stages):
+            if index == 0:
+                self._output = memory.copy_out_of_buffer(self._output)
+            self._issue(index + 1)
+        elif plan.target is ReduceTarget.IN_PARTIAL_SUMS:
+            memory.keep_partial(self._output)
+        elif not plan.adds:
+            memory.absorb(self._output, plan.kept)
+        return CollectiveHandle()
 
     def _finish_shard_group(self) -> None:
-        """Wait for the shard group."""
-        self._handle.wait()
-        if self._plan.adds and not self._following:
+        """Wait for the first stage; further calls do nothing."""
+        if self._buffer is None:
+            return
+        self._issued[ReductionStage.IN_SHARD_GROUP].wait()
+        if self._plan.adds and len(self._stages) == 1:
             self._memory.absorb(self._output, self._plan.kept)
         # Only this collective needed the buffer, and the next reduction may open it. The wait has
         # completed the collective or made compute's stream wait for it, so the next tensor in this
         # memory is written after the read.
-        self._in_buffer = False
+        self._buffer = None
         self._memory.close_buffer()
         # Compute may have allocated them (`GradientMemory.partial_of`), and has waited for the
         # reduce stream's read of them now. Or the reduce stream has (`keep_partial`), which
         # followed what compute did with them when this reduction was issued.
         self._partial = None
 
-    def _finish_following(self) -> None:
+    def _finish_later_stages(self) -> None:
         """Wait for replicas and for the copy to host memory."""
-        for stage in self._following:  # the first may append the copy
-            stage.wait()
+        for stage in self._stages[1:]:  # the wait for one may issue the next
+            self._issued[stage].wait()
         if self._plan.adds:
             self._memory.absorb(self._output, self._plan.kept)
         # The reduce stream allocated memory that other streams and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()
-
-    def _after_shard_group(self) -> CollectiveHandle:
-        memory = self._memory
-        if self._plan.target is ReduceTarget.IN_PARTIAL_SUMS:
-            memory.keep_partial(self._output)
-        elif self._plan.target is ReduceTarget.ACROSS_REPLICAS:
-            if self._partial is not None:
-                self._output.add_(self._partial)
-            self._output = memory.copy_out_of_buffer(self._output)
-            self._following.append(
-                memory.mesh.replicate_stream.issue(
-                    lambda: self._reduce_across_replicas().then(self._after_replicas)
-                )
-            )
-        elif not self._plan.adds:
-            if self._plan.to_host:
-                self._output = memory.copy_out_of_buffer(self._output)
-            self._absorb()
-        return CollectiveHandle()
-
-    def _reduce_across_replicas(self) -> CollectiveHandle:
-        replicate, summed = self._memory.mesh.replicate, self._output
-        if not self._plan.divides_output:
-            return replicate.all_reduce_(summed, self._plan.kind)
-        self._output = summed.view(replicate.size, -1)[replicate.rank]
-        return replicate.reduce_scatter(self._output, summed)
-
-    def _after_replicas(self) -> CollectiveHandle:
-        if not self._plan.adds:
-            self._absorb()
-        return CollectiveHandle()
-
-    def _absorb(self) -> None:
-        """Write averages to the gradient shard; on the copy stream if it is in host memory."""
-        memory, output, kept = self._memory, self._output, self._plan.kept
-        if not self._plan.to_host:
-            memory.absorb(output, kept)
-            return
-
-        def action() -> CollectiveHandle:
-            memory.absorb(output, kept)
-            return CollectiveHandle()
-
-        self._following.append(memory.mesh.copy_out_stream.issue(action))

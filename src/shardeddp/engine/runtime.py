@@ -67,9 +67,24 @@ class Runtime:
     backward: it neither prefetches nor reshards.
 
     ``states.py`` has the states of units, of buffers and of the model, and who changes them.
+
+    Args:
+        units: Units of the model, the root unit first.
+        mesh: Process groups of the ranks that share the model.
+        options: Options of the strategy.
+        precision: Choice of the dtypes, compared when the model is set up again.
+        guard: Context manager around the first step of each kind.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: Options) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        options: Options,
+        *,
+        precision: object = None,
+        guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.progresses = [UnitProgress(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
@@ -127,12 +142,8 @@ class Runtime:
         if not self.is_passthrough:
             self._attach()
 
-        self.precision: object = None
-        """Precision plugin that chose the dtypes, compared when the model is set up again."""
-
-        self.guard: Callable[[], AbstractContextManager[Any]] | None = None
-        """Context manager around the first step of each kind; None: no context."""
-
+        self.precision = precision
+        self._guard = guard
         self._seen_steps: set[str] = set()  # kinds of steps that have run once
         # The objects are kept alive, so that their ids are not used again.
         self._structure, self._objects = _structure_of(self.root_module, {})
@@ -241,7 +252,7 @@ class Runtime:
             List for the step's outputs, appended by the caller; hooks on them announce a backward.
         """
         outputs: list[Any] = []
-        guard = nullcontext() if self.guard is None or name in self._seen_steps else self.guard()
+        guard = nullcontext() if name in self._seen_steps else self._guard()
         self._seen_steps.add(name)
         if self.is_passthrough:
             with guard:

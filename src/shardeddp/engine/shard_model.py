@@ -4,6 +4,7 @@ import gc
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import compress
 
@@ -48,6 +49,7 @@ def shard_model(
     mesh: Mesh,
     options: Options,
     *,
+    precision: object = None,
     recording: Recording | None = None,
     takeover: Takeover | None = None,
     load: Callable[[], None] | None = None,
@@ -62,6 +64,7 @@ def shard_model(
         specs: Units of the model, the root unit first.
         mesh: Process groups of the ranks that share the model.
         options: Options of the strategy.
+        precision: Choice of the dtypes in ``specs``, compared when the model is set up again.
         recording: Recorded construction of tensors on the meta device; None: no recording.
         takeover: Takeover of parameters that were sharded before; None: there are none.
         load: Function that loads a checkpoint into the shards; tensors that it does not load are
@@ -125,10 +128,8 @@ def shard_model(
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
         _warn_of_former_memory(former, sharded, kept)
         _warn_of_strides(strided & sharded, mesh)
-    runtime = Runtime(units, mesh, options)
-    if materializer.is_needed:
-        runtime.guard = MetaGuard
-    return runtime
+    guard = MetaGuard if materializer.is_needed else nullcontext
+    return Runtime(units, mesh, options, precision=precision, guard=guard)
 
 
 def _held_views(

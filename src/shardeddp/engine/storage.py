@@ -222,7 +222,7 @@ class GatheredBuffer:
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
-        """Return the buffer with memory: the last gather's if views hold it, else uninitialised.
+        """Give the buffer memory and return it: the last gather's if views hold it, else new.
 
         Called on the stream that fills the buffer. A buffer that borrows has the lender's memory.
         """
@@ -253,9 +253,10 @@ class GatheredBuffer:
         return self._outlived_memory is not None
 
     def part_of(self, rank: int, size: int) -> torch.Tensor:
-        """Return one of ``size`` equal parts; 1D, padded_numel // size."""
+        """Return one of ``size`` equal parts of a buffer with memory; 1D, padded_numel // size."""
+        assert self.flat is not None
         numel = self.layout.padded_numel // size
-        return self.allocate().narrow(0, rank * numel, numel)
+        return self.flat.narrow(0, rank * numel, numel)
 
     def bind(self) -> None:
         """Bind the parameters to the buffer's memory and make them usable."""

@@ -291,12 +291,12 @@ class ModelSharding:
             units,
             mesh,
             options,
+            precision=_compared(precision),
             recording=self.recording,
             takeover=takeover,
             load=load if is_deferred else None,
             is_only=not self.shards_several,
         )
-        runtime.precision = _compared(precision)
         place_module(module, mesh.device)
         private.set_device(module, mesh.device)
         synchronize_generation(module, options.sharding)
