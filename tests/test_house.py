@@ -196,6 +196,24 @@ def test_the_questions_of_the_map_are_answered_by_files_and_names_that_exist() -
         assert [name for name in names if not re.search(rf"\b{name}\b", text)] == [], answer
 
 
+def test_methods_that_docstrings_and_comments_name_exist() -> None:
+    files = [file for file in project() if file.path.startswith(SRC) and file.path.endswith(".py")]
+    members: dict[str, set[str]] = {}
+    for file in files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ClassDef):
+                text = ast.get_source_segment(file.text, node) or ""
+                members.setdefault(node.name, set()).update(re.findall(r"\w+", text))
+    named = [
+        (file.path, owner, member)
+        for file in files
+        for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", file.text)
+        if owner in members
+    ]
+    assert len(named) > 50
+    assert [each for each in named if each[2] not in members[each[1]]] == []
+
+
 def test_names_of_public_classes_are_made_of_words_of_the_vocabulary() -> None:
     known = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[0]
     words = set(re.findall(r"[a-z]+", known.lower()))

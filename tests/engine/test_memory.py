@@ -20,11 +20,12 @@ from torch import nn, optim
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.reduction import GradientMemory, ReduceOver
+from shardeddp.engine.reduction import GradientMemory
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
+from shardeddp.plan.reduction import ReduceOver
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import SingleUnitPolicy, build_units

@@ -184,7 +184,8 @@ MUTANTS = {
     ),
     "the gradient buffer is given back while it is copied to the host": Mutant(
         place=REDUCTION + "_after",
-        line="self._output = memory.copy_out_of_buffer(self._output)",
+        line="if index == 0 and plan.output_in_buffer:",
+        becomes="if False:",
         scenario=FROM_HOST,
         kind="use after unmap",
         told=["shard.copy_(output, non_blocking=True)"],
@@ -203,9 +204,9 @@ MUTANTS = {
         told=["dist.all_reduce(tensor", "of reduce_stream"],
     ),
     "replicas share the gradient buffer itself": Mutant(
-        place="shardeddp.engine.reduction:GradientMemory.copy_out_of_buffer",
-        line="output if output is self.shard else output.clone()",
-        becomes="output",
+        place=REDUCTION + "_after",
+        line="if index == 0 and plan.output_in_buffer:",
+        becomes="if False:",
         scenario=WIDER,
         kind="use after unmap",
         told=["dist.all_reduce(tensor"],

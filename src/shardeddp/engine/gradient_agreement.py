@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import agree_on_highest_alike
 from shardeddp.engine.progress import GradientLevel, UnitProgress
-from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
+from shardeddp.plan.reduction import ReduceOver
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,10 @@ import torch
 from torch import nn
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.reduction import (
-    GradientMemory,
-    ReduceOver,
-    ReduceTarget,
-    Reduction,
-    ReductionPlan,
-)
+from shardeddp.engine.reduction import GradientMemory, Reduction
 from shardeddp.engine.storage import local_view
 from shardeddp.plan.memory import BufferPlan, HeldMemory
+from shardeddp.plan.reduction import ReduceOver, ReductionPlan
 from shardeddp.tensor.backward import (
     running_backward,
     store_gradient,
@@ -337,59 +332,41 @@ class GroupGradients:
         ``over`` is not ``NONE``.
         """
         with without_torch_function():
-            kept = self._kept()
-            if self._memory.shard is None or self._are_held(kept):
+            adds_to = self._adds_to()
+            if self._memory.shard is None or self._are_held(adds_to):
                 self._renew_shard()
-                kept = [False] * len(self._sharded)
-            plan = self._plan(self._target(over), kept)
+                adds_to = [False] * len(self._sharded)
+            plan = ReductionPlan(
+                buffers=self._memory.plan,
+                topology=self._mesh.topology,
+                over=over,
+                adds_to=tuple(adds_to),
+                has_replicas=self._mesh.has_replicas,
+                adds_partial=over is ReduceOver.ALL and self.has_partial_sums,
+                averages=self._mesh.replicate.averages,
+            )
             shard, slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
             buffer = shard
             if not plan.packs_into_shard:
                 buffer, slots = self._memory.open_buffer()
             self._pack(slots, plan.scale)
-        if plan.target is ReduceTarget.IN_PARTIAL_SUMS:
+        if plan.keeps_partial:
             self._partly_used |= self._packed
-        partial = self._take_partial() if plan.target is ReduceTarget.ACROSS_REPLICAS else None
+        partial = None if plan.keeps_partial else self._take_partial()
         output = shard
         if plan.output_in_buffer:
             output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank]
         return Reduction(plan, self._memory, buffer, output, partial)
 
-    def _plan(self, target: ReduceTarget, kept: Sequence[bool]) -> ReductionPlan:
-        memory, replicate = self._memory, self._mesh.replicate
-        accumulates = any(kept) or target is ReduceTarget.IN_PARTIAL_SUMS
-        packs_into_shard = memory.plan.packs_into_shard and not accumulates
-        # A shard group of one rank reduces the packed gradients across replicas directly, so the
-        # division of the average can be fused with packing. In a narrower dtype the product would
-        # be rounded, but a copy is exact.
-        scales = (
-            packs_into_shard
-            and target is ReduceTarget.ACROSS_REPLICAS
-            and not replicate.averages
-            and not self.has_partial_sums
-            and self._param_dtype is self._reduce_dtype
-        )
-        return ReductionPlan(
-            target=target,
-            kept=kept,
-            packs_into_shard=packs_into_shard,
-            output_in_buffer=accumulates
-            or self._mesh.topology.split_replicas
-            or not memory.plan.averages_in_shard,
-            divides_output=self._mesh.topology.split_replicas,
-            on_host=memory.plan.on_host,
-            scale=1.0 / replicate.size if scales else None,
-        )
-
-    def _kept(self) -> list[bool]:
+    def _adds_to(self) -> list[bool]:
         """Return per parameter whether the reduction adds to its former gradient."""
         if not self._views:
             return [False] * len(self._sharded)
         found = zip(stored_gradients(self._sharded), self._views, strict=True)
         return [self._reduced or gradient is mine for gradient, mine in found]
 
-    def _are_held(self, kept: Sequence[bool]) -> bool:
+    def _are_held(self, adds_to: Sequence[bool]) -> bool:
         """Return whether users or an optimizer hold a former gradient that would be overwritten."""
         if self._reduced:
             return False
@@ -397,7 +374,7 @@ class GroupGradients:
         if max(references) == _IN_A_LIST:
             return self.kept_by_others
         return self.kept_by_others or any(
-            count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
+            count > _IN_A_LIST and not adds for count, adds in zip(references, adds_to, strict=True)
         )
 
     def _renew_shard(self) -> None:
@@ -419,13 +396,6 @@ class GroupGradients:
         self._packed |= self._partly_used
         self._forget_partial()
         return partial
-
-    def _target(self, over: ReduceOver) -> ReduceTarget:
-        if not self._mesh.has_replicas:
-            return ReduceTarget.IN_SHARD
-        if over is ReduceOver.ALL:
-            return ReduceTarget.ACROSS_REPLICAS
-        return ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""

@@ -8,8 +8,9 @@ from enum import IntEnum
 
 from torch.autograd.graph import Node
 
-from shardeddp.engine.reduction import ReduceOver, Reduction
+from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.unit import Unit
+from shardeddp.plan.reduction import ReduceOver
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.torch_private import will_execute
 

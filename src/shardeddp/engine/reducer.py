@@ -12,8 +12,8 @@ from shardeddp.comm.agreement import ABOUT_TRAINED
 from shardeddp.engine.gradient_agreement import GradientAgreement
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.engine.reduction import ReduceOver
 from shardeddp.engine.reduction_queue import ReductionQueue
+from shardeddp.plan.reduction import ReduceOver
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 

@@ -1,15 +1,12 @@
-"""Reduction of one group's gradients: the tensors they lie in, the plan, and the stages in flight."""
+"""Reduction of one group's gradients: the tensors they lie in, and the stages in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from shardeddp.comm import CollectiveHandle, CommStream, Mesh, StreamHandle
-from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import (
     RELEASED_MEMORY,
     allocate_storage,
@@ -18,6 +15,7 @@ from shardeddp.engine.storage import (
     release_storage,
 )
 from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.reduction import ReductionPlan, ReductionStage
 from shardeddp.torch_private import storage_of
 
 
@@ -88,10 +86,6 @@ class GradientMemory:
             # that read.
             release_storage(self._buffer)
 
-    def copy_out_of_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """Copy the output of a reduce-scatter, so that the buffer does not wait for replicas."""
-        return output if output is self.shard else output.clone()
-
     def keep_partial(self, output: torch.Tensor) -> None:
         """Add averages of the shard group to the partial sums, reduced by a later micro-batch."""
         if self.partial is None:
@@ -128,31 +122,29 @@ class GradientMemory:
         for offset, piece in enumerate(self.partial.view(pieces, -1)):
             local_view(piece, self._layout, index, first + offset).zero_()
 
-    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
+    def absorb(self, output: torch.Tensor, adds_to: Sequence[bool]) -> None:
         """Write averaged gradients to the gradient shard, or add them to it.
 
         Args:
             output: Averaged gradients; 1D, slice_numel.
-            kept: Flag per parameter: True to add, False to overwrite.
+            adds_to: Flag per parameter: True to add, False to overwrite.
         """
         shard, _ = self.open_shard()
-        if output is shard:
-            return
-        if not any(kept):
+        if not any(adds_to):
             shard.copy_(output, non_blocking=True)
             return
         # The shard itself; or, if it is on the host, a copy in compute's stream, which adds, copies
         # back and frees it, in that order.
         total = shard.to(output.device, non_blocking=True)
-        if all(kept):
+        if all(adds_to):
             total.add_(output)
         else:
-            for i, keep in enumerate(kept):
+            for i, adds in enumerate(adds_to):
                 mine, arrived = (
                     local_view(flat, self._layout, i, self.mesh.slice_rank)
                     for flat in (total, output)
                 )
-                mine.add_(arrived) if keep else mine.copy_(arrived)
+                mine.add_(arrived) if adds else mine.copy_(arrived)
         if total is not shard:
             shard.copy_(total, non_blocking=True)
 
@@ -168,114 +160,6 @@ class GradientMemory:
 
 
 # -- Reductions in flight
-
-
-class ReduceOver(Enum):
-    """Ranks over which a backward averages its gradients."""
-
-    NONE = "none"
-    """This rank alone: gradients stay whole until a later micro-batch of the step."""
-
-    SHARD_GROUP = "shard group"
-    """The shard group: a later micro-batch of the step averages their sums over replicas."""
-
-    ALL = "all"
-    """All ranks: the last micro-batch of a step, or its only one."""
-
-
-class ReduceTarget(Enum):
-    """Destination of the gradients of a reduction."""
-
-    IN_SHARD = "in_shard"
-    """Gradient shard, after the reduction in the shard group; there are no replicas."""
-
-    ACROSS_REPLICAS = "across_replicas"
-    """Gradient shard, after that and an average over replicas."""
-
-    IN_PARTIAL_SUMS = "in_partial_sums"
-    """Partial sums, after that; a later micro-batch averages them over replicas."""
-
-
-class ReductionStage(Enum):
-    """Stage of a reduction: a transfer on a stream of its own, after which the next one begins."""
-
-    IN_SHARD_GROUP = "in_shard_group"
-    """Reduce-scatter in the shard group, on the reduce stream; partial sums are added to it."""
-
-    ACROSS_REPLICAS = "across_replicas"
-    """All-reduce, or reduce-scatter, across replicas, on the replicate stream."""
-
-    TO_HOST = "to_host"
-    """Copy to a gradient shard in host memory, on the copy-out stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReductionPlan:
-    """Decisions about one reduction, made before its gradients are packed."""
-
-    target: ReduceTarget
-    kept: Sequence[bool]
-    """Flag per parameter: True to add to its gradient in the gradient shard, False to overwrite."""
-
-    packs_into_shard: bool
-    """True if gradients are packed into the gradient shard; False: into the gradient buffer."""
-
-    output_in_buffer: bool
-    """True if the output of the reduce-scatter stays in this rank's shard of the buffer.
-
-    It is added to the shard, changes dtype or device, or is divided among replicas. False: the
-    output is the gradient shard.
-    """
-
-    divides_output: bool
-    """True if replicas divide the average: a rank has a slice of it after a reduce-scatter.
-
-    False: every replica has all of it, after an all-reduce.
-    """
-
-    on_host: bool
-    """True if the gradient shard is in host memory."""
-
-    scale: float | None
-    """Factor of gradients while they are packed, so that a sum over replicas is their average.
-
-    None: no factor; replicas average.
-    """
-
-    def __post_init__(self) -> None:
-        # Packed into the shard, or left there as output, gradients overwrite those in it.
-        overwrites = self.packs_into_shard or not self.output_in_buffer
-        if overwrites and (self.target is ReduceTarget.IN_PARTIAL_SUMS or any(self.kept)):
-            raise ValueError(f"expected gradients beside the gradient shard, found {self}")
-        if self.scale is not None and not (
-            self.packs_into_shard and self.target is ReduceTarget.ACROSS_REPLICAS
-        ):
-            raise ValueError(f"expected no scale without a direct sum over replicas, found {self}")
-
-    @property
-    def stages(self) -> tuple[ReductionStage, ...]:
-        """Stages of the reduction, in order."""
-        stages = [ReductionStage.IN_SHARD_GROUP]
-        if self.target is ReduceTarget.ACROSS_REPLICAS:
-            stages.append(ReductionStage.ACROSS_REPLICAS)
-        if self.on_host and self.target is not ReduceTarget.IN_PARTIAL_SUMS and not self.adds:
-            stages.append(ReductionStage.TO_HOST)
-        return tuple(stages)
-
-    @property
-    def adds(self) -> bool:
-        """True if averages are added to gradients in the shard.
-
-        Compute may add to the shard at any time (gradients of parameters used outside of their
-        unit). Additions of a reduction run on compute's stream, too: on the reduce stream they
-        would race.
-        """
-        return self.target is not ReduceTarget.IN_PARTIAL_SUMS and any(self.kept)
-
-    @property
-    def kind(self) -> ReduceKind:
-        """Reduction operation across replicas."""
-        return "mean" if self.scale is None else "sum"
 
 
 class Reduction:
@@ -337,7 +221,7 @@ class Reduction:
     @property
     def waiting_nbytes(self) -> int:
         """Bytes besides the gradient shard that wait for replicas or for a copy to the host."""
-        waits = len(self._stages) > 1 and self._output is not self._memory.shard
+        waits = len(self._stages) > 1 and self._plan.output_in_buffer
         return self._output.untyped_storage().nbytes() if waits else 0
 
     def finish(self) -> None:
@@ -375,7 +259,8 @@ class Reduction:
                 return mesh.reduce.reduce_scatter(reduced, self._buffer)
             case ReductionStage.ACROSS_REPLICAS:
                 if not self._plan.divides_output:
-                    return mesh.replicate.all_reduce_(reduced, self._plan.kind)
+                    kind = "mean" if self._plan.scale is None else "sum"
+                    return mesh.replicate.all_reduce_(reduced, kind)
                 self._output = reduced.view(mesh.replicate.size, -1)[mesh.replicate.rank]
                 return mesh.replicate.reduce_scatter(self._output, reduced)
             case ReductionStage.TO_HOST:
@@ -387,13 +272,13 @@ class Reduction:
         if self._partial is not None and index == 0:
             self._output.add_(self._partial)
         if index + 1 < len(self._stages):
-            if index == 0:
-                self._output = memory.copy_out_of_buffer(self._output)
+            if index == 0 and plan.output_in_buffer:
+                self._output = self._output.clone()  # the buffer does not wait for later stages
             self._issue(index + 1)
-        elif plan.target is ReduceTarget.IN_PARTIAL_SUMS:
+        elif plan.keeps_partial:
             memory.keep_partial(self._output)
-        elif not plan.adds:
-            memory.absorb(self._output, plan.kept)
+        elif plan.output_in_buffer and not plan.adds:
+            memory.absorb(self._output, plan.adds_to)
         return CollectiveHandle()
 
     def _finish_shard_group(self) -> None:
@@ -402,7 +287,7 @@ class Reduction:
             return
         self._issued[ReductionStage.IN_SHARD_GROUP].wait()
         if self._plan.adds and len(self._stages) == 1:
-            self._memory.absorb(self._output, self._plan.kept)
+            self._memory.absorb(self._output, self._plan.adds_to)
         # Only this collective needed the buffer, and the next reduction may open it. The wait has
         # completed the collective or made compute's stream wait for it, so the next tensor in this
         # memory is written after the read.
@@ -418,6 +303,6 @@ class Reduction:
         for stage in self._stages[1:]:  # the wait for one may issue the next
             self._issued[stage].wait()
         if self._plan.adds:
-            self._memory.absorb(self._output, self._plan.kept)
+            self._memory.absorb(self._output, self._plan.adds_to)
         # The reduce stream allocated memory that other streams and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()

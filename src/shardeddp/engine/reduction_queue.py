@@ -8,8 +8,9 @@ import torch
 
 from shardeddp.comm import Mesh, during
 from shardeddp.engine.progress import UnitProgress
-from shardeddp.engine.reduction import ReduceOver, Reduction
+from shardeddp.engine.reduction import Reduction
 from shardeddp.plan.memory import WAITING_UNITS
+from shardeddp.plan.reduction import ReduceOver
 
 
 class ReductionQueue:

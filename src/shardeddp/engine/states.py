@@ -18,8 +18,7 @@ unsharded          reshard                                 sharded     leave, re
                                                                        _reshard_after_backward,
                                                                        _reshard_unused, _gather,
                                                                        renew_views
-released           allocate                                allocated   _gather_from,
-                                                                       _gather_split, activate
+released           allocate                                allocated   _gather_from, activate
 allocated, bound   bind                                    bound       activate
 allocated, bound   unbind                                  allocated   release
 any                release                                 released    release

@@ -13,11 +13,12 @@ from typing_extensions import override
 from shardeddp.comm import Mesh, StreamHandle, during
 from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.forward_copies import ForwardCopies, copies_of
-from shardeddp.engine.reduction import ReduceOver, Reduction
+from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.states import UNIT_VERBS, UnitState, state_after
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
+from shardeddp.plan.reduction import ReduceOver
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, gradients_complete
 from shardeddp.tensor.unsharded import accumulate_in

@@ -51,8 +51,8 @@ class ShardingStrategy:
     the buffer. "If changed" is ``FlatGroup.needs_gather``.
 
     S: ``Reduction`` issues a reduce-scatter in the shard group (``Mesh.reduce``).
-    R: ``Reduction._reduce_across_replicas`` issues an all-reduce of its output in the replicate
-    group (``Mesh.replicate``). Earlier micro-batches of hybrid sharding wait for R as partial sums:
+    R: it then issues an all-reduce of the output in the replicate group (``Mesh.replicate``), as
+    ``ReductionPlan.stages`` says. Earlier micro-batches of hybrid sharding wait for R as partial sums:
     ``GradientMemory.keep_partial``.
 
     Under ``split_replicas`` shards are 1 / (shard group x replicate group): R is a reduce-scatter,
