@@ -474,6 +474,7 @@ def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None
     assert run(capsys, *arguments)[0] == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_plans_of_divided_experts_are_compared(capsys: Output) -> None:
     arguments = ["plan", "gpt.mixture.MixtureGPTModule", "--gpus", "4", "--length", "16", "--args"]

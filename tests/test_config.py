@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from shardeddp import CheckpointOptions, ConfigurationError, CPUOffload, MixedPrecision, ShardedDP
-from shardeddp.config import choose_sharding, find_sharding, parse_options, resolve_timeout
+from shardeddp.config import (
+    choose_sharding,
+    find_sharding,
+    option_names,
+    parse_options,
+    resolve_timeout,
+)
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import ClassPolicy, NamePolicy
 
@@ -149,6 +155,54 @@ def test_options_that_are_replaced_are_resolved_like_those_of_users(name: str, v
     if name != "timeout":
         assert not replaced.shards_like(parse_options({})) or name == "forward_prefetch"
         assert replaced.shards_like(parsed)
+
+
+REPLACED: dict[str, tuple[Any, bool]] = {
+    "sharding_strategy": ("shard_grad_op", False),
+    "shard_size": (None, True),
+    "auto_wrap_policy": (["Block"], False),
+    "mixed_precision": ("bf16", False),
+    "activation_checkpointing": ("auto", False),
+    "cpu_offload": (True, False),
+    "reshard_after_forward": (False, False),
+    "optimizer_shard": ("group", True),
+    "optimizer_scope": ({"Lion": "element"}, True),
+    "tensor_parallel_size": (2, False),
+    "tensor_parallel_plan": ({"up": "colwise"}, False),
+    "expert_parallel_size": (2, False),
+    "experts": (["Expert"], False),
+    "forward_prefetch": (2, False),
+    "backward_prefetch": (2, False),
+    "reduce_every_backward": (False, False),
+    "uneven_batches": ("min", True),
+    "uneven_units": (True, False),
+    "state_dict_type": ("full", True),
+    "checkpoint_options": (CheckpointOptions(asynchronous=True), True),
+    "process_group_backend": ("gloo", True),
+    "timeout": (5, True),
+    "debug": (True, False),
+    "plan_only": (True, True),
+    "start_method": ("fork", True),
+}
+"""Another value of each option, and whether a model that is sharded already stays as it is."""
+
+
+def test_options_say_whether_a_model_is_to_be_sharded_anew() -> None:
+    assert {*REPLACED} == {*option_names()}
+    beside = {
+        "tensor_parallel_plan": {"tensor_parallel_size": 2},
+        "experts": {"expert_parallel_size": 2},
+        "expert_parallel_size": {"experts": ["Expert"]},
+    }
+    for name, (value, stays) in REPLACED.items():
+        others = beside.get(name, {})
+        if name == "experts":
+            before = parse_options({**others, name: ["Layer"]})
+        elif name == "expert_parallel_size":
+            before = parse_options({})
+        else:
+            before = parse_options(others)
+        assert before.shards_like(parse_options({**others, name: value})) == stays, name
 
 
 def test_derived_options_follow_the_others_and_cannot_be_given() -> None:

@@ -63,6 +63,7 @@ def run_loop(name: str, loop: str, folder: str, options: dict[str, Any]) -> list
         return {"pretrain": pretrain, "finetune": finetune}[loop](fabric, Path(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["pretrain", "finetune"])
 def test_losses_are_those_of_ddp_under_every_strategy(
     world: Worlds, tmp_path: Path, loop: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
@@ -553,29 +553,45 @@ class Options:
     sharding_strategy: str = "full_shard"
     """Our own name in lower case, or ``auto``."""
     shard_size: ShardSizeOption = None
+    """Number of ranks that share one model under ``hybrid_shard``; None: the ranks of one node."""
     auto_wrap_policy: Policy = field(default_factory=AutoPolicy)
+    """Choice of the modules that become units."""
     mixed_precision: MixedPrecision | None = None
+    """Dtypes of gathers and reductions; None: those of the Trainer's precision."""
     activation_checkpointing: ActivationCheckpointing | None = None
+    """Modules whose activations are computed again in the backward; None: none."""
     cpu_offload: CPUOffload = CPUOffload()
+    """What lies in host memory between its uses."""
     reshard_after_forward: bool | int | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
     optimizer_shard: OptimizerShard = "group"
+    """Ranks that divide optimizer states: those of the shard group, or all of them."""
     optimizer_scope: Mapping[str, OptimizerScope] = field(default_factory=dict[str, OptimizerScope])
     """By class name or import path; a scope given here counts before the one that is known."""
     tensor_parallel_size: int = 1
+    """Number of ranks that split layers."""
     tensor_parallel_plan: TensorPlan | None = None
     """Plan as given: its names are matched once there is a model."""
     expert_parallel_size: int = 1
+    """Number of ranks with different experts."""
     experts: Policy | None = None
+    """Choice of the modules that hold experts; None without expert parallelism."""
     forward_prefetch: int = 1
+    """Number of units that are gathered ahead of their forward."""
     backward_prefetch: int = 1
+    """Number of units that are gathered ahead of their backward."""
     reduce_every_backward: bool | None = None
     """Override that holds for every strategy chosen later; None: the default of each."""
     uneven_batches: UnevenBatches = "error"
+    """What ends a training epoch if ranks have different numbers of batches."""
     uneven_units: bool = False
+    """True: ranks may use different units in one step."""
     state_dict_type: StateDictType = "auto"
+    """Form of checkpoints: directories of shards, or one file."""
     checkpoint_options: CheckpointOptions = CheckpointOptions()
+    """How checkpoints are written and read."""
     process_group_backend: str | None = None
+    """Backend of torch.distributed; None: the accelerator's."""
     timeout: timedelta = timedelta(seconds=600)
     """Limit of the rendezvous, of collectives and of messages on the host."""
     debug: bool = False
@@ -583,6 +599,7 @@ class Options:
     plan_only: bool | str = False
     """True or a GPU (its name in the planner's table): plan the run and end it."""
     start_method: StartMethod = "popen"
+    """How ranks on this machine are started."""
 
     sharding: ShardingStrategy = field(init=False)
     """What the engine reads of these; under ``auto`` the first candidate, until one is chosen."""
@@ -616,20 +633,7 @@ class Options:
         If not, it is sharded anew when the others are set up. Plans of torch's styles, which are
         objects, are compared by their text.
         """
-        names = (
-            "sharding",
-            "auto_wrap_policy",
-            "mixed_precision",
-            "activation_checkpointing",
-            "cpu_offload",
-            "tensor_parallel_size",
-            "expert_parallel_size",
-            "experts",
-            "forward_prefetch",
-            "backward_prefetch",
-            "uneven_units",
-            "debug",
-        )
+        names = [it.name for it in fields(self) if it.name not in _OUTSIDE_OF_SHARDS]
         mine, others = (
             [str(it.tensor_parallel_plan), *(getattr(it, name) for name in names)]
             for it in (self, other)
@@ -665,6 +669,19 @@ class Options:
         """Options that change the order of gathers, with their values; equal on all ranks."""
         names = "forward_prefetch", "backward_prefetch", "uneven_units"
         return [f"{name}={getattr(self, name)}" for name in names]
+
+
+_OUTSIDE_OF_SHARDS = frozenset(
+    {
+        # `sharding` has what these resolve to.
+        *("sharding_strategy", "shard_size", "reshard_after_forward", "optimizer_shard"),
+        *("reduce_every_backward", "candidates"),
+        "tensor_parallel_plan",  # compared by its text
+        *("optimizer_scope", "uneven_batches", "state_dict_type", "checkpoint_options"),
+        *("process_group_backend", "timeout", "plan_only", "start_method"),
+    }
+)
+"""Fields of :class:`Options` that may change while a model stays sharded as it is."""
 
 
 def option_names() -> list[str]:

@@ -140,8 +140,7 @@ class ShardedDP(DDPStrategy):
         self._group = RunGroup(own)
         self._checkpoints = Checkpoints(self._group)
         self._restore = Restore(self._group)
-        self._sharding = ModelSharding(self._group, self._restore)
-        self._sharding.shards_several = True
+        self._sharding = ModelSharding(self._group, self._restore, shards_several=True)
         self._backward_sync_control = cast(Any, self)  # Fabric calls its no_backward_sync
 
     @override

@@ -93,6 +93,7 @@ def all_boxes(shape: tuple[int, ...]) -> list[Box]:
     return [Box(*zip(*corner, strict=True)) for corner in product(*sides)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WHOLE])
 def test_every_interval_of_what_was_saved_in_boxes_is_read(saved: Path, name: str) -> None:

@@ -135,6 +135,7 @@ def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stag
     assert set(gone) == {False, True}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_kill_at_any_call_of_a_cleanup_loses_nothing(stage: Stage, tmp_path: Path) -> None:
     crashed = tmp_path / "crashed"

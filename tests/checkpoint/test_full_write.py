@@ -78,6 +78,7 @@ def gather_everything(keeping_rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("keeping_rank", [0, 1])
 def test_sharded_tensors_anywhere_in_a_state_are_gathered_for_the_rank_that_wants_them(

@@ -47,6 +47,7 @@ def refusal(data: bytes) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(JSON)

@@ -19,9 +19,9 @@ from shardeddp.comm.rendezvous import (
     INTERFACE_VARIABLES,
     RankOrder,
     leave_loopback,
-    meet,
     nvlink_domain,
     reserve_open_files,
+    run_rendezvous,
     stay_on_loopback,
     switches_of,
 )
@@ -62,7 +62,7 @@ def all_meet(
 
     def one(own: RankInfo) -> Any:
         try:
-            return meet(address, port, own, patience)
+            return run_rendezvous(address, port, own, patience)
         except (ConfigurationError, TimeoutError, RuntimeError) as error:
             return error
 

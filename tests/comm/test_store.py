@@ -99,7 +99,7 @@ def test_a_store_that_another_thread_keeps_busy_answers(monkeypatch: pytest.Monk
     waits.join()
 
 
-def test_all_questions_of_a_process_are_asked_by_one_thread(store: MemoryStore) -> None:
+def test_all_requests_of_a_process_are_asked_by_one_thread(store: MemoryStore) -> None:
     first, second = StoreClient("topic", 0), StoreClient("other topic", 0)
     for client in (first, second, first):
         client.count("number")
@@ -215,17 +215,17 @@ def test_what_is_asked_does_not_grow_with_the_ranks_and_a_slow_store_is_no_lost_
     assert store.calls < 45
 
 
-def test_a_question_counts_as_answered_when_the_answer_is_written(
+def test_a_request_counts_as_answered_when_the_answer_is_written(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liveness_probe = LivenessProbe(0)
-    question = liveness_probe.ask()
+    request = liveness_probe.ask()
     with monkeypatch.context() as patch:
         patch.setattr(MemoryStore, "set", refuse)
         liveness_probe.poll()
-    assert not liveness_probe.answers([0], question)
+    assert not liveness_probe.answers([0], request)
     liveness_probe.poll()
-    assert list(liveness_probe.answers([0], question)) == [0]
+    assert list(liveness_probe.answers([0], request)) == [0]
 
 
 def refuse(store: MemoryStore, key: str, value: bytes | str) -> None:
@@ -236,7 +236,7 @@ def refuse(store: MemoryStore, key: str, value: bytes | str) -> None:
 def test_answers_of_all_ranks_are_read_at_once(store: MemoryStore) -> None:
     liveness_probe = LivenessProbe(0)
     for rank in range(512):
-        answer = {"question": rank % 2, "where": f"line {rank}", "reports": {}}
+        answer = {"request": rank % 2, "where": f"line {rank}", "reports": {}}
         store.values[f"shardeddp/liveness/1/answer/{rank}"] = json.dumps(answer).encode()
     store.calls = 0
     answers = liveness_probe.answers(range(512))

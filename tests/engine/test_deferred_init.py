@@ -59,6 +59,7 @@ def check_as_eager(sharding: Sharding, seed_by_rank: bool) -> None:
         check_equal(values(model), expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_values_and_the_generator_are_those_after_an_eager_initialization(
@@ -73,6 +74,7 @@ def test_they_are_in_other_worlds(world: Worlds, size: int) -> None:
     world(size).run(check_as_eager, Sharding(), False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_values_are_those_of_rank_zero_where_ranks_are_seeded_apart(world: Worlds) -> None:
     world(4).run(check_as_eager, Sharding(strategy="hybrid_shard", shard_size=2), True)

@@ -287,6 +287,7 @@ def train_drawn(seed: int, sharding: Sharding) -> None:
                     parameter.grad = parameter.detach() * 0.1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @every_strategy
 @pytest.mark.parametrize("seed", range(4))

@@ -29,6 +29,7 @@ def test_a_script_to_copy_is_short_and_says_how_it_is_run(name: str) -> None:
     assert f"]({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_shortest_script_leaves_an_ordinary_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, str(EXAMPLES / "train.py"))

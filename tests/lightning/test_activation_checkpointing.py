@@ -180,6 +180,7 @@ def collectives(strategy: str, kind: str | None) -> Counter[str]:
     return trial.runtime.mesh.traffic.calls
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @every_strategy
 @on_ranks(2)

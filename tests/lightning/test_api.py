@@ -86,6 +86,7 @@ def start(namespace: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("namespace", [UNIFIED, STANDALONE])
 def test_a_program_trains_resumes_and_converts_where_the_other_package_is_not_installed(

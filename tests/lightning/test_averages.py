@@ -118,6 +118,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # -- training
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("average", "model", "names"),
@@ -219,6 +220,7 @@ def start_anywhere(folder: str) -> None:
     assert_same_weights(full_weights(average._average_model.module), weights)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_averages_begin_and_go_on_from_any_checkpoint(world: Worlds, tmp_path: Path) -> None:
     world(2).run(start_anywhere, str(tmp_path))

@@ -121,6 +121,7 @@ def go_on_otherwise(folder: str) -> None:
         assert found == pytest.approx(expected, rel=1e-4), f"{before.__name__} -> {after.__name__}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_schedulers_hyper_parameters_and_layers_may_change_as_under_ddp(
     world: Worlds, tmp_path: Path

@@ -178,6 +178,7 @@ def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
     assert len(module.losses) == 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["whole module", "blocks in place"])
 def test_runs_around_a_training_with_dynamic_shapes_equal_those_of_ddp(
@@ -339,6 +340,7 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnStep, NormalizedDescent])
 @on_ranks(2)

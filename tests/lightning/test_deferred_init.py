@@ -167,6 +167,7 @@ def check_training(arguments: dict[str, Any]) -> None:
     same_runs(Everything, arguments, globally=False)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_training_is_that_of_a_module_built_at_once(world: Worlds, strategy: str) -> None:
@@ -379,6 +380,7 @@ def resumed(shared_folder: str) -> None:
     same_weights(runs[1][1], runs[0][1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_checkpoint_writes_to_copies_of_setup_hooks_is_there_when_training_goes_on(
     world: Worlds, tmp_path: Path

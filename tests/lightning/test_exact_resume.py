@@ -334,6 +334,7 @@ DRAWN = [("eager", 8), ("generated stream", 4), ("own order", 4)]
 """Every kind once; the plainest, "generated", is resumed under every strategy."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -349,6 +350,7 @@ def test_in_the_middle_of_an_epoch_under_every_strategy(
     check(world, tmp_path, "generated", "middle", step=4, strategy=strategy, kind="sharded")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "step"),
@@ -364,6 +366,7 @@ def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
     check(world, tmp_path, loader, "middle", step=step)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(
     world: Worlds, tmp_path: Path

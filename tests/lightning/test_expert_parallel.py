@@ -522,6 +522,7 @@ def watch(kind: type[Watching]) -> list[Any]:
     return [*(run(it) for it in STRATEGIES), run("full_shard", auto_wrap_policy=None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [WithRows, WithPairs, WithRaw, WithReading, WithStacked])
 def test_code_outside_of_experts_sees_whole_parameters(world: Worlds, kind: type[Watching]) -> None:
     expected, losses = train_whole(kind, steps=FEWER_STEPS)

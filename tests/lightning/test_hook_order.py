@@ -139,6 +139,7 @@ def call_everything(make: Callable[[], Any], folder: str) -> dict[str, Calls]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hooks_are_called_in_the_order_of_ddp_and_see_its_device_and_dtype(
     world: Worlds, tmp_path: Path

@@ -121,6 +121,7 @@ def by_script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, dict[
     return finished, weights(folder / "sharded_dp.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_trains_tests_predicts_and_saves_on_every_rank(
     by_script: tuple[Finished, Any],
@@ -153,6 +154,7 @@ def test_a_script_ends_without_a_word_and_leaves_no_process(
     assert others == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_gives_the_same(
     by_script: tuple[Finished, dict[str, Tensor]], tmp_path: Path

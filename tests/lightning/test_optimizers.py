@@ -169,6 +169,7 @@ def _singles(parameters: Any, parts: Any) -> list[list[int]]:
     return [[index] for index, part in enumerate(parts) if part is not None]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_segments_of_neighbours_go_on_over_checkpoints_fits_and_resumes(
     world: Worlds, tmp_path: Path

@@ -169,6 +169,7 @@ def test_sigusr1_does_the_same(tmp_path: Path) -> None:
 # -- SLURM
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [SUBSETS[1], *(pytest.param(ranks, marks=pytest.mark.torture) for ranks in SUBSETS)]

@@ -63,6 +63,7 @@ def names(folder: str) -> set[str]:
     return {it.name for it in find_checkpoints(RemotePath(folder)).checkpoints}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_exactly_from_the_last_checkpoint_of_a_store(

@@ -133,6 +133,7 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_stream_is_started_and_read_as_under_ddp(

@@ -251,6 +251,7 @@ def train(
     return state, module.seen, count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
 def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
     expected, losses = train_whole(Split, "norm")
@@ -409,6 +410,7 @@ def test_hooks_see_this_rank_s_part_of_a_gradient_and_the_whole_parameter(world:
 LISTED = {"blocks.*.layers.0": "colwise", "blocks.*.layers.1": "rowwise"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
@@ -429,6 +431,7 @@ def test_layers_are_split_once_whatever_calls_them(
         assert distance({name: found[name] for name in expected}, expected) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

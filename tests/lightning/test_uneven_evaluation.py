@@ -30,6 +30,7 @@ def evaluate(strategy: str) -> list[tuple[int, float, float, int, float]]:
     return answers
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_evaluation_with_uneven_batches_gives_what_it_gives_where_nothing_is_gathered(
     world: Worlds,

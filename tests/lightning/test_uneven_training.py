@@ -108,6 +108,7 @@ def joined_by_one_process(accumulate: int) -> tuple[list[float], dict[str, Tenso
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_with_join_a_rank_without_batches_goes_on_with_gradients_of_zero(

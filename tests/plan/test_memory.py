@@ -217,7 +217,7 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device() -> None:
 
 def test_a_model_on_the_host_is_on_the_device_once_if_it_is_never_resharded() -> None:
     units = [[group(numel, shard_size=1, on_host=True)] for numel in (16, 32, 64)]
-    everything = plan(units, "no_shard", staged=False)
+    everything = plan(units, "no_shard", needs_receive_buffer=False)
     assert everything.retained_nbytes == everything.resting_nbytes == 64 + 128 + 256
     # The root's gradients twice while they are packed, the next unit's, and all averages on their
     # way to the host.
@@ -250,10 +250,11 @@ def test_contributions_arrive_beside_the_packed_gradients_unless_the_transport_a
     ranks: int,
 ) -> None:
     units = [[group(64, shard_size=ranks)] for _ in range(4)]
-    staged, added = (
-        plan(units, prefetch=1, staged=staged).in_flight_nbytes for staged in (True, False)
+    needs_receive_buffer, added = (
+        plan(units, prefetch=1, needs_receive_buffer=needs_receive_buffer).in_flight_nbytes
+        for needs_receive_buffer in (True, False)
     )
-    assert staged - added == 256 * (ranks - 1) // ranks
+    assert needs_receive_buffer - added == 256 * (ranks - 1) // ranks
 
 
 def test_gradients_of_one_inner_unit_have_none_of_another_in_flight() -> None:

@@ -409,6 +409,7 @@ def test_a_transformer_of_dimensions_has_no_experts() -> None:
         make_plan(dims, length=8, micro_batches=(1,), expert_parallel_sizes=(2,))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_example_with_a_mixture_of_experts_is_planned() -> None:
     found = make_plan(

@@ -155,7 +155,7 @@ def peaks(
     finally:
         dist.destroy_process_group()
     units = [costs_of(unit, topology) for unit in traced.units]
-    options = {"staged": True, "accumulates": micro_batches > 1}
+    options = {"needs_receive_buffer": True, "accumulates": micro_batches > 1}
     resting = plan_memory(units, sharding.sharding, prefetch=prefetch, **options)
     planned = memory_of(
         traced,

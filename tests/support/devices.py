@@ -148,7 +148,11 @@ class Training:
         costs = [progress.unit.costs() for progress in self.runtime.progresses]
         offloads = self.setting.offload.optimizer
         return plan_memory(
-            costs, self.setting.sharding, prefetch=1, staged=False, offload_optimizer=offloads
+            costs,
+            self.setting.sharding,
+            prefetch=1,
+            needs_receive_buffer=False,
+            offload_optimizer=offloads,
         )
 
 

@@ -119,7 +119,7 @@ class ResumeRandomness:
     def __init__(self) -> None:
         self._held: RandomState | None = None
         # Loaders with a temporary generator, until the first batch.
-        self._lent: list[DataLoader[Any]] = []
+        self._borrowing: list[DataLoader[Any]] = []
         self._watched: list[PrefetchedLoader] = []
 
     @property
@@ -185,7 +185,7 @@ class ResumeRandomness:
             loader.generator = torch.Generator().manual_seed(
                 int(torch.randint(2**62, (), device="cpu"))
             )
-            self._lent.append(loader)
+            self._borrowing.append(loader)
         if has_length(loader):
             return loader
         before = {
@@ -207,8 +207,8 @@ class ResumeRandomness:
 
     def began(self) -> None:
         """Remove the loaders' temporary generators; to be called at the first batch."""
-        while self._lent:
-            self._lent.pop().generator = None
+        while self._borrowing:
+            self._borrowing.pop().generator = None
 
     def forget(self) -> None:
         """Release a run's loaders and held states."""

@@ -100,7 +100,7 @@ class WriteDigest:
             found[fqn] = zlib.crc32(str(total.item()).encode(), found.get(fqn, 0))
         return found
 
-    def tell_of_differences(self, written: dict[str, int], ranks: HostGroup) -> None:
+    def raise_differences(self, written: dict[str, int], ranks: HostGroup) -> None:
         """Name what differs between ranks, a collective: written values, optimizers, or their options.
 
         Raises:

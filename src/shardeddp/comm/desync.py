@@ -281,7 +281,7 @@ class DesyncCheck:
         self._seen: tuple[int, int, BegunOperations] | None = None
         self._since = time.monotonic()
         self._report: dict[str, Any] = {}
-        self._asked = 0  # number of the question to which answers are expected; 0: none
+        self._asked = 0  # number of the request to which answers are expected; 0: none
         self._over = False
         self.liveness_probe.attach(self)
 

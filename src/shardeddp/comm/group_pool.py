@@ -43,7 +43,7 @@ class GroupPool:
         self._rank = rank
         self._client = StoreClient("groups", rank, patient=True)
         self._own: dict[_Key, dist.ProcessGroup] = {}
-        self._lent = set[str]()
+        self._of_users = set[str]()
         self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
         if (
             dist.get_world_size() > 1
@@ -73,12 +73,12 @@ class GroupPool:
             self._own[key] = self._make(key) if returned is None else returned[0]
         return self._own[key]
 
-    def lend(
+    def get_for_users(
         self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta
     ) -> dist.ProcessGroup:
         """Return a group as :meth:`get` does, for communication of users."""
         group = self.get(purpose, ranks, timeout)
-        self._lent.add(group.group_name)
+        self._of_users.add(group.group_name)
         return group
 
     def host(
@@ -128,7 +128,7 @@ class GroupPool:
     def names(self) -> set[str]:
         """Return torch's names of the groups in which users do not communicate."""
         groups = self._own.values()
-        return {it.group_name for it in groups if it.group_name not in self._lent}
+        return {it.group_name for it in groups if it.group_name not in self._of_users}
 
     def _make(self, key: _Key) -> dist.ProcessGroup:
         purpose, ranks, timeout, backend = key

@@ -19,10 +19,10 @@ from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.garbage import collector_paused
 
 PERIOD_S = 0.5
-"""Interval at which the thread looks for questions."""
+"""Interval at which the thread looks for requests."""
 
 _POLL_S = 0.1
-_LAST_QUESTION = 1 << 62
+_LAST_REQUEST = 1 << 62
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
 _ENGINE = ("shardeddp", "torch", *LIGHTNING)
@@ -36,11 +36,11 @@ class ProgressCheck(Protocol):
         ...
 
     def on_sample(self, frame: FrameType | None) -> None:
-        """Sample the training thread by its innermost frame, before questions are answered."""
+        """Sample the training thread by its innermost frame, before requests are answered."""
         ...
 
     def on_tick(self) -> None:
-        """Act on the sample, after questions are answered."""
+        """Act on the sample, after requests are answered."""
         ...
 
 
@@ -79,7 +79,7 @@ class LivenessProbe:
         """Publish the end of this program for ranks that wait for it."""
         with contextlib.suppress(LostStoreError):
             self._write_answer(
-                {"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}}
+                {"request": _LAST_REQUEST, "where": "the end of its program", "reports": {}}
             )
 
     def is_over(self) -> bool:
@@ -95,15 +95,15 @@ class LivenessProbe:
         self._check = weakref.ref(check)
 
     def ask(self) -> int:
-        """Ask all ranks, and return the question's number; running ranks answer in a period."""
-        return self._client.count("question")
+        """Ask all ranks, and return the request's number; running ranks answer in a period."""
+        return self._client.count("request")
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the ranks that have ended their program."""
-        return list(self.answers(ranks, _LAST_QUESTION))
+        return list(self.answers(ranks, _LAST_REQUEST))
 
-    def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
-        """Return the last answers of ranks to this or a later question.
+    def answers(self, ranks: Iterable[int], request: int = 1) -> dict[int, dict[str, Any]]:
+        """Return the last answers of ranks to this or a later request.
 
         An answer has the rank's line (``where``) and its ``reports``.
         """
@@ -112,17 +112,17 @@ class LivenessProbe:
             names[name]: json.loads(text)
             for name, text in self._client.read_all(list(names)).items()
         }
-        return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
+        return {rank: answer for rank, answer in found.items() if answer["request"] >= request}
 
     def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
         """Ask, and return the answers of these ranks that come in time."""
         ranks = list(ranks)
-        question = self.ask() if ranks else 0
+        request = self.ask() if ranks else 0
         deadline = time.monotonic() + within_s
         found: dict[int, dict[str, Any]] = {}
         while len(found) < len(ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            found = self.answers(ranks, question)
+            found = self.answers(ranks, request)
         return found
 
     def poll(self) -> None:
@@ -139,11 +139,11 @@ class LivenessProbe:
             check.on_tick()
 
     def _answer(self, where: str, check: ProgressCheck | None) -> None:
-        question = self._client.count("question", 0)
-        if question > self._answered:
+        request = self._client.count("request", 0)
+        if request > self._answered:
             reports = {} if check is None else {"desync": check.report()}
-            self._write_answer({"question": question, "where": where, "reports": reports})
-            self._answered = question
+            self._write_answer({"request": request, "where": where, "reports": reports})
+            self._answered = request
 
     def _sample(self, check: ProgressCheck | None) -> str:
         # Finding frames of another thread and walking over them (`f_back`) makes objects. If that

@@ -96,17 +96,17 @@ def count_connections(
         of_experts = topology.over_experts(expert_size)
         views.append((of_experts, axes_of_experts(of_experts)))
     sizes = [*grid_of(world)]  # agreement
-    lent = list[int]()
+    of_users = list[int]()
     for each, axes in views:
         compared = each.holder_groups()
         sizes += grid_of(len(compared[0])) if len(compared) > 1 else []  # the desync check
         if device.type == "cpu":
             sizes += [len(groups[0]) for groups in axes.values()]
-            lent += [each.data_size, each.tensor_size] if each.tensor_size > 1 else []
+            of_users += [each.data_size, each.tensor_size] if each.tensor_size > 1 else []
     if device.type == "cpu":
         sizes.append(world)
     # Axes of one rank have a group in a device mesh only.
-    connected = sum(size + _OF_GLOO for size in [*(it for it in sizes if it > 1), *lent])
+    connected = sum(size + _OF_GLOO for size in [*(it for it in sizes if it > 1), *of_users])
     return connected + (2 if rank else 2 * world)  # two connections of each rank to the store
 
 
@@ -362,7 +362,7 @@ class Mesh:
         """
         tensor = self.topology.tensor_groups()
         groups = [
-            self._groups.lend(name, each, self._timeout)
+            self._groups.get_for_users(name, each, self._timeout)
             for name, each in zip(names, (self.topology.data_groups(), tensor), strict=True)
         ]
         return DeviceMesh.from_group(groups, self.device.type, tensor, mesh_dim_names=names)

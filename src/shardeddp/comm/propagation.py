@@ -144,10 +144,10 @@ class ErrorPropagation:
         self._client.write(f"{_INTERRUPTED}/{self._rank}", place)
         if self._client.count(_INTERRUPTED) == self._world_size:
             self._client.claim(_FIRST, _NOBODY)
-        question = self._liveness_probe.ask()
+        request = self._liveness_probe.ask()
         # A rank publishes the first error, or all ranks publish that it was none of theirs.
         if not self._is_there_soon(_FIRST):
-            return self._await_lost(question, f"{operation or 'something'} at {place}")
+            return self._await_lost(request, f"{operation or 'something'} at {place}")
         note = json.loads(self._client.read(_FIRST) or _NOBODY)
         if note is None:
             return self._compare_places()
@@ -184,7 +184,7 @@ class ErrorPropagation:
             pause = min(1.5 * pause, _SLOWEST_POLL_S)
         return True
 
-    def _await_lost(self, question: int, here: str) -> LostRankError | DesyncError | None:
+    def _await_lost(self, request: int, here: str) -> LostRankError | DesyncError | None:
         """Return the result of the search for lost ranks, which one rank makes and all read.
 
         The first that asks searches and publishes the result: if each did, the store would be asked
@@ -192,7 +192,7 @@ class ErrorPropagation:
         """
         mine = self._client.claim(_SEARCH, str(self._rank)) == str(self._rank)
         if mine or not self._is_there_soon(_FOUND):
-            found = self._find_lost(question)
+            found = self._find_lost(request)
             self._client.claim(_FOUND, json.dumps(found))
         else:
             found = json.loads(self._client.read(_FOUND) or _NOBODY)
@@ -208,7 +208,7 @@ class ErrorPropagation:
             found["lost"], {int(rank): where for rank, where in found["running"].items()}
         )
 
-    def _find_lost(self, question: int) -> dict[str, Any] | None:
+    def _find_lost(self, request: int) -> dict[str, Any] | None:
         """Return the ranks that neither were interrupted nor run, as a JSON object.
 
         Without such ranks, those that run but were not interrupted; None if there are none.
@@ -217,7 +217,7 @@ class ErrorPropagation:
         silent = [names[name] for name in self._client.missing(list(names))]
         running = {
             rank: answer["where"]
-            for rank, answer in self._liveness_probe.answers(silent, question).items()
+            for rank, answer in self._liveness_probe.answers(silent, request).items()
         }
         lost = [rank for rank in silent if rank not in running]
         ended = self._liveness_probe.ended(silent)

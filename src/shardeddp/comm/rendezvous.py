@@ -52,7 +52,7 @@ class RankOrder(NamedTuple):
     """Number of ranks that reach each other without the network."""
 
 
-def meet(
+def run_rendezvous(
     address: str, port: int, info: RankInfo, timeout: timedelta
 ) -> tuple[dist.Store, RankOrder]:
     """Find the other ranks; every rank calls it, once per attempt.
@@ -242,7 +242,7 @@ def _agree_on_order(
     if info.rank == 0:
         name = uuid.uuid4().hex
         names = dist.PrefixStore(name, store)
-        verdict = _judge(*_gather(store, name, info, timeout), info, timeout)
+        verdict = _compare(*_gather(store, name, info, timeout), info, timeout)
         names.set("verdict", json.dumps(verdict))
     else:
         names = dist.PrefixStore(_ask_for_name(store), store)
@@ -319,7 +319,7 @@ class _Inbox:
         return [self._store.get(f"{self._name}/{number}").decode() for number in here]
 
 
-def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
+def _compare(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
     """Return the verdict: the order and reach of the ranks, or their mismatch."""
     if len(infos) < own.world_size and not odd:
         missing = sorted(set(range(own.world_size)) - {info.rank for info in infos})

@@ -17,9 +17,7 @@ from shardeddp.torch_private import foreach_copy_, preserve_versions
 class BufferBroadcast:
     """Broadcasts the buffers that a model has at setup."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
-        """Current mesh; replaced when the run continues with another sharding strategy."""
+    def __init__(self, module: nn.Module) -> None:
         self._places = [
             (each, name)
             for each in module.modules()
@@ -28,9 +26,9 @@ class BufferBroadcast:
         ]
 
     @torch.no_grad()
-    def broadcast(self) -> None:
+    def broadcast(self, mesh: Mesh) -> None:
         """Overwrite every rank's buffers with rank 0's; one broadcast per dtype."""
-        if self.mesh.data.size == 1:
+        if mesh.data.size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for module, name in self._places:
@@ -41,9 +39,9 @@ class BufferBroadcast:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
-            with during(self.mesh.run.clock, "ranks"):
-                self.mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
-            if self.mesh.rank != 0:
+            with during(mesh.run.clock, "ranks"):
+                mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
+            if mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
                 plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]

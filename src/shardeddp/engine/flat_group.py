@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 
@@ -221,6 +222,20 @@ class FlatGroup:
             handle.wait()  # users may read or write their views at any time
         self._note_gather()
         return handle
+
+    def note_views(self, has_views: bool) -> None:
+        """Set ``has_views`` to the maximum over all ranks."""
+        self.has_views = has_views
+
+    def begin_backward(self) -> None:
+        """Reset what a backward counts."""
+        self.was_trained |= self.trainable
+        self.gradients.begin_backward()
+
+    def install_gradients(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of the sharded parameters that any rank has used, once all are reduced."""
+        self.gradients.install(used)
+        self.was_trained = self.trainable
 
     def finish_copies(self) -> None:
         """Wait until a main shard in host memory is copied, so that the host may write to it."""

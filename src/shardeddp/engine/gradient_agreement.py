@@ -114,7 +114,7 @@ class GradientAgreement:
             f"agreement on {len(found)} gradients and units at a backward's end",
         )
         if not same:
-            writes.tell_of_differences(written, self._mesh.control)
+            writes.raise_differences(written, self._mesh.control)
         return Findings.decode(highest, len(self._progresses))
 
     def _install(self, found: Findings, over: ReduceOver) -> None:

@@ -82,8 +82,8 @@ class GroupGradients:
         self.assigned: set[int] = set()
         """Indices of parameters with a gradient assigned by users since the last backward."""
 
-        self.kept_by_others = False
-        """Whether an optimizer may hold local gradients that no reference count shows."""
+        # Whether an optimizer may hold local gradients that no reference count shows.
+        self._kept_by_others = False
         self._on_outside: Callable[[int], None] | None = None
         # Indices of parameters whose gradient went into a reduction since the backward began.
         self._packed: set[int] = set()
@@ -116,6 +116,10 @@ class GroupGradients:
         self._on_outside = on_outside
         for index, parameter in enumerate(self._sharded):
             parameter.take_part(self, index)
+
+    def note_kept(self) -> None:
+        """Note that an optimizer may hold local gradients that no reference count shows."""
+        self._kept_by_others = True
 
     # -- Gradients of a backward
 
@@ -322,7 +326,7 @@ class GroupGradients:
         if self._memory.partial is not None:
             # The reduce stream may have allocated them, and compute has used them.
             self._memory.mesh.reduce_stream.follow_compute()
-        self._forget_partial()
+        self._take_partial()
 
     # -- Reduction
 
@@ -353,7 +357,10 @@ class GroupGradients:
             self._pack(slots, plan.scale)
         if plan.keeps_partial:
             self._partly_used |= self._packed
-        partial = None if plan.keeps_partial else self._take_partial()
+            partial = None
+        else:
+            self._packed |= self._partly_used
+            partial = self._take_partial()
         output = shard
         if plan.output_in_buffer:
             output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank]
@@ -372,8 +379,8 @@ class GroupGradients:
             return False
         references = list(map(sys.getrefcount, self._views))
         if max(references) == _IN_A_LIST:
-            return self.kept_by_others
-        return self.kept_by_others or any(
+            return self._kept_by_others
+        return self._kept_by_others or any(
             count > _IN_A_LIST and not adds for count, adds in zip(references, adds_to, strict=True)
         )
 
@@ -383,19 +390,15 @@ class GroupGradients:
         A gradient that is still a parameter's `.grad` stays in the old memory, too: holders of it
         or of a view of it must see later additions.
         """
-        self.kept_by_others = False
-        # Compute allocated it, and has waited for all reductions into it at the end of the last
-        # backward (`ReductionQueue.finish`).
-        self._memory.shard = None
+        self._kept_by_others = False
+        self._memory.drop_shard()
         shard, _ = self._memory.open_shard()
         self._views = self._views_of(shard)
 
     def _take_partial(self) -> torch.Tensor | None:
-        """Take the partial sums of earlier micro-batches; their parameters count as packed."""
-        partial = self._memory.partial
-        self._packed |= self._partly_used
-        self._forget_partial()
-        return partial
+        """Take the partial sums of earlier micro-batches."""
+        self._partly_used = set()
+        return self._memory.take_partial()
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used, if there was a reduction."""
@@ -447,10 +450,6 @@ class GroupGradients:
             foreach_copy_(targets, sources)
         for i, gradient in outside.items():
             slots[i].add_(gradient, alpha=1.0 if scale is None else scale)
-
-    def _forget_partial(self) -> None:
-        self._memory.partial = None
-        self._partly_used = set()
 
     def _views_of(self, shard: torch.Tensor) -> list[ShardTensor]:
         return [

@@ -38,7 +38,7 @@ from shardeddp.engine.replay import (
     replay,
     rewind_generators,
 )
-from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
+from shardeddp.tensor.operations import is_random, names_its_writes, written
 from shardeddp.torch_private import (
     DispatchMode,
     HigherOrderOperator,
@@ -264,7 +264,7 @@ class Recording:
         if kept and any(map(_is_strided_host, pytree.tree_leaves((args, kwargs)))):
             # Torch reads invalid memory for some mixtures of meta and host, and refuses others.
             changed = written(function, args, kwargs)
-            if not (tells_what_it_writes(function) and all(it.is_meta for it in changed)):
+            if not (names_its_writes(function) and all(it.is_meta for it in changed)):
                 return self._run_at_once(function, args, kwargs)
             args, kwargs = _moved_beside(name, args, kwargs)
         try:
@@ -287,7 +287,7 @@ class Recording:
         self._unknown -= made
         if name in _WITHOUT_VALUES:
             return result
-        changed = written(function, *given) if tells_what_it_writes(function) else involved
+        changed = written(function, *given) if names_its_writes(function) else involved
         writes = made.union(self._number(tensor) for tensor in changed if tensor.is_meta)
         if writes:
             views = [
@@ -303,7 +303,7 @@ class Recording:
         """Run an operation that writes to host tensors; record its writes to meta tensors."""
         if is_random(function):
             self._catch_up(generator_in(args, kwargs))
-        tells = tells_what_it_writes(function)
+        tells = names_its_writes(function)
         leaves = pytree.tree_leaves((args, kwargs))
         changed = written(function, args, kwargs) if tells else leaves
         changed = {id(it) for it in changed if is_strided_meta(it)}

@@ -66,8 +66,8 @@ class Reducer:
         """Whether the running backward leaves gradients on parameters; `autograd.grad` does not."""
 
         self._accumulates_sharded = sharding.reduce_every_backward
-        self._over = ReduceOver.ALL
-        self._running = False  # between begin() and end()
+        # Ranks over which the running backward averages; None between backwards.
+        self._averages_over: ReduceOver | None = None
         self._reached: list[UnitProgress] = []  # in this backward, in order
         # Trainable parameters by unit; None: no backward yet.
         self._trained: list[frozenset[int]] | None = None
@@ -83,10 +83,9 @@ class Reducer:
         reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
-        self._running = True
         self._agree_on_trained()
         early = ReduceOver.SHARD_GROUP if self._accumulates_sharded else ReduceOver.NONE
-        self._over = ReduceOver.ALL if sync_gradients else early
+        self._averages_over = ReduceOver.ALL if sync_gradients else early
         self.leaves_gradients = False
         if any(progress.gets_gradients() for progress in self._progresses):
             self.note_gradient()
@@ -144,7 +143,7 @@ class Reducer:
         The backward enters a unit next (None: it ends), and ``ahead`` has the number of announced
         visits from there on, by unit.
         """
-        if not self._running:
+        if self._averages_over is None:
             return [Reduced.OPEN] * len(self._progresses)
         if self._retains or not self._reduces:
             return [Reduced.NOTHING] * len(self._progresses)
@@ -193,17 +192,23 @@ class Reducer:
             self._mesh.run.incomplete.discard(id(self))
             for gradients in self._gradients():
                 gradients.complete()
-        self._running = False
+        self._averages_over = None
 
     def abort(self) -> None:
         """Finish the reductions that a failed backward has issued."""
-        self._running = False
+        self._averages_over = None
         self._mesh.run.incomplete.add(id(self))
         self._queue.finish()
 
     def close(self) -> None:
         """Forget that gradients are incomplete: the units are dissolved, and nothing completes them."""
         self._mesh.run.incomplete.discard(id(self))
+
+    @property
+    def _over(self) -> ReduceOver:
+        """Ranks over which the running backward averages."""
+        assert self._averages_over is not None
+        return self._averages_over
 
     @property
     def _reduces(self) -> bool:

@@ -31,8 +31,8 @@ class GradientMemory:
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self.shard: torch.Tensor | None = None
-        """Gradient shard: 1D, slice_numel; made at the first reduction, and replaced when
-        anything else holds a gradient in it."""
+        """Gradient shard: 1D, slice_numel; made at the first reduction, and replaced
+        (:meth:`drop_shard`) when anything else holds a gradient in it."""
 
         self.partial: torch.Tensor | None = None
         """Sums of earlier micro-batches before the reduction across replicas.
@@ -65,6 +65,14 @@ class GradientMemory:
             if self.plan.packs_into_shard:
                 self._shard_slots = self._slots_of(self.shard)
         return self.shard, self._shard_slots
+
+    def drop_shard(self) -> None:
+        """Leave the gradient shard to those who hold gradients in it.
+
+        Compute allocated it, and has waited for all reductions into it at the end of the last
+        backward (`ReductionQueue.finish`).
+        """
+        self.shard = None
 
     def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the gradient buffer, with memory, and its slots."""
@@ -113,6 +121,11 @@ class GradientMemory:
     def holds(self, local: torch.Tensor) -> bool:
         """Return whether a tensor is a view of the partial sums."""
         return self.partial is not None and storage_of(local) == storage_of(self.partial)
+
+    def take_partial(self) -> torch.Tensor | None:
+        """Return the partial sums and forget them."""
+        partial, self.partial = self.partial, None
+        return partial
 
     def drop_partial_of(self, index: int) -> None:
         """Zero the partial sums of one parameter."""

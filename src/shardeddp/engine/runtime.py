@@ -91,7 +91,7 @@ class Runtime:
         """False while micro-batches accumulate: gradients stay on a rank or in its shard group."""
 
         self.optimizes_after_step = True
-        """False if the step runs backward and optimizers itself (manual optimization)."""
+        """False if training steps run backward and optimizers themselves (manual optimization)."""
 
         self._root = self.progresses[0]
         self.mesh = mesh
@@ -111,10 +111,10 @@ class Runtime:
         self._backwards = 0  # count since the last forward of the root began
         self._in_nodes = object()  # key of this runtime's entry in the metadata of graph nodes
         self._backward = PassKind(backward=0)
-        self._running: int | None = None  # number of the backward that set the phase
+        self._phase_backward: int | None = None  # number of the backward that set the phase
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
-        self._buffers = BufferBroadcast(self.root_module, mesh)
+        self._buffers = BufferBroadcast(self.root_module)
         self._buffers_are_due = True
         patch_functions()
         patch_collectives()
@@ -176,7 +176,6 @@ class Runtime:
         self._buffers_are_due = former._buffers_are_due
         # Buffers of the setup: ranks may have registered buffers of their own since.
         self._buffers = former._buffers
-        self._buffers.mesh = self.mesh
 
     def check_rest(self, action: str) -> None:
         """Raise an error if resharding the module with another strategy would lose state."""
@@ -242,16 +241,22 @@ class Runtime:
     # -- Interface of the strategy
 
     @contextmanager
-    def step(self, name: str = "step") -> Generator[list[Any]]:
+    def step(
+        self, name: str = "step", *, optimizes_after: bool | None = None
+    ) -> Generator[list[Any]]:
         """Surround a user's step: root parameters are usable in all methods.
 
         Args:
             name: Kind of step; steps of one kind are expected to use units in the same order.
+            optimizes_after: False if the step runs backward and optimizers itself; None: as in the
+                step before.
 
         Yields:
             List for the step's outputs, appended by the caller; hooks on them announce a backward.
         """
         outputs: list[Any] = []
+        if optimizes_after is not None:
+            self.optimizes_after_step = optimizes_after
         guard = nullcontext() if name in self._seen_steps else self._guard()
         self._seen_steps.add(name)
         if self.is_passthrough:
@@ -310,7 +315,7 @@ class Runtime:
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's module buffers to all ranks."""
-        self._buffers.broadcast()
+        self._buffers.broadcast(self.mesh)
 
     def reset(self) -> None:
         """Return to the idle phase after a failure.
@@ -359,7 +364,7 @@ class Runtime:
         in_backward = is_in_backward()
         if not in_backward and self.phase is Phase.BACKWARD:
             # The backward that set the phase has failed.
-            self._give_up_backward() if self._root.active else self.reset()
+            self._abort_backward() if self._root.active else self.reset()
         saves = self._saves_views and progress is not self._root
         if saves:
             self._saved.enter()
@@ -558,7 +563,7 @@ class Runtime:
 
     # -- Backward
 
-    def _reach_all(self, innermost: UnitProgress, uses: list[tuple[int, object]]) -> None:
+    def _reach_all(self, _innermost: UnitProgress, uses: list[tuple[int, object]]) -> None:
         """Reach all units that share an output in the backward, the outermost first.
 
         The forwards of outer units began before those of inner ones. Reached last, an outer unit
@@ -606,10 +611,10 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
-            if running_backward() == self._running:
+            if running_backward() == self._phase_backward:
                 return
-            self._give_up_backward()
-        self._running = running_backward()
+            self._abort_backward()
+        self._phase_backward = running_backward()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward = PassKind(backward=self._backwards)
@@ -623,7 +628,7 @@ class Runtime:
     def gradient_ready(self, unit: int, index: int, parameter: torch.Tensor) -> None:
         """Record that autograd has left a gradient on a parameter of the unit."""
         progress = self.progresses[unit]
-        if self.phase is not Phase.BACKWARD or running_backward() != self._running:
+        if self.phase is not Phase.BACKWARD or running_backward() != self._phase_backward:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
@@ -670,7 +675,7 @@ class Runtime:
             stacklevel=2,
         )
 
-    def _give_up_backward(self) -> None:
+    def _abort_backward(self) -> None:
         """Leave the phase of a failed backward; its gradients stay, as in any backward."""
         self._reducer.abort()
         if self._root.active:

@@ -27,8 +27,8 @@ backward, forward  the end of the root's forward           idle        leave
 forward, idle      a backward                              backward    _begin_backward
 backward           the end of a backward inside of a step  forward     _end_backward
 backward           the end of a backward                   idle        _end_backward
-backward           a failed backward inside of a step      forward     _give_up_backward
-backward           a failed backward                       idle        _give_up_backward
+backward           a failed backward inside of a step      forward     _abort_backward
+backward           a failed backward                       idle        _abort_backward
 any                a failure                               idle        reset
 =================  ======================================  ==========  =========================
 

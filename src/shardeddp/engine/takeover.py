@@ -87,7 +87,7 @@ class Takeover:
             key = memory.get(origin, origin)
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             self._meta_placeholder(parameter, places.setdefault(key, meta))
-        self._tell_scripted()
+        self._register_scripted()
         for attributes, name, value in held:
             # A view of a parameter follows it, as in a module that was not sharded before.
             attributes[name] = value.detach() if isinstance(value, nn.Parameter) else value
@@ -115,7 +115,7 @@ class Takeover:
             if former.grad is not None:
                 whole = former.grad
                 parameter.grad = whole.full_tensor() if isinstance(whole, ShardTensor) else whole
-        self._tell_scripted()
+        self._register_scripted()
         self._parameters.clear()
 
     def restore_values(self) -> None:
@@ -127,7 +127,7 @@ class Takeover:
                 self._replace(parameter, former)
             else:  # it has its new shard already
                 parameter.leave_unit(parameter.raw_local.clone())
-        self._tell_scripted()
+        self._register_scripted()
         self._parameters.clear()
 
     def _meta_placeholder(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
@@ -135,7 +135,7 @@ class Takeover:
         self._replace(parameter, plain)
         vars(parameter)[_FORMER] = plain  # has the body of the sharded parameter now
 
-    def _tell_scripted(self) -> None:
+    def _register_scripted(self) -> None:
         """Register parameters of scripted modules anew: C++ holds their bodies, not the objects."""
         for module, name, parameter in self._scripted:
             register(module, name, parameter)

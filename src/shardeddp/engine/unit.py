@@ -152,7 +152,7 @@ class Unit:
     def note_views(self, has_views: bool) -> None:
         """Set ``has_views`` to the maximum over all ranks."""
         for group in self.groups:
-            group.has_views = has_views
+            group.note_views(has_views)
 
     def costs(self) -> list[GroupCost]:
         """Return the costs of the flat buffers; passthrough parameters count as if in buffers."""
@@ -393,8 +393,7 @@ class Unit:
         """Set ``.grad`` of the sharded parameters that any rank has used; in `used()` order."""
         flags = iter(used)
         for group in self.groups:
-            group.gradients.install([next(flags) for _ in group.sharded])
-            group.was_trained = group.trainable
+            group.install_gradients([next(flags) for _ in group.sharded])
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """Return the unsharded parameters of all groups, usable or not."""
@@ -418,8 +417,7 @@ class Unit:
         for _, copies in self._copies.values():
             copies.uses = 0
         for group in self.groups:
-            group.was_trained |= group.trainable
-            group.gradients.begin_backward()
+            group.begin_backward()
 
     def keep_writes(self) -> None:
         """Copy in-place writes to main shards; see :meth:`FlatGroup.keep_writes`."""

@@ -58,6 +58,7 @@ class Averages:
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[BufferBroadcast] = []
+        self._mesh: Mesh | None = None  # of the ranks that share the averaged module, once sharded
 
     def keep_on_host(self, trainer: Trainer, module: LightningModule) -> None:
         """Keep the copy that a callback is about to make on the module's device.
@@ -95,7 +96,7 @@ class Averages:
         self._replaced.append((module, name, vars(module).get(name)))
         vars(module)[name] = method
 
-    def end_deferral(self, module: LightningModule) -> None:
+    def end_deferral(self) -> None:
         """Restore ``load_state_dict``, after callbacks have loaded and before sharding.
 
         Raises:
@@ -127,11 +128,12 @@ class Averages:
         Returns:
             Function that runs the postponed loads; None if there are none.
         """
+        self._mesh = mesh
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
             _check_same(average.copy, module)
             _shard_average(average, module, mesh)
-            self._buffers.append(BufferBroadcast(average.copy, mesh))
+            self._buffers.append(BufferBroadcast(average.copy))
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
 
@@ -139,18 +141,18 @@ class Averages:
         """Reshard averages after the module was resharded; a collective of all ranks."""
         for average in _averages(trainer, module):
             _shard_average(average, module, mesh)
-        for buffers in self._buffers:
-            buffers.mesh = mesh
+        self._mesh = mesh
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's averaged buffers before an evaluation of the average."""
         for buffers in self._buffers:
-            buffers.broadcast()
+            assert self._mesh is not None
+            buffers.broadcast(self._mesh)
 
-    def forget(self, module: LightningModule) -> None:
+    def forget(self) -> None:
         """Drop all state of a run; averages stay with their callbacks."""
-        self._versions = []
-        self.end_deferral(module)
+        self._versions, self._mesh = [], None
+        self.end_deferral()
         self._loads, self._buffers = [], []
 
 
@@ -250,7 +252,7 @@ class CallbackAdapters:
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
-        self.averages.end_deferral(module)
+        self.averages.end_deferral()
         averages = _averages(trainer, module)
         return [it for each in averages for it in each.copy.parameters()]
 
@@ -272,7 +274,7 @@ class CallbackAdapters:
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
         """Adapt callbacks after a reshard in the middle of a run; a collective of all ranks."""
         if self._training is not None:
-            self._training.mesh = runtime.mesh
+            self._training.reshard(runtime.mesh)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
         self.averages.reshard(trainer, module, runtime.mesh)
 
@@ -316,7 +318,7 @@ class CallbackAdapters:
         self._training = self._evaluation = None
         for summary in _summaries(trainer):  # the next run may use another strategy
             private.restore_summary(summary)
-        self.averages.forget(module)
+        self.averages.forget()
 
 
 def _summaries(trainer: Trainer) -> list[ModelSummary]:

@@ -104,16 +104,21 @@ def forget_generation(module: nn.Module) -> None:
 
 
 class ModelSharding:
-    """Sharding of modules that were built as usual or on the meta device."""
+    """Sharding of modules that were built as usual or on the meta device.
 
-    def __init__(self, group: RunGroup, restore: Restore) -> None:
+    Args:
+        group: Ranks of the run.
+        restore: Checkpoint whose values modules get.
+        shards_several: True if several modules are sharded one after the other, as under Fabric.
+    """
+
+    def __init__(self, group: RunGroup, restore: Restore, *, shards_several: bool = False) -> None:
         self._group, self._restore = group, restore
         self.recording = Recording()
         """Covers every module that is built; several may be built before one is sharded."""
         self.hooks = ExitStack()
         """Recording of hooks; closed before the model is sharded, or after a hook has failed."""
-        self.shards_several = False
-        """True if several modules are sharded one after the other, as under Fabric."""
+        self._shards_several = shards_several
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
@@ -180,7 +185,7 @@ class ModelSharding:
             [progress.unit.costs() for progress in runtime.progresses],
             self._group.options.sharding,
             prefetch=self._group.options.backward_prefetch,
-            staged=self._group.device.type == "cpu",
+            needs_receive_buffer=self._group.device.type == "cpu",
             accumulates=accumulates,
             offload_optimizer=self._group.offloads_optimizer,
         )
@@ -295,7 +300,7 @@ class ModelSharding:
             recording=self.recording,
             takeover=takeover,
             load=load if is_deferred else None,
-            is_only=not self.shards_several,
+            is_only=not self._shards_several,
         )
         place_module(module, mesh.device)
         private.set_device(module, mesh.device)

@@ -483,7 +483,7 @@ def by_states(
             [costs_of(unit, topology, on_host=sharding.offload_params) for unit in units],
             sharding,
             prefetch=setting.options.backward_prefetch,
-            staged=False,
+            needs_receive_buffer=False,
             accumulates=setting.accumulates > 1,
             offload_optimizer=setting.offload == "optimizer",
         ).peak_nbytes

@@ -29,9 +29,9 @@ from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import (
-    meet,
     nvlink_domain,
     reserve_open_files,
+    run_rendezvous,
     stay_on_loopback,
     switches_of,
 )
@@ -189,7 +189,7 @@ class RunGroup:
         if ranks.num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
-            self._meet(ranks)
+            self._rendezvous(ranks)
         elif self.options.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
@@ -334,7 +334,7 @@ class RunGroup:
             count_connections(topology, rank, ranks.device, regather, experts)
         )
 
-    def _meet(self, ranks: Ranks) -> None:
+    def _rendezvous(self, ranks: Ranks) -> None:
         options, environment, device = self.options, ranks.environment, ranks.device
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
@@ -352,7 +352,9 @@ class RunGroup:
             switches=switches_of(os.environ),
             domain=nvlink_domain(device),
         )
-        store, found = meet(environment.main_address, environment.main_port, info, options.timeout)
+        store, found = run_rendezvous(
+            environment.main_address, environment.main_port, info, options.timeout
+        )
         self._order, self.reach = found.order, found.reach
         with torch_compares() if options.debug else nullcontext():
             init_dist_connection(

@@ -255,7 +255,7 @@ class StepMonitor(Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics(self.report.metrics(), step=fit.step)
         if fit.ended % WINDOW == 0:
-            fit.asked = fit.window, _tell(fit.window.typical(), fit.mesh)
+            fit.asked = fit.window, _send_times(fit.window.typical(), fit.mesh)
             fit.window = _Totals()
 
     def _take(self, fit: _Fit) -> None:
@@ -430,7 +430,7 @@ class StepMonitor(Callback):
         return {**vars(self), "_fit": None, "_bare": None}
 
 
-def _tell(own: tuple[float, float], mesh: Mesh) -> HostReduction:
+def _send_times(own: tuple[float, float], mesh: Mesh) -> HostReduction:
     """Send this rank's times to all ranks: a non-blocking reduction with two elements per rank."""
     numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")

@@ -67,12 +67,14 @@ class Stragglers:
             self._followed += self._slow[rank] - 1
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         for rank in sorted(slow - {*self.named}, key=lambda it: -own[it]):
-            if self._slow[rank] >= self.needed and (said := self._judge(rank, self._slow[rank])):
+            if self._slow[rank] >= self.needed and (
+                said := self._message_about(rank, self._slow[rank])
+            ):
                 self.named.append(rank)
                 return said
         return ""
 
-    def _judge(self, rank: int, count: int) -> str:
+    def _message_about(self, rank: int, count: int) -> str:
         """Return the message on a rank after ``count`` slow windows; empty below ``SLOWER``."""
         windows = [*self._windows][-count:]
         own = mean(sum(it[rank]) for it in windows)

@@ -642,10 +642,10 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        self.runtime.optimizes_after_step = module is None or module.automatic_optimization
         find_late_parameters(self.optimizers)
-        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
+        module, context = self.lightning_module, self.precision_plugin.train_step_context()
+        is_automatic = module is None or module.automatic_optimization
+        return self._step("training_step", context, args, kwargs, optimizes_after=is_automatic)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -662,10 +662,17 @@ class ShardedDP(ParallelStrategy):
         )
 
     def _step(
-        self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any
+        self,
+        name: str,
+        precision: AbstractContextManager[Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        optimizes_after: bool | None = None,
     ) -> Any:
         runtime = self.runtime
-        with self._during("compute"), precision, runtime.step(name) as outputs:
+        step = runtime.step(name, optimizes_after=optimizes_after)
+        with self._during("compute"), precision, step as outputs:
             try:
                 self._tensor_ranks.begin_step(name, (args, kwargs), runtime)
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))

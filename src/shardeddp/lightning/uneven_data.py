@@ -252,9 +252,7 @@ class EvenTraining:
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
         self._choice = choice
-        self.mesh = mesh
-        """Current mesh; replaced when the run is resharded."""
-
+        self._mesh = mesh
         # Number of batches of this rank; infinite for a loader without a length.
         self._own: float = inf
         self._differ = False  # True if ranks have different numbers of batches
@@ -263,6 +261,10 @@ class EvenTraining:
         self._repeats = False
         # Agreed end of the epoch before the next batch; None: not agreed
         self._over: bool | None = None
+
+    def reshard(self, mesh: Mesh) -> None:
+        """Continue after a reshard in the middle of a run."""
+        self._mesh = mesh
 
     def align(self, trainer: Trainer) -> bool:
         """Compare the numbers of batches and set a common one; a collective of all ranks.
@@ -276,10 +278,10 @@ class EvenTraining:
         asks = length is None or any(
             map(has_iterable_dataset, loader.flattened if loader is not None else ())
         )
-        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self.mesh.control)
+        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.control)
         loaders: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in loaders]
-        self._own = inf if asks else counts[self.mesh.rank]
+        self._own = inf if asks else counts[self._mesh.rank]
         self._asks = any(asks for _, asks in loaders)
         self._differ = len(set(counts)) > 1 and (
             self._asks or not _ends_before(trainer, min(counts))
@@ -300,7 +302,7 @@ class EvenTraining:
         if isinstance(fetcher, PrefetchDataFetcher):
             if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
                 watched = WatchedFetcher(
-                    fetcher, lambda: self._goes_on_without(trainer), self.mesh.rank
+                    fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank
                 )
                 private.replace_data_fetcher(trainer.fit_loop, watched)
         elif self._choice == "join" and (self._asks or self._differ):
@@ -355,11 +357,11 @@ class EvenTraining:
                 the rank does not have this batch.
             ready: Number of the batch in the epoch, from 1.
         """
-        if not agree_on_any([mine != "more"], self.mesh.control)[0]:
+        if not agree_on_any([mine != "more"], self._mesh.control)[0]:
             return False
         states = [
             json.loads(text)
-            for text in all_gather_bytes(json.dumps(mine).encode(), self.mesh.control)
+            for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)
         ]
         if set(states) == {"none"}:
             return None

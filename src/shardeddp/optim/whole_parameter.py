@@ -394,12 +394,16 @@ class OwnedStates(OutsideStates):
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
             if whole is None:
-                raise RuntimeError("a parameter has optimizer states and no rank that owns it")
-            settled = pytree.tree_map_only(
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} has optimizer states, and no "
+                    f"rank that owns it: a fault of shardeddp, please report it with the "
+                    f"optimizer's class and groups"
+                )
+            complete = pytree.tree_map_only(
                 torch.Tensor, partial(_whole_of, whole), self._shown[parameter]
             )
             if whole.tensor is not None:
-                self.inside[whole.tensor] = settled
+                self.inside[whole.tensor] = complete
 
     def gather_forms(self) -> None:
         """Send the forms of the owners' states to all ranks.

@@ -243,7 +243,7 @@ def plan_memory(
     *,
     prefetch: int,
     states_per_element: int = 2,
-    staged: bool = True,
+    needs_receive_buffer: bool = True,
     accumulates: bool = False,
     offload_optimizer: bool = False,
 ) -> MemoryPlan:
@@ -268,7 +268,7 @@ def plan_memory(
         sharding: Strategy: times of resharding and reduction.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states in the main dtype per parameter element; 2 for Adam.
-        staged: True if a reduce-scatter needs a receive buffer (gloo); NCCL sums in transit.
+        needs_receive_buffer: True if a reduce-scatter needs a receive buffer (gloo); NCCL sums in transit.
         accumulates: True if a step has several micro-batches. Their gradients are kept unsharded if
             the strategy reduces once per step; else as partial sums if there are replicas.
         offload_optimizer: True if optimizer states live on the host, with copies of parameters and
@@ -284,7 +284,7 @@ def plan_memory(
     ...     return GroupCost(plan=BufferPlan(layout=layout), trainable=True, **sizes)
     >>> units = [[cost(8)], [cost(16)], [cost(16)]]
     >>> full = SHARDING_STRATEGIES["full_shard"]
-    >>> found = plan_memory(units, full, prefetch=1, staged=False)
+    >>> found = plan_memory(units, full, prefetch=1, needs_receive_buffer=False)
     >>> found.main_shard_nbytes, found.gradient_shard_nbytes  # half of 40 elements, 4 bytes each
     (80, 80)
     >>> found.optimizer_nbytes  # two states of Adam
@@ -301,7 +301,11 @@ def plan_memory(
     if sharding.retains:
         retained += sum(group.gathered_nbytes for group in groups)
     worst = backward_moments(
-        units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
+        units,
+        sharding,
+        prefetch=prefetch,
+        needs_receive_buffer=needs_receive_buffer,
+        accumulates=accumulates,
     )
     in_flight = max((moment.nbytes for moment in worst), default=0)
     if any(group.plan.on_host for group in groups):
@@ -343,14 +347,16 @@ def backward_moments(
     sharding: ShardingStrategy,
     *,
     prefetch: int,
-    staged: bool = True,
+    needs_receive_buffer: bool = True,
     accumulates: bool = False,
 ) -> list[BackwardMemory]:
     """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`."""
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     largest = [max((group.largest_nbytes for group in unit), default=0) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
-    arriving = [sum(group.receive_nbytes for group in unit) if staged else 0 for unit in units]
+    arriving = [
+        sum(group.receive_nbytes for group in unit) if needs_receive_buffer else 0 for unit in units
+    ]
     parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.retains else sum(parameters[:1])
@@ -376,7 +382,7 @@ def backward_moments(
     def waiting_behind(place: int) -> int:
         """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""
         behind = sharing[place + 1 :]
-        if staged:
+        if needs_receive_buffer:
             return sum(behind[:1])
         # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
         return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))

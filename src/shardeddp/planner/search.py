@@ -389,14 +389,16 @@ class Planner:
                 sharding,
                 prefetch=back,
                 states_per_element=OPTIMIZER_STATES,
-                staged=False,
+                needs_receive_buffer=False,
                 accumulates=accumulates,
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
                 units, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
             ),
-            backward_moments(units, sharding, prefetch=back, staged=False, accumulates=accumulates),
+            backward_moments(
+                units, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
+            ),
         )
 
     def _timed(

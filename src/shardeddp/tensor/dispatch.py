@@ -1,6 +1,6 @@
 """Dispatch of ATen operations on sharded tensors: locally, as a global reduction, or gathered.
 
-No operation returns a local answer to a global question, and no write is lost. In order:
+No operation returns a local result for a global one, and no write is lost. In order:
 
 1. metadata operations and copies are answered from the shard,
 2. element-wise operations on sharded tensors alone, or into one, work on this rank's interval,

@@ -81,7 +81,7 @@ def communicates(func: Any) -> bool:
 
 
 @cache
-def tells_what_it_writes(func: Any) -> bool:
+def names_its_writes(func: Any) -> bool:
     """Return whether :func:`written` finds all writes of an operation.
 
     Operations of other libraries may leave out ``mutates_args``, and batch norms do not declare

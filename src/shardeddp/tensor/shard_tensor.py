@@ -209,9 +209,9 @@ class ShardSpec:
 class _FlatGroupGradients(Protocol):
     """Gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
 
-    kept_by_others: bool
     assigned: set[int]
 
+    def note_kept(self) -> None: ...
     def add_outside(self, index: int, gradient: torch.Tensor) -> None: ...
     def take_local(self, index: int, gradient: torch.Tensor) -> bool: ...
     def unreduced(self, index: int) -> torch.Tensor | None: ...
@@ -542,7 +542,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def keep_gradient(self) -> None:
         """Note that the local gradient may be kept elsewhere, as in the states of an optimizer."""
         if self._group_gradients is not None:
-            self._group_gradients[0].kept_by_others = True
+            self._group_gradients[0].note_kept()
 
     def move_to(self, local: torch.Tensor) -> None:
         """Replace the local memory by other memory with the same elements."""

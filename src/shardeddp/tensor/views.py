@@ -14,8 +14,8 @@ from shardeddp.tensor.operations import (
     asks_only_about,
     communicates,
     is_random,
+    names_its_writes,
     reshapes,
-    tells_what_it_writes,
     written,
 )
 from shardeddp.tensor.shard_tensor import (
@@ -320,9 +320,7 @@ def run_on_whole(
         RuntimeError: The written values differ between ranks; shards are unchanged.
     """
     refuse_overlapping(func, targets)
-    suspects = (
-        [] if tells_what_it_writes(func) else [home for home in gathered if home not in targets]
-    )
+    suspects = [] if names_its_writes(func) else [home for home in gathered if home not in targets]
     before = [home.digest() for home in suspects]
     result = func(*args, **kwargs)
     if communicates(func) and targets:

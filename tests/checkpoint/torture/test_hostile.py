@@ -97,6 +97,7 @@ def text_nbytes(folder: Path, number: str) -> int:
     return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
 
 
+@pytest.mark.long
 def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int, int]]) -> None:
     assert found["honest"][0] == "read"
 
