@@ -259,7 +259,7 @@ class CallbackAdapters:
     def after_sharding(
         self, trainer: Trainer, module: LightningModule, runtime: Runtime
     ) -> Callable[[], None] | None:
-        """Adapt callbacks to the sharded module; a collective of all ranks.
+        """Adapt callbacks and loops to the sharded module; a collective of all ranks.
 
         Returns:
             Function that runs the postponed loads of callbacks; None if there are none.
@@ -269,6 +269,8 @@ class CallbackAdapters:
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
         for summary in _summaries(trainer):  # show the elements that a rank holds
             private.replace_summary(summary)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # what it makes could not be used in a later training
         return self.averages.shard(trainer, module, runtime.mesh)
 
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:

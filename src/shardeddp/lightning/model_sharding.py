@@ -43,7 +43,7 @@ from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
-from shardeddp.wrap import build_units
+from shardeddp.wrap import build_units, require_parameters
 from shardeddp.wrap.experts import ChosenUnits, Experts, find_experts, keep_own
 from shardeddp.wrap.tensor_plan import (
     UNEVEN,
@@ -160,8 +160,11 @@ class ModelSharding:
         outdated = runtime is not None and self._is_outdated(runtime, precision)
         if runtime is None or outdated:
             replace_layers()
-        if fitting and self._group.mesh.device.type == "cpu":
-            _refuse_sync_batch_norm(module)
+        if fitting:  # evaluation needs no parameters, as under DistributedDataParallel
+            if self._group.mesh.world.size > 1 and not self._shards_several:
+                require_parameters(module)
+            if self._group.mesh.device.type == "cpu":
+                _refuse_sync_batch_norm(module)
         if runtime is not None and not outdated:
             # The module's shards belong to the mesh of the Trainer that sharded it: use that one.
             self._group.reuse(runtime.mesh)

@@ -80,7 +80,7 @@ from shardeddp.optim.late_parameters import average_late_gradients, find_late_pa
 from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.wrap import PolicyLike, require_parameters
+from shardeddp.wrap import PolicyLike
 from shardeddp.wrap.tensor_plan import TensorPlan
 
 # An instance as default gives the command line a flag for each field.
@@ -532,14 +532,8 @@ class ShardedDP(ParallelStrategy):
             partial(private.replace_layers, self, module),
             fitting=self._fitting,
         )
-        if self._fitting and self.is_distributed:
-            # Only training needs parameters, as under DistributedDataParallel.
-            require_parameters(module)
         self._restore.load(self._callbacks.after_sharding(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # Tensors made in inference mode cannot be used in a later training.
-            loop.inference_mode = False
         self._model_sharding.recording.forget_values()
         if self._fitting:
             self.setup_optimizers(trainer)
