@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from importlib import import_module
@@ -138,6 +139,42 @@ def leave_mode(mode: Any) -> None:
         kind.__exit__(each, None, None, None)  # without their own ``__exit__``
     for each in reversed(later):
         kind.__enter__(each)
+
+
+_SELECTIVE_MODES: tuple[type, ...] = (
+    _private("torch.utils.checkpoint:_CachingTorchDispatchMode"),
+    _private("torch.utils.checkpoint:_CachedTorchDispatchMode"),
+)
+
+
+@contextmanager
+def outside_selective_checkpoints() -> Generator[None]:
+    """Suspend the modes of selective activation checkpointing.
+
+    They number the operations of a recomputed module in its forward, and find kept results by these
+    numbers in its recomputation. Gathers and reductions inside of it are no operations of its own,
+    and differ between both.
+    """
+    active = [*torch_dispatch_modes()]
+    first = next((at for at, it in enumerate(active) if isinstance(it, _SELECTIVE_MODES)), None)
+    if first is None:
+        yield
+        return
+    suspended = active[first:]
+    others = [it for it in suspended if not isinstance(it, _SELECTIVE_MODES)]
+    _replace_modes(suspended, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, suspended)
+
+
+def _replace_modes(innermost: Sequence[Any], successors: Sequence[Any]) -> None:
+    """Replace the innermost dispatch modes, without their own ``__enter__`` and ``__exit__``."""
+    for mode in reversed(innermost):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    for mode in successors:
+        TorchDispatchMode.__enter__(mode)
 
 
 TensorBase: Any = _private("torch._C:TensorBase")

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardeddp.config import ActivationCheckpointing, resolve_activation_checkpointing
 from shardeddp.errors import ConfigurationError
@@ -82,6 +84,44 @@ def make_trial(strategy: str, kind: str | None) -> Trial:
 def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     torch.manual_seed(10 * step + rank)  # the same dropout in both
     return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+
+def keep_everything(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+class Reading(nn.Module):
+    """A stack whose blocks read the weight of a layer that is none of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.shared = Stack(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.stack(x), self.shared.weight) + self.shared.bias.sum()
+
+
+@pytest.mark.loop(3)
+@every_strategy
+@pytest.mark.parametrize("save_ops", ["matmul", keep_everything], ids=["matmul", "everything"])
+@pytest.mark.parametrize("recomputed", ["Stack", "Reading"])
+@on_ranks(2)
+def test_gathers_inside_of_recomputed_modules_are_none_of_their_operations(
+    strategy: str, save_ops: Any, recomputed: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading())
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # it writes to a tensor that is kept, also where nothing is sharded
+    checkpoint_activations(model, ActivationCheckpointing(modules=[recomputed], save_ops=save_ops))
+    units = ("1.stack.blocks.*", "1.stack.blocks.*.up", "1.shared")
+    trial = Trial(model, Sharding(strategy=strategy, units=units))
+    for module in trial.reference.modules():
+        vars(module).pop("forward", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "parameter 1.shared.* is used outside the forward")
+        trial.train(square)
 
 
 def lower(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -27,6 +27,11 @@ def test_a_name_without_an_overload_is_all_that_make_a_new_tensor(name: object) 
     assert find_operations([name]) == [MM.default, MM.dtype]
 
 
+@pytest.mark.parametrize("name", ["tanh", "exp", "aten.sin"])
+def test_overloads_for_numbers_are_no_operations(name: str) -> None:
+    assert {it.name() for it in find_operations([name])} >= {f"aten::{name.removeprefix('aten.')}"}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_all_of_its_operations_once(name: str) -> None:
     operations = find_operations([name, name])

@@ -50,6 +50,7 @@ from shardeddp.torch_private import (
     are_transforms_active,
     engine,
     is_in_backward,
+    outside_selective_checkpoints,
     temporarily_clear_interpreter_stack,
 )
 
@@ -352,7 +353,8 @@ class Runtime:
         if not (self._root.active or is_in_backward()) and progress.unit.needs_gather:
             # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
-        self._enter(progress)
+        with outside_selective_checkpoints():
+            self._enter(progress)
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit and prefetch the next ones."""
@@ -397,12 +399,13 @@ class Runtime:
     def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
         """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
-            if self._root.active:
-                self._visit(progress, self._forward)
-                continue
-            if progress.unit.needs_gather:
+            if not self._root.active and progress.unit.needs_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
-            self._ensure_unsharded(progress)
+            with outside_selective_checkpoints():
+                if self._root.active:
+                    self._visit(progress, self._forward)
+                else:
+                    self._ensure_unsharded(progress)
 
     def _follow_calls(self) -> None:
         """Attach hooks to modules' current calls, which users may compile after sharding."""
@@ -462,6 +465,10 @@ class Runtime:
 
     def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         """End a forward of the unit: set hooks for its backward, and reshard it."""
+        with outside_selective_checkpoints():
+            self._leave(progress, inputs, outputs)
+
+    def _leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         if are_transforms_active():
             self._leave_transformed(progress)
             return

@@ -66,6 +66,7 @@ from shardeddp.torch_private import (
     make_subclass,
     make_wrapper_subclass,
     never_traced,
+    outside_selective_checkpoints,
     pytree,
     refuse_data_pointer,
     storage_of,
@@ -954,6 +955,7 @@ def keep_writes(parameters: Iterable[Any]) -> None:
             found.keep_writes()
 
 
+@outside_selective_checkpoints()
 def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     """Gather the full tensor, plain; a collective of ``mesh.slices``."""
     spec, local = sharded.spec, sharded.to_local()

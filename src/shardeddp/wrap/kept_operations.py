@@ -167,10 +167,13 @@ def _packet(namespace: str, operation: str) -> OpOverloadPacket | None:
 
 
 def _overloads(packet: OpOverloadPacket) -> list[Operation]:
-    """Return all overloads with a new tensor as result; autograd does not record the others."""
-    overloads: list[OpOverload] = [
-        getattr(packet, overload) for overload in sorted(packet.overloads())
-    ]
+    """Return all overloads with a new tensor as result; autograd does not record the others.
+
+    Those for numbers are TorchScript's alone, and no operations of the dispatcher.
+    """
+    known = set(all_operation_names())
+    every: list[OpOverload] = [getattr(packet, overload) for overload in sorted(packet.overloads())]
+    overloads = [overload for overload in every if overload.name() in known]
     return [overload for overload in overloads if not overload._schema.is_mutable] or [*overloads]
 
 
