@@ -1,16 +1,21 @@
 """Plans of a run: `ShardedDP.plan`, a dry run instead of training, and the strategy that `auto` chooses."""
 
 import json
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
 from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
+from shardeddp.checkpoint.random_state import capture_random_state
 from shardeddp.config import candidates, choose_sharding, parse_options
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
@@ -29,13 +34,14 @@ from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
 ]
 
+CPU = torch.device("cpu")
 PLANNED: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 6, "micro_batches": (2,)}
 
 
@@ -240,6 +246,84 @@ def test_units_that_are_gathered_ahead_take_memory_and_hide_gathers() -> None:
     assert planned(0, 0).step.gathers > none.step.gathers
     assert "prefetch" not in one.choice.yaml(CLUSTER)
     assert "      backward_prefetch: 2\n" in two.choice.yaml(CLUSTER)
+
+
+# -- no effects on the run
+
+
+class Draws(TinyGpt):
+    """A step that draws numbers on the host."""
+
+    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+        """The loss, after some draws."""
+        random.random()
+        np.random.rand()
+        torch.manual_seed(7)
+        return self.loss(batch)
+
+
+def test_a_plan_draws_no_random_numbers_of_the_run() -> None:
+    def states() -> list[bytes]:
+        return [it.numpy().tobytes() for it in capture_random_state(CPU).values()]
+
+    module = Draws()
+    before = states()
+    plan_whole(module)
+    assert states() == before
+
+
+def plan_whole(module: TinyGpt) -> Planned:
+    """A plan of two samples a rank, with the process group that there is."""
+    pair = "full_shard", choose_sharding("full_shard")
+    batch = torch.zeros(2, 6, dtype=torch.long)
+    return plan_as_set(module, batch, [pair], setting("cpu"), "A100-80").best
+
+
+KEPT = torch.ones(1)
+COMMUNICATES: dict[str, Callable[[], object]] = {
+    "constant": lambda: dist.all_reduce(torch.tensor(3.0)),
+    "object": lambda: dist.broadcast_object_list([1], 0),
+    "barrier": dist.barrier,
+    "kept": lambda: dist.all_reduce(KEPT),
+    "group": lambda: dist.new_group([0]),
+}
+
+
+class Communicates(TinyGpt):
+    """Reaches the other ranks in a hook."""
+
+    def __init__(self, hook: str, kind: str) -> None:
+        super().__init__()
+        self._hook, self._kind = hook, kind
+
+    def configure_model(self) -> None:
+        """Waits for the others, perhaps."""
+        if self._hook == "configure_model":
+            COMMUNICATES[self._kind]()
+
+    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+        """The loss, after a word with the others, perhaps."""
+        if self._hook == "training_step":
+            COMMUNICATES[self._kind]()
+        return self.loss(batch)
+
+
+@on_ranks(2)
+def test_a_rank_that_plans_issues_no_collective_of_the_user() -> None:
+    if dist.get_rank() == 0:
+        for kind in ("constant", "object"):
+            assert plan_whole(Communicates("training_step", kind)).fits
+        for hook, kind, said in (
+            ("configure_model", "barrier", r"communicates \(c10d::barrier\)"),
+            ("configure_model", "group", r"communicates \(new_group\)"),
+            ("training_step", "group", r"communicates \(new_group\)"),
+            ("training_step", "kept", "with a tensor that was made outside of it"),
+        ):
+            with pytest.raises(ConfigurationError, match=said):
+                plan_whole(Communicates(hook, kind))
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    assert total == 3, "the first collective of both ranks"
 
 
 # -- dry run

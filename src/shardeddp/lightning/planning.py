@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
+from typing_extensions import override
 
+from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
 from shardeddp.config import AUTO, MixedPrecision, Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -41,6 +43,7 @@ from shardeddp.planner.source import (
     tokens_of,
     without_weights,
 )
+from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
 from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
@@ -139,6 +142,43 @@ def detached(module: LightningModule) -> Generator[None]:
             part.trainer = trainer
 
 
+# -- no effects on the run
+
+
+class _OwnRank(DispatchMode):
+    """Mode that refuses collectives on real tensors: one rank plans, and no other takes part."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and not any(
+            isinstance(it, FakeTensor) for it in pytree.tree_leaves((args, kwargs))
+        ):
+            _refuse_communication(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_communication(name: str) -> None:
+    raise ConfigurationError(
+        f"the model cannot be planned because its code communicates ({name}), and no other rank "
+        f"takes part in a plan. Leave that out of configure_model and training_step, or do it in "
+        f"setup"
+    )
+
+
+@contextmanager
+def _on_own_rank(device: torch.device) -> Generator[None]:
+    """Run the user's code on one rank alone: it communicates with no other, and draws no numbers."""
+    used = device if torch.cuda.is_initialized() else torch.device("cpu")
+    state, make = capture_random_state(used), make_group.current
+    make_group.replace(lambda *_, **__: _refuse_communication("new_group"))
+    try:
+        with _OwnRank():
+            yield
+    finally:
+        make_group.replace(make)
+        restore_random_state(state, used)
+
+
 # -- a batch of another size
 
 
@@ -154,7 +194,7 @@ def _plan_with(
 ) -> Plan:
     """Plan for the ranks, batch and units of a run; ``options`` go to :func:`make_plan`."""
     axes = setting.axes
-    with detached(module):
+    with detached(module), _on_own_rank(setting.device):
         return make_plan(
             module,
             gpu=gpu,
@@ -396,7 +436,7 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
         gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
-        with torch.device("meta"), detached(module):
+        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
             bare = configured(without_weights(module))
         return by_states(bare, candidates, setting, found.total_memory, note)
     except ConfigurationError as error:
