@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -52,6 +53,16 @@ class Takes(TinyGpt):
         """A loss that nobody looks at."""
         self.spend("evaluation")
         self.loss(batch)
+
+    def on_validation_model_eval(self) -> None:
+        """Before callbacks hear of a validation."""
+        self.spend("evaluation")
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """After callbacks have heard of its end."""
+        self.spend("evaluation")
+        super().on_validation_model_train()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """After backward."""
@@ -266,6 +277,24 @@ def checkpointing(folder: str) -> StepReport:
 def test_checkpoints_are_a_part(world: Worlds, tmp_path: Path) -> None:
     for report in world(2).run(checkpointing, str(tmp_path)):
         assert report.parts["checkpoint"] > report.parts["data"] > 0
+
+
+class Exchanges(Takes):
+    """Sends much in its validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Hear of the others."""
+        self.all_gather(torch.zeros(1000))
+
+
+def sent_with_validation(every: int) -> int:
+    loaders = {"val": token_loader(8), "val_check_interval": every} if every else {}
+    return fit(task=Exchanges(), max_steps=4, **loaders).sent_nbytes
+
+
+def test_bytes_of_a_step_are_those_of_training_alone(world: Worlds) -> None:
+    without, with_validation = (world(2).run(sent_with_validation, it)[0] for it in (0, 2))
+    assert without == with_validation
 
 
 # -- Runs

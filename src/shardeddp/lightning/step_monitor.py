@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -114,7 +114,7 @@ class _Fit:
 
     mesh: Mesh
     clock: StepClock
-    undo: Callable[[], None]
+    undo: ExitStack
     step: int
     """``trainer.global_step`` at the end of the last step."""
     logged: int
@@ -193,9 +193,13 @@ class StepMonitor(Callback):
         self._stop()
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         clock = StepClock(timer_of(mesh.device))
-        undo = private.surround_fetches(
-            trainer, lambda: clock.during("data"), lambda: clock.__exit__()
+        undo = ExitStack()
+        undo.callback(
+            private.surround_fetches(
+                trainer, lambda: clock.during("data"), lambda: clock.__exit__()
+            )
         )
+        undo.callback(private.surround_validation(trainer, self._evaluation))
         self._fit = _Fit(
             mesh=mesh,
             clock=clock,
@@ -334,17 +338,15 @@ class StepMonitor(Callback):
 
     # -- Evaluation, and the end
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the evaluation from the step."""
-        if self._fit is not None:
-            self._fit.clock.during(EVALUATION)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the measurement of the step."""
-        if self._fit is not None:
-            self._fit.clock.__exit__()
+    @contextmanager
+    def _evaluation(self) -> Generator[None]:
+        """Exclude what runs inside from the step: its time, and what it sends."""
+        fit = self._fit
+        assert fit is not None
+        before = fit.mesh.sent_nbytes
+        with fit.clock.during(EVALUATION):
+            yield
+        fit.sent += fit.mesh.sent_nbytes - before
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -376,7 +378,7 @@ class StepMonitor(Callback):
     def _stop(self) -> None:
         if self._fit is not None:
             self._fit.mesh.measure(None)
-            self._fit.undo()
+            self._fit.undo.close()
         self._fit = None
 
     def _write_trace(self, path: Path, rank: int) -> None:
