@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from shardeddp.lightning.planning import (
     planned_precision,
     resized,
 )
-from shardeddp.plan.hardware import GPUS, Cluster, find_gpu
+from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
@@ -485,14 +484,14 @@ def test_without_a_plan_as_many_ranks_share_a_model_as_need_no_network() -> None
     ]
 
 
-@pytest.mark.parametrize(("memory", "size"), [(80 * 10**9, 2), (10**9, 8)])
+@pytest.mark.parametrize(("memory", "size"), [(180 * 10**9, 2), (10**9, 8)])
 def test_by_the_plan_the_fastest_shard_size_that_fits_is_taken(
     monkeypatch: pytest.MonkeyPatch, memory: int, size: int
 ) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: Device("NVIDIA B200", memory)
     )
-    monkeypatch.setitem(GPUS, "B200", replace(GPUS["B200"], memory_gb=memory / 1e9))
+    monkeypatch.setattr("shardeddp.lightning.planning.gpu_at", lambda _: "B200")
     module = TinyGpt()
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
     chosen = choose_shard_size(module, setting(**AUTO_SIZE), 4)

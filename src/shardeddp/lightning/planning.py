@@ -277,15 +277,15 @@ def plan_of_run(
     nothing.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
-    figures: dict[str, float | None] = {}
+    figures: dict[str, float] = {}
     if gpu is None and setting.device.type == "cuda":
-        gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
+        gpu, figures = gpu_at(setting.device), memory_at(setting.device)
         if gpu is None:
+            found = torch.cuda.get_device_properties(setting.device)
             raise ConfigurationError(
                 f"plan_only=True: the planner has no figures of the GPU {found.name!r}. Say a similar "
                 f"one: plan_only='A100-80', of {', '.join(GPUS)}"
             )
-        figures["memory_gb"] = found.total_memory / 1e9
     elif gpu is None:
         gpu = ASSUMED_GPU
         lines.insert(
@@ -367,6 +367,11 @@ def gpu_at(device: torch.device) -> str | None:
         return None
     found = torch.cuda.get_device_properties(device)
     return gpu_of_device(found.name, found.total_memory)
+
+
+def memory_at(device: torch.device) -> dict[str, float]:
+    """Return the memory of a rank's GPU, which replaces that of the planner's table."""
+    return {"memory_gb": torch.cuda.get_device_properties(device).total_memory / 1e9}
 
 
 def choose_on_rank_zero(
@@ -456,7 +461,8 @@ def _fastest(
     if gpu is None or module is None or module.example_input_array is None:
         return None, ""
     try:
-        plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+        example, figures = module.example_input_array, memory_at(setting.device)
+        plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
     except ConfigurationError as error:
         return None, f"; its step could not be planned: {str(error)[:80]}"
     best = plan.best.choice
