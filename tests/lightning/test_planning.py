@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
-from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
+from shardeddp import ActivationCheckpointing, MixedPrecision, ShardedDP, TokenDispatch
 from shardeddp.checkpoint.random_state import capture_random_state
 from shardeddp.config import candidates, choose_sharding, parse_options
 from shardeddp.errors import ConfigurationError
@@ -618,8 +618,65 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         "16-true",
         "64-true",
     ]
-    for dtype, name in (("bf16", "bf16"), ("fp16", "fp16"), ("float32", "32-true")):
+    for dtype, name in (
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("float32", "32-true"),
+        ("float64", "torch.float64"),
+    ):
         assert planned_precision("32-true", MixedPrecision(param_dtype=dtype)) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"mixed_precision": MixedPrecision(param_dtype="bf16", reduce_dtype="fp32")}, []),
+        (
+            {"mixed_precision": MixedPrecision(reduce_dtype="bf16", keep_fp32=["LayerNorm"])},
+            ["reduce_dtype=torch.bfloat16", "keep_fp32=('LayerNorm',)"],
+        ),
+        ({"activation_checkpointing": "auto"}, []),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(modules=NamePolicy(["blocks.*"]))},
+            [],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(save_ops=["attention", "matmul"])},
+            [],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(modules={"Linear"}, every=2)},
+            ["modules=", "every=2"],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(save_ops="mm", cpu_offload=True)},
+            ["save_ops='mm'", "cpu_offload=True"],
+        ),
+        ({"uneven_units": True}, ["uneven_units=True"]),
+    ],
+)
+def test_settings_that_plans_do_not_know_are_named(
+    options: dict[str, Any], names: list[str]
+) -> None:
+    found = setting(**options).unplanned
+    assert len(found) == len(names)
+    assert all(name in said for name, said in zip(names, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_and_a_choice_say_which_settings_they_do_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = MixedPrecision(reduce_dtype="bf16")
+    strategy = ShardedDP("full_shard", plan_only="A100-80", mixed_precision=unknown)
+    module = TinyGpt()
+    module.example_input_array = torch.zeros(1, 6, dtype=torch.long)
+    dry_trainer(strategy).fit(module)
+    said = "does not know MixedPrecision(reduce_dtype=torch.bfloat16)"
+    assert f"The plan {said}: memory and time are those without." in capsys.readouterr().out
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert said in choose_strategy(module, setting(mixed_precision=unknown)).reason
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shardeddp import ConfigurationError, ReshardSchedule, ShardedDP, StepMonitor
+from shardeddp import ConfigurationError, MixedPrecision, ReshardSchedule, ShardedDP, StepMonitor
 from shardeddp.comm.step_clock import PARTS, HostTimer
 from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
@@ -539,6 +539,19 @@ def test_traces_have_the_whole_name_of_their_path(tmp_path: Path) -> None:
     for name in ("run.v1", "run.v2.json"):
         fit(monitor=StepMonitor(tmp_path / name), max_steps=2)
     assert {it.name for it in tmp_path.iterdir()} == {"run.v1.rank0.json", "run.v2.rank0.json"}
+
+
+@on_ranks(1)
+def test_a_record_has_no_plan_that_is_not_of_the_run(tmp_path: Path) -> None:
+    unknown = MixedPrecision(reduce_dtype="bfloat16")
+    monitor = StepMonitor(record=tmp_path / "run.json")
+    strategy = ShardedDP(auto_wrap_policy={Block}, mixed_precision=unknown)
+    trainer = make_trainer(strategy, callbacks=[monitor], max_steps=3)
+    with pytest.warns(
+        UserWarning, match=r"not written: the plan does not know MixedPrecision\(red"
+    ):
+        trainer.fit(Takes(), token_loader(16))
+    assert not (tmp_path / "run.json").exists()
 
 
 def printed() -> tuple[str, list[str]]:

@@ -34,6 +34,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
+    RunSetting,
     detached,
     gpu_at,
     memory_at,
@@ -181,6 +182,7 @@ class StepMonitor(Callback):
         self._bare: WeakKeyDictionary[LightningModule, Any] = WeakKeyDictionary()
         self._expected: Planned | None = None
         self._note = ""  # reason why figures are missing
+        self._unplanned = ""  # settings that the prediction does not know
         self._gpu: str | None = None
 
     @override
@@ -334,7 +336,8 @@ class StepMonitor(Callback):
         """Predict the step and count the model's FLOPs, on rank 0."""
         strategy: Any = trainer.strategy
         self._gpu, self._expected, self._note = gpu_at(strategy.root_device), None, ""
-        options = strategy.options
+        setting: RunSetting = strategy.setting(trainer)
+        options, self._unplanned = strategy.options, ", ".join(setting.unplanned)
         bare = self._bare.get(trainer.lightning_module, _SHARDED_BEFORE)
         if isinstance(bare, str):
             self._note = bare
@@ -344,7 +347,7 @@ class StepMonitor(Callback):
                 bare,
                 batch,
                 ((options.sharding_strategy, options.sharding),),
-                strategy.setting(trainer),
+                setting,
                 self._gpu or ASSUMED_GPU,
                 gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
             ).best
@@ -380,6 +383,7 @@ class StepMonitor(Callback):
             else None,
             sent_nbytes=totals.sent // totals.steps,
             expected=expected if self._gpu else None,
+            unplanned=self._unplanned,
             note=self._note
             or (f"no dense peak of this device ({device.type}) is known" if peak is None else ""),
         )
@@ -462,8 +466,13 @@ class StepMonitor(Callback):
     def _write_record(self, report: StepReport, trainer: Trainer) -> None:
         if self._record is None:
             return
-        if self._expected is None:
-            rank_zero_warn(f"StepMonitor: {self._record} was not written: {self._note}")
+        if self._expected is None or self._unplanned:
+            why = (
+                self._note
+                if self._expected is None
+                else f"the plan does not know {self._unplanned}"
+            )
+            rank_zero_warn(f"StepMonitor: {self._record} was not written: {why}")
             return
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         gathers, reductions = (
