@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardeddp import ActivationCheckpointing, MixedPrecision, ShardedDP, TokenDispatch
 from shardeddp.checkpoint.random_state import capture_random_state
@@ -19,6 +20,7 @@ from shardeddp.config import candidates, choose_sharding, parse_options
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import planning as module
+from shardeddp.lightning import private
 from shardeddp.lightning.planning import (
     RunSetting,
     by_states,
@@ -370,6 +372,37 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     assert {it.micro_batch for it in choices} == {1, 2, 4}
     assert {(it.forward_prefetch, it.backward_prefetch) for it in choices} == {(2, 0)}
     assert "forward_prefetch: 2\n      backward_prefetch: 0\n" in text
+
+
+class Unpacks(TinyGpt):
+    """Takes its tokens out of what the loader has."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> torch.Tensor:
+        """The tokens, where a Trainer trains."""
+        assert self.trainer.training
+        return batch["tokens"]
+
+
+class Cuts(LightningDataModule):
+    """Cuts sequences before a module gets them."""
+
+    def train_dataloader(self) -> Any:
+        """One batch of one sample."""
+        samples: Any = [{"tokens": torch.zeros(9, dtype=torch.long)}]
+        return DataLoader(samples)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Its first six tokens."""
+        return {"tokens": batch["tokens"][:, :6]}
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_plans_the_batch_that_hooks_make_of_that_of_the_loader() -> None:
+    strategy, module = ShardedDP(plan_only="A100-80"), Unpacks()
+    dry_trainer(strategy).fit(module, datamodule=Cuts())
+    assert strategy.planned is not None
+    assert strategy.planned.best.tokens == 2 * 6
+    assert private.trainer_of(module) is None
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")

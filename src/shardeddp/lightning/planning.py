@@ -286,7 +286,9 @@ class PlanLauncher:
             )
         given = signature(function).bind(*args, **kwargs).arguments
         module: LightningModule = given["model"] or self._strategy.lightning_module
-        batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
+        batch = _first_batch(
+            module, given.get("train_dataloaders"), given.get("datamodule"), trainer
+        )
         setting: RunSetting = self._strategy.setting(trainer)
         options = setting.options
         plan, note = plan_of_run(
@@ -359,8 +361,11 @@ def plan_of_run(
     return plan, [*own, "", *lines]
 
 
-def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
-    """Return the first training batch of a run, or without loaders the module's example input."""
+def _first_batch(module: LightningModule, loaders: Any, datamodule: Any, trainer: Trainer) -> Any:
+    """Return the first training batch of a run, or without loaders the module's example input.
+
+    The hooks that move a batch to a device have changed it, as they do for a training.
+    """
     if isinstance(loaders, LightningDataModule):
         loaders, datamodule = None, loaders
     try:
@@ -371,12 +376,12 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
             loaders = source.train_dataloader()
         if loaders is not None:
             batch, _, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
-            return batch
+            return _moved(batch, module, datamodule, trainer)
     except Exception as error:
         raise ConfigurationError(
             f"plan_only: the shapes of a batch come from the first one of the training data, and "
-            f"making it failed ({type(error).__name__}: {error}). Pass a loader to fit(), or set "
-            f"example_input_array and pass none"
+            f"making it, or a hook such as on_after_batch_transfer, failed ({type(error).__name__}: "
+            f"{error}). Pass a loader to fit(), or set example_input_array and pass none"
         ) from error
     example = module.example_input_array
     if example is None:
@@ -385,6 +390,22 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
             f"{type(module).__name__}.example_input_array"
         )
     return example
+
+
+def _moved(batch: Any, module: LightningModule, datamodule: Any, trainer: Trainer) -> Any:
+    """Call the hooks that move a batch to the host; those of the data module come first."""
+    former, module.trainer = private.trainer_of(module), trainer
+    try:
+        for name, *given in (
+            ("on_before_batch_transfer", 0),
+            ("transfer_batch_to_device", torch.device("cpu"), 0),
+            ("on_after_batch_transfer", 0),
+        ):
+            has_own = datamodule is not None and is_overridden(name, datamodule)
+            batch = getattr(datamodule if has_own else module, name)(batch, *given)
+        return batch
+    finally:
+        module.trainer = former
 
 
 # -- choice of a sharding strategy
