@@ -435,7 +435,8 @@ default_store: Callable[[], dist.Store] = _private(
 )
 
 
-_new_group: Any = _private("torch.distributed.distributed_c10d:_new_process_group_helper")
+make_group = PatchPoint("torch.distributed.distributed_c10d:_new_process_group_helper")
+"""Makes every process group, whatever function is called for one."""
 
 
 def new_group_of_its_ranks(
@@ -455,7 +456,7 @@ def new_group_of_its_ranks(
     """
     default: Any = dist.group.WORLD
     default_backend, store = _world.pg_map[default]
-    group, _ = _new_group(
+    group, _ = make_group.current(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),

@@ -84,9 +84,12 @@ def test_the_text_goes_on_with_what_is_held_and_what_was_planned(world: Worlds, 
     [
         MemoryError(),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_want_of_memory_on_the_host_is_explained_too(world: Worlds, error: BaseException) -> None:
+def test_want_of_memory_on_the_host_and_of_libraries_is_explained_too(
+    world: Worlds, error: BaseException
+) -> None:
     for text, *_ in world(1).run(told, "forward", error):
         assert "main shards" in text
         assert text.startswith(str(error))

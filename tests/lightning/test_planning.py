@@ -1,20 +1,26 @@
 """Plans of a run: `ShardedDP.plan`, a dry run instead of training, and the strategy that `auto` chooses."""
 
 import json
-from dataclasses import replace
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
-from shardeddp import MixedPrecision, ShardedDP, TokenDispatch
+from shardeddp import ActivationCheckpointing, MixedPrecision, ShardedDP, TokenDispatch
+from shardeddp.checkpoint.random_state import capture_random_state
 from shardeddp.config import candidates, choose_sharding, parse_options
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import planning as module
+from shardeddp.lightning import private
 from shardeddp.lightning.planning import (
     RunSetting,
     by_states,
@@ -24,18 +30,19 @@ from shardeddp.lightning.planning import (
     planned_precision,
     resized,
 )
-from shardeddp.plan.hardware import GPUS, Cluster, find_gpu
+from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.search import Planned
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
 ]
 
+CPU = torch.device("cpu")
 PLANNED: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 6, "micro_batches": (2,)}
 
 
@@ -242,6 +249,84 @@ def test_units_that_are_gathered_ahead_take_memory_and_hide_gathers() -> None:
     assert "      backward_prefetch: 2\n" in two.choice.yaml(CLUSTER)
 
 
+# -- no effects on the run
+
+
+class Draws(TinyGpt):
+    """A step that draws numbers on the host."""
+
+    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+        """The loss, after some draws."""
+        random.random()
+        np.random.rand()
+        torch.manual_seed(7)
+        return self.loss(batch)
+
+
+def test_a_plan_draws_no_random_numbers_of_the_run() -> None:
+    def states() -> list[bytes]:
+        return [it.numpy().tobytes() for it in capture_random_state(CPU).values()]
+
+    module = Draws()
+    before = states()
+    plan_whole(module)
+    assert states() == before
+
+
+def plan_whole(module: TinyGpt) -> Planned:
+    """A plan of two samples a rank, with the process group that there is."""
+    pair = "full_shard", choose_sharding("full_shard")
+    batch = torch.zeros(2, 6, dtype=torch.long)
+    return plan_as_set(module, batch, [pair], setting("cpu"), "A100-80").best
+
+
+KEPT = torch.ones(1)
+COMMUNICATES: dict[str, Callable[[], object]] = {
+    "constant": lambda: dist.all_reduce(torch.tensor(3.0)),
+    "object": lambda: dist.broadcast_object_list([1], 0),
+    "barrier": dist.barrier,
+    "kept": lambda: dist.all_reduce(KEPT),
+    "group": lambda: dist.new_group([0]),
+}
+
+
+class Communicates(TinyGpt):
+    """Reaches the other ranks in a hook."""
+
+    def __init__(self, hook: str, kind: str) -> None:
+        super().__init__()
+        self._hook, self._kind = hook, kind
+
+    def configure_model(self) -> None:
+        """Waits for the others, perhaps."""
+        if self._hook == "configure_model":
+            COMMUNICATES[self._kind]()
+
+    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+        """The loss, after a word with the others, perhaps."""
+        if self._hook == "training_step":
+            COMMUNICATES[self._kind]()
+        return self.loss(batch)
+
+
+@on_ranks(2)
+def test_a_rank_that_plans_issues_no_collective_of_the_user() -> None:
+    if dist.get_rank() == 0:
+        for kind in ("constant", "object"):
+            assert plan_whole(Communicates("training_step", kind)).fits
+        for hook, kind, said in (
+            ("configure_model", "barrier", r"communicates \(c10d::barrier\)"),
+            ("configure_model", "group", r"communicates \(new_group\)"),
+            ("training_step", "group", r"communicates \(new_group\)"),
+            ("training_step", "kept", "with a tensor that was made outside of it"),
+        ):
+            with pytest.raises(ConfigurationError, match=said):
+                plan_whole(Communicates(hook, kind))
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    assert total == 3, "the first collective of both ranks"
+
+
 # -- dry run
 
 
@@ -287,6 +372,37 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     assert {it.micro_batch for it in choices} == {1, 2, 4}
     assert {(it.forward_prefetch, it.backward_prefetch) for it in choices} == {(2, 0)}
     assert "forward_prefetch: 2\n      backward_prefetch: 0\n" in text
+
+
+class Unpacks(TinyGpt):
+    """Takes its tokens out of what the loader has."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> torch.Tensor:
+        """The tokens, where a Trainer trains."""
+        assert self.trainer.training
+        return batch["tokens"]
+
+
+class Cuts(LightningDataModule):
+    """Cuts sequences before a module gets them."""
+
+    def train_dataloader(self) -> Any:
+        """One batch of one sample."""
+        samples: Any = [{"tokens": torch.zeros(9, dtype=torch.long)}]
+        return DataLoader(samples)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Its first six tokens."""
+        return {"tokens": batch["tokens"][:, :6]}
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_plans_the_batch_that_hooks_make_of_that_of_the_loader() -> None:
+    strategy, module = ShardedDP(plan_only="A100-80"), Unpacks()
+    dry_trainer(strategy).fit(module, datamodule=Cuts())
+    assert strategy.planned is not None
+    assert strategy.planned.best.tokens == 2 * 6
+    assert private.trainer_of(module) is None
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
@@ -401,14 +517,14 @@ def test_without_a_plan_as_many_ranks_share_a_model_as_need_no_network() -> None
     ]
 
 
-@pytest.mark.parametrize(("memory", "size"), [(80 * 10**9, 2), (10**9, 8)])
+@pytest.mark.parametrize(("memory", "size"), [(180 * 10**9, 2), (10**9, 8)])
 def test_by_the_plan_the_fastest_shard_size_that_fits_is_taken(
     monkeypatch: pytest.MonkeyPatch, memory: int, size: int
 ) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: Device("NVIDIA B200", memory)
     )
-    monkeypatch.setitem(GPUS, "B200", replace(GPUS["B200"], memory_gb=memory / 1e9))
+    monkeypatch.setattr("shardeddp.lightning.planning.gpu_at", lambda _: "B200")
     module = TinyGpt()
     module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
     chosen = choose_shard_size(module, setting(**AUTO_SIZE), 4)
@@ -535,8 +651,65 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         "16-true",
         "64-true",
     ]
-    for dtype, name in (("bf16", "bf16"), ("fp16", "fp16"), ("float32", "32-true")):
+    for dtype, name in (
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("float32", "32-true"),
+        ("float64", "torch.float64"),
+    ):
         assert planned_precision("32-true", MixedPrecision(param_dtype=dtype)) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"mixed_precision": MixedPrecision(param_dtype="bf16", reduce_dtype="fp32")}, []),
+        (
+            {"mixed_precision": MixedPrecision(reduce_dtype="bf16", keep_fp32=["LayerNorm"])},
+            ["reduce_dtype=torch.bfloat16", "keep_fp32=('LayerNorm',)"],
+        ),
+        ({"activation_checkpointing": "auto"}, []),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(modules=NamePolicy(["blocks.*"]))},
+            [],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(save_ops=["attention", "matmul"])},
+            [],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(modules={"Linear"}, every=2)},
+            ["modules=", "every=2"],
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(save_ops="mm", cpu_offload=True)},
+            ["save_ops='mm'", "cpu_offload=True"],
+        ),
+        ({"uneven_units": True}, ["uneven_units=True"]),
+    ],
+)
+def test_settings_that_plans_do_not_know_are_named(
+    options: dict[str, Any], names: list[str]
+) -> None:
+    found = setting(**options).unplanned
+    assert len(found) == len(names)
+    assert all(name in said for name, said in zip(names, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_and_a_choice_say_which_settings_they_do_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = MixedPrecision(reduce_dtype="bf16")
+    strategy = ShardedDP("full_shard", plan_only="A100-80", mixed_precision=unknown)
+    module = TinyGpt()
+    module.example_input_array = torch.zeros(1, 6, dtype=torch.long)
+    dry_trainer(strategy).fit(module)
+    said = "does not know MixedPrecision(reduce_dtype=torch.bfloat16)"
+    assert f"The plan {said}: memory and time are those without." in capsys.readouterr().out
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert said in choose_strategy(module, setting(mixed_precision=unknown)).reason
 
 
 @pytest.mark.parametrize(

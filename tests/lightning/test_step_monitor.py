@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shardeddp import ConfigurationError, ShardedDP, StepMonitor
+from shardeddp import ConfigurationError, MixedPrecision, ReshardSchedule, ShardedDP, StepMonitor
 from shardeddp.comm.step_clock import PARTS, HostTimer
 from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
@@ -52,6 +53,16 @@ class Takes(TinyGpt):
         """A loss that nobody looks at."""
         self.spend("evaluation")
         self.loss(batch)
+
+    def on_validation_model_eval(self) -> None:
+        """Before callbacks hear of a validation."""
+        self.spend("evaluation")
+        super().on_validation_model_eval()
+
+    def on_validation_model_train(self) -> None:
+        """After callbacks have heard of its end."""
+        self.spend("evaluation")
+        super().on_validation_model_train()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """After backward."""
@@ -268,6 +279,24 @@ def test_checkpoints_are_a_part(world: Worlds, tmp_path: Path) -> None:
         assert report.parts["checkpoint"] > report.parts["data"] > 0
 
 
+class Exchanges(Takes):
+    """Sends much in its validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Hear of the others."""
+        self.all_gather(torch.zeros(1000))
+
+
+def sent_with_validation(every: int) -> int:
+    loaders = {"val": token_loader(8), "val_check_interval": every} if every else {}
+    return fit(task=Exchanges(), max_steps=4, **loaders).sent_nbytes
+
+
+def test_bytes_of_a_step_are_those_of_training_alone(world: Worlds) -> None:
+    without, with_validation = (world(2).run(sent_with_validation, it)[0] for it in (0, 2))
+    assert without == with_validation
+
+
 # -- Runs
 
 
@@ -330,6 +359,65 @@ def test_manual_optimization_has_the_same_parts() -> None:
     report = fit_between_watches(task=Manual())
     assert report.parts["optimizer"] > 0
     assert report.parts["compute"] > report.parts["rest"]
+
+
+def resharded(file: str) -> StepReport:
+    return fit(
+        monitor=StepMonitor(record=file),
+        callbacks=(ReshardSchedule({1: "no_shard"}),),
+        max_steps=6,
+    )
+
+
+def without_shards() -> StepReport:
+    return fit("no_shard", max_steps=2)
+
+
+def test_a_report_after_a_reshard_is_of_the_steps_of_the_new_strategy(
+    world: Worlds, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.json"
+    report = world(2).run(resharded, str(file))[0]
+    # The first step of the new strategy is left out, and the next one: the report is not told when.
+    assert report.steps == 6 - 1 - 2
+    assert report.sent_nbytes == world(2).run(without_shards)[0].sent_nbytes
+    assert read(file).name.startswith("Takes: no_shard over 1,")  # type: ignore[union-attr]
+
+
+@on_ranks(1)
+def test_flops_are_those_of_the_module_that_is_trained() -> None:
+    def flops(task: LightningModule) -> float:
+        report = fit(task=task, monitor=monitor, max_steps=2)
+        assert report.model_flops_per_s is not None, report.note
+        return report.model_flops_per_s * report.seconds
+
+    monitor, small, large = StepMonitor(), TinyGpt(), TinyGpt(dim=16)
+    first = flops(small)
+    assert flops(large) > 2 * first
+    assert flops(small) == pytest.approx(first)
+    other = StepMonitor()
+    note = fit(task=small, monitor=other, max_steps=2).note
+    assert note.startswith("the module was sharded by an earlier run without this StepMonitor")
+
+
+@on_ranks(1)
+def test_a_second_monitor_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"expected one StepMonitor .* found 2"):
+        fit(callbacks=(StepMonitor(),))
+
+
+def of_batches_by_rank() -> tuple[StepReport, int]:
+    size = 4 - 2 * dist.get_rank()
+    tokens = torch.randint(11, (20 * size, 6 - dist.get_rank()))
+    loader = DataLoader(tokens, batch_size=size)  # type: ignore[arg-type]
+    return fit(loader=loader, max_steps=8, use_distributed_sampler=False), size
+
+
+def test_rates_of_all_ranks_are_sums_over_ranks(world: Worlds) -> None:
+    for report, _ in world(2).run(of_batches_by_rank):
+        assert report.samples_per_s * report.seconds == pytest.approx(4 + 2)
+        assert report.tokens_per_s is not None
+        assert report.tokens_per_s * report.seconds == pytest.approx(4 * 6 + 2 * 5)
 
 
 # -- What people get
@@ -401,6 +489,69 @@ def test_a_run_that_cannot_be_planned_records_nothing_and_says_why(tmp_path: Pat
     with pytest.warns(UserWarning, match=r"run.json was not written: AsksTrainer does not run"):
         recorded(str(tmp_path), AsksTrainer())
     assert not (tmp_path / "runs").exists()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("option", ["record", "trace"])
+def test_a_file_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "is/run.rank0.json").mkdir(parents=True)
+    task = Takes()
+    for path in ("file/run.json", "is" if option == "record" else "is/run.json"):
+        monitor = StepMonitor(**{option: tmp_path / path})
+        with pytest.raises(ConfigurationError, match=rf"{option}=...\): expected a file that can"):
+            fit(task=task, monitor=monitor)
+    assert not task.losses
+
+
+class Spoils(Callback):
+    """Takes the place of a file during a training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_start(self, *_: Any) -> None:
+        """Make a folder of that name."""
+        self._path.mkdir()
+
+
+@on_ranks(1)
+def test_a_file_that_cannot_be_written_any_more_is_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with pytest.warns(UserWarning, match=r"run.json'\) was not written: IsADirectoryError"):
+        report = fit(monitor=StepMonitor(record=path), callbacks=(Spoils(path),), max_steps=3)
+    assert report.steps == 2
+
+
+@on_ranks(1)
+def test_a_training_of_one_step_says_that_nothing_is_reported() -> None:
+    with (
+        pytest.warns(UserWarning, match="nothing to report or to write: of 1 steps"),
+        pytest.raises(AssertionError),
+    ):
+        fit(max_steps=1)
+
+
+@on_ranks(1)
+def test_traces_have_the_whole_name_of_their_path(tmp_path: Path) -> None:
+    for name in ("run.v1", "run.v2.json"):
+        fit(monitor=StepMonitor(tmp_path / name), max_steps=2)
+    assert {it.name for it in tmp_path.iterdir()} == {"run.v1.rank0.json", "run.v2.rank0.json"}
+
+
+@on_ranks(1)
+def test_a_record_has_no_plan_that_is_not_of_the_run(tmp_path: Path) -> None:
+    unknown = MixedPrecision(reduce_dtype="bfloat16")
+    monitor = StepMonitor(record=tmp_path / "run.json")
+    strategy = ShardedDP(auto_wrap_policy={Block}, mixed_precision=unknown)
+    trainer = make_trainer(strategy, callbacks=[monitor], max_steps=3)
+    with pytest.warns(
+        UserWarning, match=r"not written: the plan does not know MixedPrecision\(red"
+    ):
+        trainer.fit(Takes(), token_loader(16))
+    assert not (tmp_path / "run.json").exists()
 
 
 def printed() -> tuple[str, list[str]]:

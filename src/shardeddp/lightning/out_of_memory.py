@@ -18,7 +18,8 @@ from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole
 
-_SIGNS = ("not enough memory", "can't allocate memory", "out of memory")
+# The last is of libraries of CUDA and ROCm: CUBLAS_STATUS_ALLOC_FAILED and others.
+_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "_ALLOC_FAILED")
 _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
 
 

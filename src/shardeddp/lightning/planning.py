@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from typing import Any, cast
@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
+from typing_extensions import override
 
+from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
 from shardeddp.config import AUTO, MixedPrecision, Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -41,8 +43,11 @@ from shardeddp.planner.source import (
     tokens_of,
     without_weights,
 )
-from shardeddp.wrap import build_units
+from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
+from shardeddp.wrap import Policy, PolicyLike, build_units, resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
+
+_DIFFERS = "memory and time are those without"
 
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""
@@ -66,6 +71,23 @@ class RunSetting:
         """Recomputation by the planner's name."""
         asked = self.options.activation_checkpointing
         return "none" if asked is None else "selective" if asked.save_ops else "full"
+
+    @property
+    def unplanned(self) -> list[str]:
+        """Settings that plans do not know, as they are written."""
+        found = ["uneven_units=True"] if self.options.uneven_units else []
+        known = ["param_dtype"]
+        if (dtypes := self.options.mixed_precision) is not None:
+            known += ["reduce_dtype"] if dtypes.reduce_dtype is torch.float32 else []
+            found += _changed(dtypes, known)
+        if (recompute := self.options.activation_checkpointing) is not None:
+            kept = recompute.save_ops
+            if not kept or (isinstance(kept, Sequence) and {*kept} == _SELECTIVE):
+                known.append("save_ops")
+            if _are_units(recompute.modules, self.options.auto_wrap_policy):
+                known.append("modules")
+            found += _changed(recompute, known)
+        return found
 
     @property
     def offload(self) -> str:
@@ -113,6 +135,28 @@ class RunSetting:
         return found
 
 
+_SELECTIVE = {"matmul", "attention"}
+"""Operations whose results planned selective checkpointing keeps."""
+
+
+def _changed(options: Any, known: Sequence[str]) -> list[str]:
+    """Return fields of a dataclass that differ from the defaults, ``Class(name=value)``."""
+    return [
+        f"{type(options).__name__}({it.name}={vars(options)[it.name]!r})"
+        for it in fields(options)
+        if it.name not in known and vars(options)[it.name] != it.default
+    ]
+
+
+def _are_units(modules: PolicyLike, units: Policy) -> bool:
+    """Return whether modules to recompute are chosen as units are; plans recompute units."""
+    chosen = resolve_policy(modules)
+    return any(
+        type(chosen) is type(it) and vars(chosen) == vars(it)
+        for it in (resolve_policy(AUTO), units)
+    )
+
+
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
     """Return the planner's name of a precision, or the name of one that it cannot plan.
 
@@ -120,8 +164,8 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
     """
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
     if dtype is not None:
-        found = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return found.get(cast("torch.dtype", dtype), "32-true")
+        found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "32-true"}
+        return found.get(cast("torch.dtype", dtype), str(dtype))
     return str(precision)
 
 
@@ -139,6 +183,43 @@ def detached(module: LightningModule) -> Generator[None]:
             part.trainer = trainer
 
 
+# -- no effects on the run
+
+
+class _OwnRank(DispatchMode):
+    """Mode that refuses collectives on real tensors: one rank plans, and no other takes part."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and not any(
+            isinstance(it, FakeTensor) for it in pytree.tree_leaves((args, kwargs))
+        ):
+            _refuse_communication(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_communication(name: str) -> None:
+    raise ConfigurationError(
+        f"the model cannot be planned because its code communicates ({name}), and no other rank "
+        f"takes part in a plan. Leave that out of configure_model and training_step, or do it in "
+        f"setup"
+    )
+
+
+@contextmanager
+def _on_own_rank(device: torch.device) -> Generator[None]:
+    """Run the user's code on one rank alone: it communicates with no other, and draws no numbers."""
+    used = device if torch.cuda.is_initialized() else torch.device("cpu")
+    state, make = capture_random_state(used), make_group.current
+    make_group.replace(lambda *_, **__: _refuse_communication("new_group"))
+    try:
+        with _OwnRank():
+            yield
+    finally:
+        make_group.replace(make)
+        restore_random_state(state, used)
+
+
 # -- a batch of another size
 
 
@@ -154,7 +235,7 @@ def _plan_with(
 ) -> Plan:
     """Plan for the ranks, batch and units of a run; ``options`` go to :func:`make_plan`."""
     axes = setting.axes
-    with detached(module):
+    with detached(module), _on_own_rank(setting.device):
         return make_plan(
             module,
             gpu=gpu,
@@ -205,7 +286,9 @@ class PlanLauncher:
             )
         given = signature(function).bind(*args, **kwargs).arguments
         module: LightningModule = given["model"] or self._strategy.lightning_module
-        batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
+        batch = _first_batch(
+            module, given.get("train_dataloaders"), given.get("datamodule"), trainer
+        )
         setting: RunSetting = self._strategy.setting(trainer)
         options = setting.options
         plan, note = plan_of_run(
@@ -237,15 +320,15 @@ def plan_of_run(
     nothing.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
-    figures: dict[str, float | None] = {}
+    figures: dict[str, float] = {}
     if gpu is None and setting.device.type == "cuda":
-        gpu, found = gpu_at(setting.device), torch.cuda.get_device_properties(setting.device)
+        gpu, figures = gpu_at(setting.device), memory_at(setting.device)
         if gpu is None:
+            found = torch.cuda.get_device_properties(setting.device)
             raise ConfigurationError(
                 f"plan_only=True: the planner has no figures of the GPU {found.name!r}. Say a similar "
                 f"one: plan_only='A100-80', of {', '.join(GPUS)}"
             )
-        figures["memory_gb"] = found.total_memory / 1e9
     elif gpu is None:
         gpu = ASSUMED_GPU
         lines.insert(
@@ -264,6 +347,8 @@ def plan_of_run(
         micro_batches=sorted(sizes),
     )
     own: list[str] = []
+    if setting.unplanned:
+        lines.append(f"The plan does not know {', '.join(setting.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
         it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
@@ -276,8 +361,11 @@ def plan_of_run(
     return plan, [*own, "", *lines]
 
 
-def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
-    """Return the first training batch of a run, or without loaders the module's example input."""
+def _first_batch(module: LightningModule, loaders: Any, datamodule: Any, trainer: Trainer) -> Any:
+    """Return the first training batch of a run, or without loaders the module's example input.
+
+    The hooks that move a batch to a device have changed it, as they do for a training.
+    """
     if isinstance(loaders, LightningDataModule):
         loaders, datamodule = None, loaders
     try:
@@ -288,12 +376,12 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
             loaders = source.train_dataloader()
         if loaders is not None:
             batch, _, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
-            return batch
+            return _moved(batch, module, datamodule, trainer)
     except Exception as error:
         raise ConfigurationError(
             f"plan_only: the shapes of a batch come from the first one of the training data, and "
-            f"making it failed ({type(error).__name__}: {error}). Pass a loader to fit(), or set "
-            f"example_input_array and pass none"
+            f"making it, or a hook such as on_after_batch_transfer, failed ({type(error).__name__}: "
+            f"{error}). Pass a loader to fit(), or set example_input_array and pass none"
         ) from error
     example = module.example_input_array
     if example is None:
@@ -302,6 +390,22 @@ def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
             f"{type(module).__name__}.example_input_array"
         )
     return example
+
+
+def _moved(batch: Any, module: LightningModule, datamodule: Any, trainer: Trainer) -> Any:
+    """Call the hooks that move a batch to the host; those of the data module come first."""
+    former, module.trainer = private.trainer_of(module), trainer
+    try:
+        for name, *given in (
+            ("on_before_batch_transfer", 0),
+            ("transfer_batch_to_device", torch.device("cpu"), 0),
+            ("on_after_batch_transfer", 0),
+        ):
+            has_own = datamodule is not None and is_overridden(name, datamodule)
+            batch = getattr(datamodule if has_own else module, name)(batch, *given)
+        return batch
+    finally:
+        module.trainer = former
 
 
 # -- choice of a sharding strategy
@@ -327,6 +431,11 @@ def gpu_at(device: torch.device) -> str | None:
         return None
     found = torch.cuda.get_device_properties(device)
     return gpu_of_device(found.name, found.total_memory)
+
+
+def memory_at(device: torch.device) -> dict[str, float]:
+    """Return the memory of a rank's GPU, which replaces that of the planner's table."""
+    return {"memory_gb": torch.cuda.get_device_properties(device).total_memory / 1e9}
 
 
 def choose_on_rank_zero(
@@ -396,7 +505,7 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
         gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
-        with torch.device("meta"), detached(module):
+        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
             bare = configured(without_weights(module))
         return by_states(bare, candidates, setting, found.total_memory, note)
     except ConfigurationError as error:
@@ -416,24 +525,28 @@ def _fastest(
     if gpu is None or module is None or module.example_input_array is None:
         return None, ""
     try:
-        plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+        example, figures = module.example_input_array, memory_at(setting.device)
+        plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
     except ConfigurationError as error:
         return None, f"; its step could not be planned: {str(error)[:80]}"
     best = plan.best.choice
     chosen = Chosen(
-        sharding_strategy=best.strategy, shard_size=best.shard_size, reason=_reason(plan, gpu)
+        sharding_strategy=best.strategy,
+        shard_size=best.shard_size,
+        reason=_reason(plan, gpu, setting),
     )
     return chosen, ""
 
 
-def _reason(plan: Plan, gpu: str) -> str:
+def _reason(plan: Plan, gpu: str, setting: RunSetting) -> str:
     best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
+    without = f", which does not know {', '.join(setting.unplanned)}" if setting.unplanned else ""
     return (
-        f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
+        f"the fastest that fits {machines} by the plan{without} ({needs}, {best.step.total:.3g} s)"
         if best.fits
-        else f"the least memory of all, none of which fits {machines} by the plan ({needs})"
+        else f"the least memory of all, none of which fits {machines} by the plan{without} ({needs})"
     )
 
 

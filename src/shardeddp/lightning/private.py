@@ -12,6 +12,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
@@ -170,6 +171,23 @@ def surround_fetches(
         after()
 
     return _patched(loop, _on_before_fetch=begin, _on_after_fetch=end)
+
+
+def surround_validation(
+    trainer: Any, context: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Run the validation of a fit, with all of its hooks, inside a context.
+
+    Returns:
+        Function that undoes it.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+
+    def run() -> Any:
+        with context():
+            return type(loop).run(loop)
+
+    return _patched(loop, run=run)
 
 
 def accumulates(loop: Any) -> bool:
@@ -457,6 +475,7 @@ _ATTRIBUTES = {
 # Functions called by this package, with the parameters in use.
 _CALLED = (
     (_FIT, "_should_accumulate", ""),
+    (_EVALUATION, "run", ""),  # replaced; its decorator takes and passes on all arguments
     (_SIGNALS, "_register_signal", "signum handlers"),
     (_MODEL_CHECKPOINT, "_find_last_checkpoints", "trainer"),
     (_MODEL_CHECKPOINT, "_monitor_candidates", "trainer"),

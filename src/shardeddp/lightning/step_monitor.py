@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from typing_extensions import override
@@ -25,13 +28,16 @@ from shardeddp.lightning.api import (
     LightningModule,
     Trainer,
     log_interval,
+    rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
+    RunSetting,
     detached,
     gpu_at,
+    memory_at,
     plan_as_set,
     samples_of,
     tokens_of,
@@ -57,6 +63,8 @@ class _Totals:
     samples: int = 0
     tokens: int = 0
     sent: int = 0
+    of_all: tuple[float, float] = 0.0, 0.0
+    """Samples and tokens of all ranks."""
     own: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """Seconds of data and of compute, by step."""
 
@@ -78,6 +86,7 @@ class _Totals:
         for key, took in other.seconds.items():
             self._spend(*key, took)
         self.slower += other.slower
+        self.of_all = self.of_all[0] + other.of_all[0], self.of_all[1] + other.of_all[1]
         self._count(other.samples, other.tokens, other.sent)
 
     def _spend(self, part: str, unit: str, seconds: float) -> None:
@@ -88,11 +97,10 @@ class _Totals:
         self.tokens += tokens
         self.sent += sent
 
-    def typical(self) -> tuple[float, float]:
-        """Return the median seconds of data and of compute per step; zeros without steps."""
-        if not self.own:
-            return 0.0, 0.0
-        return median(data for data, _ in self.own), median(compute for _, compute in self.own)
+    def described(self) -> list[float]:
+        """Return the median seconds of data and of compute per step, samples and tokens."""
+        times = [median(it) for it in zip(*self.own, strict=True)] or [0.0, 0.0]
+        return [*times, self.samples, self.tokens]
 
     def means(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """Return mean seconds per step by part, and by part and unit for gathers and reductions."""
@@ -114,7 +122,7 @@ class _Fit:
 
     mesh: Mesh
     clock: StepClock
-    undo: Callable[[], None]
+    undo: ExitStack
     step: int
     """``trainer.global_step`` at the end of the last step."""
     logged: int
@@ -130,8 +138,8 @@ class _Fit:
     since_log: _Totals = field(default_factory=_Totals)
     all: _Totals = field(default_factory=_Totals)
     stragglers: Stragglers = field(default_factory=Stragglers)
-    is_warm: bool = False
-    """True after the first step, which is left out: it allocates, compiles and agrees."""
+    cold: int = 1
+    """Steps to leave out: the first, and those around a reshard. They allocate, compile and agree."""
 
 
 # -- StepMonitor
@@ -150,6 +158,7 @@ class StepMonitor(Callback):
     get them as ``shardeddp/step/...`` every ``log_every_n_steps``. The progress bar shows the
     throughput, and a table is printed at the end of training. A slow rank is reported once.
     Evaluation and the first step are left out. No step waits for the device or for other ranks.
+    After a reshard all figures begin anew.
 
     Args:
         trace: Path for a trace of each rank's last ten steps, written at the end of training, for
@@ -169,9 +178,11 @@ class StepMonitor(Callback):
         self._record = None if record is None else Path(record)
         self._last: deque[list[Span]] = deque(maxlen=10)
         self._fit: _Fit | None = None
-        self._bare: Any = None  # the module without weights and shards
+        # Copies without weights and shards, or the reason why there is none, by module.
+        self._bare: WeakKeyDictionary[LightningModule, Any] = WeakKeyDictionary()
         self._expected: Planned | None = None
         self._note = ""  # reason why figures are missing
+        self._unplanned = ""  # settings that the prediction does not know
         self._gpu: str | None = None
 
     @override
@@ -182,10 +193,24 @@ class StepMonitor(Callback):
                 f"StepMonitor measures steps of ShardedDP, found {type(trainer.strategy).__name__}. Use "
                 f"Trainer(strategy=ShardedDP(...)), or take StepMonitor out of the callbacks"
             )
-        if stage == "fit" and trainer.is_global_zero and runtime_of(pl_module) is None:
-            self._bare = None
-            with suppress(ConfigurationError), detached(pl_module):
-                self._bare = without_weights(pl_module)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if (count := sum(isinstance(it, StepMonitor) for it in callbacks)) > 1:
+            raise ConfigurationError(
+                f"expected one StepMonitor among the callbacks, found {count}: a run has one "
+                f"clock. StepMonitor(trace=..., record=...) writes both"
+            )
+        if stage != "fit":
+            return
+        if trainer.is_global_zero and runtime_of(pl_module) is None:
+            try:
+                with detached(pl_module):
+                    self._bare[pl_module] = without_weights(pl_module)
+            except ConfigurationError as error:
+                self._bare[pl_module] = _reason(error)
+        if trainer.is_global_zero and self._record is not None:
+            _check_writable("record", self._record)
+        if self._trace is not None:
+            _check_writable("trace", _trace_of(self._trace, trainer.global_rank))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -193,9 +218,13 @@ class StepMonitor(Callback):
         self._stop()
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         clock = StepClock(timer_of(mesh.device))
-        undo = private.surround_fetches(
-            trainer, lambda: clock.during("data"), lambda: clock.__exit__()
+        undo = ExitStack()
+        undo.callback(
+            private.surround_fetches(
+                trainer, lambda: clock.during("data"), lambda: clock.__exit__()
+            )
         )
+        undo.callback(private.surround_validation(trainer, self._evaluation))
         self._fit = _Fit(
             mesh=mesh,
             clock=clock,
@@ -227,9 +256,9 @@ class StepMonitor(Callback):
         fit.counted[0] += samples
         fit.counted[1] += samples * tokens_of(batch)
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        is_resharded, fit.mesh = mesh is not fit.mesh, mesh
-        is_unplanned = not fit.is_warm and self._expected is None and not self._note
-        if trainer.is_global_zero and (is_resharded or is_unplanned):
+        if mesh is not fit.mesh:
+            self._begin_anew(fit, mesh)
+        if trainer.is_global_zero and self._expected is None and not self._note:
             self._plan(trainer, batch)
         if trainer.global_step != fit.step:
             fit.step = trainer.global_step
@@ -238,10 +267,25 @@ class StepMonitor(Callback):
             name, rate = self.report.throughput
             pl_module.log(name, rate, prog_bar=True, logger=False)
 
+    def _begin_anew(self, fit: _Fit, mesh: Mesh) -> None:
+        """Forget the steps so far, which were those of another strategy."""
+        rank_zero_info(
+            f"StepMonitor: the model was resharded after {fit.ended} steps, and the report is of "
+            f"those after it"
+        )
+        self._hear(fit)
+        # Steps that cannot be read yet, the one that ends now, and the first of the new strategy.
+        fit.cold, fit.mesh = len(fit.waiting) + 2, mesh
+        fit.window, fit.since_log, fit.all = _Totals(), _Totals(), _Totals()
+        self.report, self._expected, self._note = None, None, ""
+        self._last.clear()
+        if mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(mesh.device)
+
     def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
         fit.clock.end_step()
         sent = fit.mesh.sent_nbytes
-        fit.waiting.append((*fit.counted, max(0, sent - fit.sent)))  # pyright: ignore[reportArgumentType]
+        fit.waiting.append((*fit.counted, sent - fit.sent))  # pyright: ignore[reportArgumentType]
         fit.counted, fit.sent = [0, 0], sent
         self._take(fit)
         # Count ended steps, which are equal on all ranks; the number of readable steps may differ.
@@ -255,71 +299,82 @@ class StepMonitor(Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics(self.report.metrics(), step=fit.step)
         if fit.ended % WINDOW == 0:
-            fit.asked = fit.window, _send_times(fit.window.typical(), fit.mesh)
-            fit.window = _Totals()
+            self._ask(fit)
+
+    def _ask(self, fit: _Fit) -> None:
+        """Send what this rank has measured to the others, and begin a window."""
+        fit.asked, fit.window = (fit.window, _send(fit.window.described(), fit.mesh)), _Totals()
 
     def _take(self, fit: _Fit) -> None:
         for spans in fit.clock.take():
             counts = fit.waiting.popleft()
-            if fit.is_warm:
-                fit.window.add_step(spans, counts)
-                self._last.append(spans)
-            fit.is_warm = True
+            if fit.cold:
+                fit.cold -= 1
+                continue
+            fit.window.add_step(spans, counts)
+            self._last.append(spans)
 
-    def _hear(self, fit: _Fit) -> None:
+    def _hear(self, fit: _Fit, *, is_whole: bool = True) -> None:
         """Evaluate the step times of all ranks, which were sent one step ago."""
         if fit.asked is None:
             return
         (window, answer), fit.asked = fit.asked, None
-        numbers = answer.wait().view(torch.float32).view(-1, 2).tolist()
-        times = [(data, compute) for data, compute in numbers]
+        ranks = answer.wait().view(torch.float32).view(-1, 4).tolist()
+        times = [(data, compute) for data, compute, *_ in ranks]
         own = [*map(sum, times)]
+        topology = fit.mesh.topology
+        alike = topology.world_size // topology.data_size  # ranks with the same batches
+        window.of_all = sum(it[2] for it in ranks) / alike, sum(it[3] for it in ranks) / alike
         window.slower = window.steps * (max(own) - own[fit.mesh.rank])
         fit.since_log.add(window)
         fit.all.add(window)
-        if said := fit.stragglers.add(times):
+        if is_whole and (said := fit.stragglers.add(times)):
             rank_zero_warn(said)
         self.stragglers = fit.stragglers.named
 
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step and count the model's FLOPs, on rank 0."""
         strategy: Any = trainer.strategy
-        self._gpu = gpu_at(strategy.root_device)
-        options = strategy.options
-        if self._bare is None:
-            self._note = "the planner cannot plan this module"
+        self._gpu, self._expected, self._note = gpu_at(strategy.root_device), None, ""
+        setting: RunSetting = strategy.setting(trainer)
+        options, self._unplanned = strategy.options, ", ".join(setting.unplanned)
+        bare = self._bare.get(trainer.lightning_module, _SHARDED_BEFORE)
+        if isinstance(bare, str):
+            self._note = bare
             return
         try:
             self._expected = plan_as_set(
-                self._bare,
+                bare,
                 batch,
                 ((options.sharding_strategy, options.sharding),),
-                strategy.setting(trainer),
+                setting,
                 self._gpu or ASSUMED_GPU,
+                gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
             ).best
         except ConfigurationError as error:
-            self._note = str(error).partition(". ")[0]
+            self._note = _reason(error)
 
     def _report(self, totals: _Totals) -> StepReport:
         fit, expected = self._fit, self._expected
         assert fit is not None
         parts, units = totals.means()
         seconds = sum(parts.values())
-        size, flops, peak = fit.mesh.topology.data_size, None, None
+        flops = peak = None
         if expected is not None:
             choice = expected.choice
             samples = totals.samples / totals.steps
             flops = expected.model_flops * samples / (choice.micro_batch * choice.micro_batches)
             peak = expected.peak_flops if self._gpu else None
         device = fit.mesh.device
+        samples_of_all, tokens_of_all = totals.of_all
         return StepReport(
             rank=fit.mesh.rank,
             steps=totals.steps,
             parts=parts,
             units=units,
-            samples_per_s=size * totals.samples / totals.steps / seconds,
-            tokens_per_s=size * totals.tokens / totals.steps / seconds
-            if totals.tokens > totals.samples
+            samples_per_s=samples_of_all / totals.steps / seconds,
+            tokens_per_s=tokens_of_all / totals.steps / seconds
+            if tokens_of_all > samples_of_all
             else None,
             model_flops_per_s=None if flops is None else flops / seconds,
             peak_flops_per_s=peak,
@@ -328,23 +383,22 @@ class StepMonitor(Callback):
             else None,
             sent_nbytes=totals.sent // totals.steps,
             expected=expected if self._gpu else None,
+            unplanned=self._unplanned,
             note=self._note
             or (f"no dense peak of this device ({device.type}) is known" if peak is None else ""),
         )
 
     # -- Evaluation, and the end
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exclude the evaluation from the step."""
-        if self._fit is not None:
-            self._fit.clock.during(EVALUATION)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the measurement of the step."""
-        if self._fit is not None:
-            self._fit.clock.__exit__()
+    @contextmanager
+    def _evaluation(self) -> Generator[None]:
+        """Exclude what runs inside from the step: its time, and what it sends."""
+        fit = self._fit
+        assert fit is not None
+        before = fit.mesh.sent_nbytes
+        with fit.clock.during(EVALUATION):
+            yield
+        fit.sent += fit.mesh.sent_nbytes - before
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -354,16 +408,23 @@ class StepMonitor(Callback):
             return
         if fit.mesh.device.type == "cuda":
             torch.cuda.synchronize(fit.mesh.device)  # once
-        self._hear(fit)
         self._take(fit)
-        fit.all.add(fit.window)
-        if fit.all.steps:
+        self._hear(fit)
+        self._ask(fit)
+        self._hear(fit, is_whole=False)
+        if not fit.all.steps:
+            rank_zero_warn(
+                f"StepMonitor has nothing to report or to write: of {fit.ended} steps, the first is "
+                f"left out, and those around a reshard"
+            )
+        else:
             self.report = self._report(fit.all)
             rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
-            if self._trace is not None:
-                self._write_trace(self._trace, fit.mesh.rank)
-            if self._record is not None and trainer.is_global_zero:
-                self._write_record(self._record, self.report, trainer)
+            with _warned("trace", self._trace):
+                self._write_trace(fit.mesh.rank)
+            if trainer.is_global_zero:
+                with _warned("record", self._record):
+                    self._write_record(self.report, trainer)
         self._stop()
 
     @override
@@ -376,10 +437,12 @@ class StepMonitor(Callback):
     def _stop(self) -> None:
         if self._fit is not None:
             self._fit.mesh.measure(None)
-            self._fit.undo()
+            self._fit.undo.close()
         self._fit = None
 
-    def _write_trace(self, path: Path, rank: int) -> None:
+    def _write_trace(self, rank: int) -> None:
+        if self._trace is None:
+            return
         events, begin = list[dict[str, Any]](), 0.0
         for spans in self._last:
             events += [
@@ -396,12 +459,20 @@ class StepMonitor(Callback):
             ]
             begin += sum(took for *_, took in spans)
         document = {"traceEvents": events, "distributedInfo": {"rank": rank}}
+        path = _trace_of(self._trace, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(f".rank{rank}.json").write_text(json.dumps(document))
+        path.write_text(json.dumps(document))
 
-    def _write_record(self, path: Path, report: StepReport, trainer: Trainer) -> None:
-        if self._expected is None:
-            rank_zero_warn(f"StepMonitor: {path} was not written: {self._note}")
+    def _write_record(self, report: StepReport, trainer: Trainer) -> None:
+        if self._record is None:
+            return
+        if self._expected is None or self._unplanned:
+            why = (
+                self._note
+                if self._expected is None
+                else f"the plan does not know {self._unplanned}"
+            )
+            rank_zero_warn(f"StepMonitor: {self._record} was not written: {why}")
             return
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         gathers, reductions = (
@@ -423,17 +494,64 @@ class StepMonitor(Callback):
             memory=vars(self._expected.memory),
             task=self._expected.task,
         )
-        write(path, measured)
+        write(self._record, measured)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of a run from copies and pickles."""
-        return {**vars(self), "_fit": None, "_bare": None}
+        return {**vars(self), "_fit": None, "_bare": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without a run."""
+        vars(self).update(state, _bare=WeakKeyDictionary())
 
 
-def _send_times(own: tuple[float, float], mesh: Mesh) -> HostReduction:
-    """Send this rank's times to all ranks: a non-blocking reduction with two elements per rank."""
-    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
+def _send(own: Sequence[float], mesh: Mesh) -> HostReduction:
+    """Send this rank's figures to all ranks: a non-blocking reduction with a row per rank."""
+    numbers = torch.zeros(mesh.topology.world_size, len(own), dtype=torch.float32, device="cpu")
     numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return HostReduction(
         numbers.view(-1).view(torch.uint8), "times of steps", mesh.control, ahead=True
     )
+
+
+@contextmanager
+def _warned(option: str, path: Path | None) -> Generator[None]:
+    """Turn an error of the file system into a warning: a training that is over is not to fail."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"StepMonitor({option}={str(path)!r}) was not written: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before the training that it would be written after."""
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with TemporaryFile(dir=next(it for it in path.absolute().parents if it.exists())):
+                pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"StepMonitor({option}=...): expected a file that can be written, found {path} "
+            f"({type(error).__name__}: {error.strerror}). Name another one"
+        ) from error
+
+
+def _trace_of(path: Path, rank: int) -> Path:
+    """Return the file of a rank's trace."""
+    return Path(f"{str(path).removesuffix('.json')}.rank{rank}.json")
+
+
+def _reason(error: ConfigurationError) -> str:
+    """Return the first sentence of an error."""
+    return str(error).partition(". ")[0]
+
+
+_SHARDED_BEFORE = (
+    "the module was sharded by an earlier run without this StepMonitor, and a plan needs a copy of it "
+    "from before: give the first run the same StepMonitor"
+)

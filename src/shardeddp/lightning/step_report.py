@@ -49,6 +49,8 @@ class StepReport:
     """Prediction of the planner; None for unknown devices."""
     note: str
     """Reason why the MFU is unknown."""
+    unplanned: str = ""
+    """Settings that the prediction does not know."""
 
     @property
     def seconds(self) -> float:
@@ -124,6 +126,8 @@ def _speed_lines(report: StepReport, width: int) -> list[str]:
         planned = report.expected and human_bytes(report.expected.memory.peak)
         said.append(f"{peak} ({planned} planned)" if planned else peak)
     lines = [", ".join(said), *([f"MFU: {report.note}"] if report.note else [])]
+    if report.expected is not None and report.unplanned:
+        lines.append(f"The prediction does not know {report.unplanned}")
     return [line for each in lines for line in textwrap.wrap(each, width)]
 
 

@@ -116,18 +116,27 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
 def gpu_of_device(name: str, memory_nbytes: int) -> str | None:
     """Return the key in ``GPUS`` for a driver's device name, such as ``NVIDIA H100 80GB HBM3``.
 
-    Returns None if the table does not have the device.
+    Returns None if the table does not have the device, or if it is a part of one: it has a part of
+    the peaks (MIG), or of the time (vGPU, ``GRID A100-10C``).
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
+    if "MIG" in words or "GRID" in words or re.fullmatch(r"\d+[ABCQ]", words[-1]):
+        return None
     pcie = {"PCIE", "NVL"} & set(words)
     for word in words:
         family = [key for key in GPUS if key == word or key.startswith(f"{word}-")]
         if word and pcie and f"{word}-{min(pcie)}" in GPUS:
-            return f"{word}-{min(pcie)}"
+            family = [f"{word}-{min(pcie)}"]
         if family:
             # Among variants, the one with the nearest memory size.
-            return min(family, key=lambda it: abs(GPUS[it].memory_gb * 1e9 - memory_nbytes))
+            nearest = min(family, key=lambda it: abs(GPUS[it].memory_gb * 1e9 - memory_nbytes))
+            is_whole = memory_nbytes > _LEAST_OF_WHOLE * GPUS[nearest].memory_gb * 1e9
+            return nearest if is_whole else None
     return None
+
+
+_LEAST_OF_WHOLE = 0.45
+"""Least memory of a whole GPU, as a fraction of the table's: there are V100 with 16 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)

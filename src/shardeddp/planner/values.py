@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.operations import written
 from shardeddp.torch_private import FakeTensor, pytree, storage_of, unset_fake_temporarily
 
@@ -75,6 +76,8 @@ class Values:
             return pytree.tree_map(_without_memory, computed(known))
         if is_grouped(func, given):
             return given[0].new_empty(given[0].shape[0], given[1].shape[2])  # of any dtype
+        if func.namespace == "c10d":
+            return _without_ranks(func, args, kwargs, given)
         out = func(*args, **kwargs)
         made = _tensors(out)
         is_small = made and max(it.numel() for it in made) <= _MOST
@@ -138,6 +141,31 @@ class Values:
         _keep(chosen, numbers)
         self.were_chosen = True
         self.are_even &= chosen.numel() % count == 0
+
+
+def _without_ranks(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]
+) -> Any:
+    """Run a collective of the user on fake tensors; their known values are taken to be of all ranks.
+
+    Torch runs an operation on constants (``torch.tensor(3)``) for real, and no other rank would
+    take part.
+    """
+    fakes = [it for it in given if isinstance(it, FakeTensor)]
+    if len(fakes) < len(given):
+        raise ConfigurationError(
+            f"the step cannot be planned because it communicates ({func.name()}) with a tensor that "
+            f"was made outside of it, and no other rank takes part in a plan. Make the tensor in the "
+            f"step, or keep it in the module"
+        )
+    constants = [it.constant for it in fakes]
+    try:
+        for it in fakes:
+            it.constant = None
+        return func(*args, **kwargs)
+    finally:
+        for it, constant in zip(fakes, constants, strict=True):
+            it.constant = constant
 
 
 def is_grouped(func: Any, operands: Sequence[torch.Tensor]) -> bool:
