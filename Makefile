@@ -20,7 +20,7 @@ SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py test
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# `make test-slow SAMPLE=1` takes one case of each test, and none that takes long.
+# `make test-slow SAMPLE=1` takes one case of each test, and none that takes long; so do the models and fidelity.
 SAMPLE ?=
 CASES := $(if $(SAMPLE),--cases $(SAMPLE))
 
@@ -116,14 +116,14 @@ test-stores: $(VENV)/.installed-stores
 	$(BIN)/python -m pytest -m "stores and not torture" tests/checkpoint/test_remote_directory.py tests/lightning/test_stores.py
 
 test-models: $(VENV)/.installed-models
-	$(BIN)/python -m pytest $(PARALLEL) -m models tests/models
+	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m models tests/models
 
 test-cluster: $(VENV)/.installed-test
 	@tests/cluster/install
 	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
 
 test-fidelity: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m "fidelity and not torture" tests/fidelity
+	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m "fidelity and not torture$(if $(SAMPLE), and not long)" tests/fidelity
 
 torture: $(VENV)/.installed-stores
 	$(BIN)/python -m pytest -m "torture and not cluster"

@@ -309,6 +309,7 @@ class Communicates(TinyGpt):
         return self.loss(batch)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_plans_issues_no_collective_of_the_user() -> None:
     if dist.get_rank() == 0:
