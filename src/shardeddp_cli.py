@@ -135,7 +135,8 @@ def _add_consolidate(commands: Any) -> None:
     parser.add_argument(
         "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
     )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    force = "replace what is there, and write values that --dtype makes infinite"
+    parser.add_argument("--force", action="store_true", help=force)
     danger = "unpickle anything: that runs the code of whoever wrote it"
     parser.add_argument("--trust-pickle", action="store_true", help=danger)
 
