@@ -133,6 +133,17 @@ def test_a_bool_in_a_configuration_of_deepspeed_is_a_stage(
     assert said is not ("zero_optimization" in found.translation.unneeded)
 
 
+def test_each_value_that_is_refused_is_lost_also_beside_what_has_no_counterpart(
+    tmp_path: Path,
+) -> None:
+    text = "strategy: {class_path: shardeddp.ShardedDP, init_args: {%s}}"
+    given = "shard_size: two, timeout: -1, sharding_strategy: full, wait: 3"
+    found = migrated(tmp_path, "a.yaml", text % given)
+    assert lost(found) == ["sharding_strategy", "wait", "ShardedDP", "ShardedDP"]
+    said = [note.text for note in found.translation.notes if note.key == "ShardedDP"]
+    assert "timeout=-1" in said[0] and "shard_size=two" in said[1]
+
+
 def test_nvme_is_lost(tmp_path: Path) -> None:
     found = migrated(tmp_path, "config.yaml", "strategy: deepspeed_stage_3_offload_nvme")
     assert found.translation.loses
