@@ -131,7 +131,7 @@ def _add_consolidate(commands: Any) -> None:
         help="safetensors: of all floating-point tensors",
     )
     limit = "safetensors: begin another file above this (default 5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
+    parser.add_argument("--max-shard-size", type=_nbytes, metavar="SIZE", help=limit)
     parser.add_argument(
         "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
     )

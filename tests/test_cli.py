@@ -230,6 +230,8 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
         ["consolidate", "{path}"],
         ["consolidate", "{path}", "-o", "a.bin"],
         ["consolidate", "{path}", "-o", "a.safetensors", "--max-shard-size", "many"],
+        ["consolidate", "{path}", "-o", "a.ckpt", "--max-shard-size", "5GB"],
+        ["inspect", "{path}", "--state", "--json"],
         ["consolidate", "{path}", "-o", "a.ckpt", "--dtype", "bf16"],
         ["consolidate", "{path}", "-o", "a.ckpt", "--ema"],
         ["inspect", "{path}", "--all", "--tensors", "x"],

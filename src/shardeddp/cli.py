@@ -17,7 +17,7 @@ import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
-from shardeddp.checkpoint.export import Selection, open_contents, to_ckpt, to_safetensors
+from shardeddp.checkpoint.export import GB, Selection, open_contents, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import (
     checkpoints_in,
     read_manifest,
@@ -113,6 +113,8 @@ def verify(options: argparse.Namespace) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """Show the contents of a checkpoint."""
     path = _require_checkpoint(location(options.directory), foreign=False)
+    if options.state and options.json:
+        raise UsageError("--state prints lines: leave --json out, which describes the tensors")
     if options.state:
         print("\n".join(_state(_contents(path, options).checkpoint)))
         return 0
@@ -202,7 +204,7 @@ def consolidate(options: argparse.Namespace) -> int:
         if options.output.suffix == ".ckpt":
             exported = to_ckpt(path, options.output, selection, **reports)
         else:
-            limit = options.max_shard_size
+            limit = options.max_shard_size or 5 * GB
             exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
     for note in exported.notes:
         print(f"shardeddp {options.name}: {printable(note)}", file=sys.stderr)
@@ -431,6 +433,8 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
         raise UsageError(
             "a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files"
         )
+    if options.max_shard_size:
+        raise UsageError("a .ckpt file is one file: --max-shard-size is for safetensors files")
     if options.adapter:
         raise UsageError("peft reads adapters from a safetensors file: -o NAME.safetensors")
     if not options.weights_only and (options.ema or options.strip_prefix):
