@@ -259,6 +259,25 @@ def test_a_wrong_command_line_is_status_2(path: Path, capsys: Output, arguments:
     assert run(capsys, *[text.format(path=path) for text in arguments])[0] == 2
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "diff", "metadata"])
+@pytest.mark.parametrize(
+    ("exists", "given", "named"),
+    [
+        ("m.safetensors", "m.safetensors", "m.safetensors"),
+        ("m.safetensors.index.json", "m.safetensors.index.json", "m.safetensors.index.json"),
+        ("m.safetensors.index.json", "m.safetensors", "m.safetensors.index.json"),
+    ],
+)
+def test_safetensors_are_refused_by_their_name(
+    path: Path, tmp_path: Path, capsys: Output, command: str, exists: str, given: str, named: str
+) -> None:
+    (tmp_path / exists).touch()
+    more = {"consolidate": ["-o", tmp_path / "a.ckpt"], "diff": [path]}.get(command, [])
+    status, _, said = run(capsys, command, tmp_path / given, *more)
+    assert status == 1
+    assert f"{tmp_path / named} is of safetensors, which are not taken here" in said
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
 @pytest.mark.parametrize(
     "letters", ["\x1b[2J\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08\x7f"]

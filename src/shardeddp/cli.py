@@ -88,6 +88,7 @@ def verify(options: argparse.Namespace) -> int:
     """Verify every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
     for given in map(location, options.directories):
+        _refuse_safetensors(given)
         one = not given.is_dir() or any(
             (given / name).is_taken() for name in (MANIFEST, DCP_METADATA)
         )
@@ -446,6 +447,7 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
 
 def _require_checkpoint(path: Location, foreign: bool) -> Location:
     """Return the path if it may be a checkpoint of the wanted kind; its reader checks the rest."""
+    _refuse_safetensors(path)
     if foreign:
         path.local_only(FOREIGN)
     elif path.is_file():
@@ -468,6 +470,18 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
             f"consolidate --foreign` reads it"
         )
     return path
+
+
+def _refuse_safetensors(path: Location) -> None:
+    """Refuse a safetensors file, and the index of several, also by the name that one would have."""
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        index = path.parent / f"{path.name}.index.json"
+        found = next((each for each in (path, index) if each.is_file()), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{found} is of safetensors, which are not taken here: expected a checkpoint, a "
+                f"directory or a .ckpt file. Give the one that they were made of"
+            )
 
 
 @contextmanager
