@@ -131,11 +131,12 @@ def _add_consolidate(commands: Any) -> None:
         help="safetensors: of all floating-point tensors",
     )
     limit = "safetensors: begin another file above this (default 5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
+    parser.add_argument("--max-shard-size", type=_nbytes, metavar="SIZE", help=limit)
     parser.add_argument(
         "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
     )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
+    force = "replace what is there, and write values that --dtype makes infinite"
+    parser.add_argument("--force", action="store_true", help=force)
     danger = "unpickle anything: that runs the code of whoever wrote it"
     parser.add_argument("--trust-pickle", action="store_true", help=danger)
 

@@ -230,6 +230,8 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
         ["consolidate", "{path}"],
         ["consolidate", "{path}", "-o", "a.bin"],
         ["consolidate", "{path}", "-o", "a.safetensors", "--max-shard-size", "many"],
+        ["consolidate", "{path}", "-o", "a.ckpt", "--max-shard-size", "5GB"],
+        ["inspect", "{path}", "--state", "--json"],
         ["consolidate", "{path}", "-o", "a.ckpt", "--dtype", "bf16"],
         ["consolidate", "{path}", "-o", "a.ckpt", "--ema"],
         ["inspect", "{path}", "--all", "--tensors", "x"],
@@ -255,6 +257,25 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
 )
 def test_a_wrong_command_line_is_status_2(path: Path, capsys: Output, arguments: list[str]) -> None:
     assert run(capsys, *[text.format(path=path) for text in arguments])[0] == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "diff", "metadata"])
+@pytest.mark.parametrize(
+    ("exists", "given", "named"),
+    [
+        ("m.safetensors", "m.safetensors", "m.safetensors"),
+        ("m.safetensors.index.json", "m.safetensors.index.json", "m.safetensors.index.json"),
+        ("m.safetensors.index.json", "m.safetensors", "m.safetensors.index.json"),
+    ],
+)
+def test_safetensors_are_refused_by_their_name(
+    path: Path, tmp_path: Path, capsys: Output, command: str, exists: str, given: str, named: str
+) -> None:
+    (tmp_path / exists).touch()
+    more = {"consolidate": ["-o", tmp_path / "a.ckpt"], "diff": [path]}.get(command, [])
+    status, _, said = run(capsys, command, tmp_path / given, *more)
+    assert status == 1
+    assert f"{tmp_path / named} is of safetensors, which are not taken here" in said
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])

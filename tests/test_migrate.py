@@ -121,6 +121,29 @@ def test_a_mapping_of_arguments_of_the_trainer(tmp_path: Path) -> None:
     assert migrated(tmp_path, "a.py", text).text.endswith('strategy=ShardedDP("no_shard")')
 
 
+@pytest.mark.parametrize(("said", "stage"), [(True, 1), (False, 0)])
+def test_a_bool_in_a_configuration_of_deepspeed_is_a_stage(
+    tmp_path: Path, said: bool, stage: int
+) -> None:
+    found, same = (
+        migrated(tmp_path, "a.json", json.dumps({"train_batch_size": 8, "zero_optimization": it}))
+        for it in (said, {"stage": stage})
+    )
+    assert found.text == same.text
+    assert said is not ("zero_optimization" in found.translation.unneeded)
+
+
+def test_each_value_that_is_refused_is_lost_also_beside_what_has_no_counterpart(
+    tmp_path: Path,
+) -> None:
+    text = "strategy: {class_path: shardeddp.ShardedDP, init_args: {%s}}"
+    given = "shard_size: two, timeout: -1, sharding_strategy: full, wait: 3"
+    found = migrated(tmp_path, "a.yaml", text % given)
+    assert lost(found) == ["sharding_strategy", "wait", "ShardedDP", "ShardedDP"]
+    said = [note.text for note in found.translation.notes if note.key == "ShardedDP"]
+    assert "timeout=-1" in said[0] and "shard_size=two" in said[1]
+
+
 def test_nvme_is_lost(tmp_path: Path) -> None:
     found = migrated(tmp_path, "config.yaml", "strategy: deepspeed_stage_3_offload_nvme")
     assert found.translation.loses

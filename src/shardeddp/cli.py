@@ -17,7 +17,7 @@ import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
-from shardeddp.checkpoint.export import Selection, open_contents, to_ckpt, to_safetensors
+from shardeddp.checkpoint.export import GB, Selection, open_contents, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import (
     checkpoints_in,
     read_manifest,
@@ -88,6 +88,7 @@ def verify(options: argparse.Namespace) -> int:
     """Verify every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
     for given in map(location, options.directories):
+        _refuse_safetensors(given)
         one = not given.is_dir() or any(
             (given / name).is_taken() for name in (MANIFEST, DCP_METADATA)
         )
@@ -113,6 +114,8 @@ def verify(options: argparse.Namespace) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """Show the contents of a checkpoint."""
     path = _require_checkpoint(location(options.directory), foreign=False)
+    if options.state and options.json:
+        raise UsageError("--state prints lines: leave --json out, which describes the tensors")
     if options.state:
         print("\n".join(_state(_contents(path, options).checkpoint)))
         return 0
@@ -202,7 +205,7 @@ def consolidate(options: argparse.Namespace) -> int:
         if options.output.suffix == ".ckpt":
             exported = to_ckpt(path, options.output, selection, **reports)
         else:
-            limit = options.max_shard_size
+            limit = options.max_shard_size or 5 * GB
             exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
     for note in exported.notes:
         print(f"shardeddp {options.name}: {printable(note)}", file=sys.stderr)
@@ -431,6 +434,8 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
         raise UsageError(
             "a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files"
         )
+    if options.max_shard_size:
+        raise UsageError("a .ckpt file is one file: --max-shard-size is for safetensors files")
     if options.adapter:
         raise UsageError("peft reads adapters from a safetensors file: -o NAME.safetensors")
     if not options.weights_only and (options.ema or options.strip_prefix):
@@ -442,6 +447,7 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
 
 def _require_checkpoint(path: Location, foreign: bool) -> Location:
     """Return the path if it may be a checkpoint of the wanted kind; its reader checks the rest."""
+    _refuse_safetensors(path)
     if foreign:
         path.local_only(FOREIGN)
     elif path.is_file():
@@ -464,6 +470,18 @@ def _require_checkpoint(path: Location, foreign: bool) -> Location:
             f"consolidate --foreign` reads it"
         )
     return path
+
+
+def _refuse_safetensors(path: Location) -> None:
+    """Refuse a safetensors file, and the index of several, also by the name that one would have."""
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        index = path.parent / f"{path.name}.index.json"
+        found = next((each for each in (path, index) if each.is_file()), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{found} is of safetensors, which are not taken here: expected a checkpoint, a "
+                f"directory or a .ckpt file. Give the one that they were made of"
+            )
 
 
 @contextmanager

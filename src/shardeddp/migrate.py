@@ -100,14 +100,24 @@ def _of_mapping(content: Any, path: Path) -> Iterator[Migrated]:
 
 
 def _try(made: Translation) -> None:
-    """Note an error that ShardedDP raises for the options, as far as no user code is imported."""
-    known = option_names()
+    """Note the errors that ShardedDP raises for the options, as far as no user code is imported."""
+    said = {note.key.partition(".")[0] for note in made.notes if note.lost}  # of their fields
+    known = {*option_names()} - said
     given = {key: it for key, it in made.options.items() if key in known and _is_plain(it)}
+    while refusal := _refusal(given):
+        made.lose("ShardedDP", f"refuses what is left: {refusal}")
+        # The next error is one of the others. A strategy comes first, what needs it later.
+        rest = ({key: given[key] for key in given if key != each} for each in reversed(given))
+        given = next((it for it in rest if _refusal(it) != refusal), {})
+
+
+def _refusal(given: Mapping[str, Any]) -> str:
+    """Return the error that ShardedDP raises for options; empty if it takes them."""
     try:
-        if not made.loses:
-            parse_options({key: _object(it) for key, it in given.items()})
+        parse_options({key: _object(it) for key, it in given.items()})
     except Exception as error:  # noqa: BLE001 - files hold anything, and a line says so
-        made.lose("ShardedDP", f"refuses what is left: {error}")
+        return str(error) or type(error).__name__
+    return ""
 
 
 _FIELDS = ("MixedPrecision", "ActivationCheckpointing")

@@ -78,6 +78,29 @@ def test_only_floating_point_tensors_are_cast(path: Path, tmp_path: Path) -> Non
     assert same(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1e5, torch.float16),
+        (3.4e38, torch.bfloat16),
+        (1e300, torch.float32),
+        (-1e300, torch.bfloat16),
+    ],
+)
+def test_values_that_a_cast_makes_infinite_are_counted_and_written_only_if_asked(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    wide = torch.tensor([1.0, value, float("inf"), float("nan"), value], dtype=torch.float64)
+    content = checkpoint(state_dict={"wide": wide, "infinite": torch.tensor([float("inf")])})
+    path, target = put(tmp_path / "wide.ckpt", content), tmp_path / "wide.safetensors"
+    selection = Selection(dtype=dtype)
+    with pytest.raises(CheckpointError, match=r"2 finite values are infinite as .*\(2 of wide\)"):
+        to_safetensors(path, target, selection)
+    assert not target.exists()
+    (note,) = to_safetensors(path, target, selection, force=True).notes
+    assert "2 of wide" in note
+
+
 def test_above_a_size_there_are_several_files_and_an_index(path: Path, tmp_path: Path) -> None:
     exported = to_safetensors(path, tmp_path / "model.safetensors", max_nbytes=280)
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]

@@ -188,7 +188,7 @@ def test_a_record_that_starts_inside_of_another_is_refused(
     check: Callable[[bytes], bool],
 ) -> None:
     content = archive(("archive/data/0", bytes(100)), ("archive/data/1", bytes(100)))
-    struct.pack_into("<I", content, content.rindex(b"PK\1\2") + 42, 0)
+    struct.pack_into("<II", content, content.index(b"PK\1\2") + 20, 200, 200)
     with pytest.raises(CheckpointError, match="'archive/data/1' starts inside of 'archive/data/0'"):
         check(bytes(content))
 
@@ -199,7 +199,7 @@ def test_two_records_of_one_name_are_refused(check: Callable[[bytes], bool]) -> 
         check(bytes(content.replace(b"archive/data/1", b"archive/data/0")))
 
 
-@pytest.mark.parametrize("flag", [1, 1 << 6, 1 << 13])
+@pytest.mark.parametrize("flag", [1, 1 << 5, 1 << 6, 1 << 13])
 def test_an_encrypted_record_is_refused(check: Callable[[bytes], bool], flag: int) -> None:
     content = archive(("archive/data/0", bytes(100)))
     struct.pack_into("<H", content, content.rindex(b"PK\1\2") + 8, flag)
@@ -229,3 +229,31 @@ def test_a_directory_of_anything_but_entries_is_refused(check: Callable[[bytes],
 def test_bytes_that_are_no_archive_are_refused(check: Callable[[bytes], bool]) -> None:
     with pytest.raises(CheckpointError, match="no zip archive"):
         check(os.urandom(5000))
+
+
+def test_a_record_outside_of_the_folder_that_torch_reads_is_refused(
+    check: Callable[[bytes], bool],
+) -> None:
+    names = ("archive/data.pkl", "arghive/data/0")
+    with pytest.raises(CheckpointError, match="'arghive/data/0' is not in the folder 'archive'"):
+        check(bytes(archive(*((name, b"1") for name in names))))
+    with pytest.raises(CheckpointError, match=r"no record 'archive/data\.pkl'"):
+        check(bytes(archive(("archive/data/0", b"1"))))
+
+
+def test_a_changed_byte_around_the_records_is_refused_or_torch_does_not_mind(
+    check: Callable[[bytes], bool],
+) -> None:
+    content = saved([torch.ones(2), torch.zeros(3)])
+    refused = 0
+    for at in range(content.index(b"PK\1\2"), len(content), 3):
+        damaged = bytearray(content)
+        damaged[at] ^= 0x20
+        try:
+            check(bytes(damaged))
+        except CheckpointError:
+            refused += 1
+            continue
+        found = torch.load(io.BytesIO(damaged), weights_only=True)
+        assert torch.equal(torch.cat(found), torch.tensor([1.0, 1, 0, 0, 0])), f"byte {at}"
+    assert refused > 100

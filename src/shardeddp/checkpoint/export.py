@@ -141,9 +141,16 @@ def to_safetensors(
             f"an earlier export to {target} has other files ({first_three(sorted(former))}), which "
             f"would not belong to this one: remove them, or replace them with --force"
         )
+    overflows: dict[str, int] = {}
     with new_files([*paths, *index], force) as opened:
         for file, part in zip(opened, files, strict=False):
-            write_safetensors(file, part, metadata, progress)
+            overflows |= write_safetensors(file, part, metadata, progress)
+        if overflows:
+            notes.append(_overflow(overflows, selection.dtype))
+            if not force:
+                raise CheckpointError(
+                    f"{notes[-1]}: take a dtype of more range, or write them so with --force"
+                )
         if index:
             parts = {path.name: part for path, part in zip(paths, files, strict=True)}
             opened[-1].write(index_bytes(parts, metadata))
@@ -204,6 +211,12 @@ def to_ckpt(
                 f"{', '.join(unsafe)}"
             )
     return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
+
+
+def _overflow(counts: Mapping[str, int], dtype: torch.dtype | None) -> str:
+    """Return a clause on the values that a cast made infinite."""
+    named = first_three(f"{count:,} of {name}" for name, count in counts.items())
+    return f"{sum(counts.values()):,} finite values are infinite as {dtype} ({named})"
 
 
 def _require_outside(target: Path) -> None:

@@ -220,7 +220,7 @@ def checkpoints_in(directory: AnyPath) -> list[Location]:
         return whole + [
             path
             for path in rest
-            if path not in whole and ((path / MANIFEST).is_taken() or path.holds(DCP_METADATA))
+            if path not in whole and (_looks_like_one(path) or path.holds(DCP_METADATA))
         ]
 
 

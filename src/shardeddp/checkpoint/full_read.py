@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardeddp.checkpoint.durable import Source, StrPath
 from shardeddp.checkpoint.foreign_pickle import refuse_traps
-from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
+from shardeddp.checkpoint.items import Record, crc_of, read_bytes, read_record, records_of
 from shardeddp.checkpoint.location import AnyPath, disk_errors, location
 from shardeddp.checkpoint.manifest import INDEX, Item, Manifest, index_from_bytes
 from shardeddp.errors import CheckpointError, DamagedCheckpointError, first_three
@@ -78,12 +78,23 @@ def is_archive_of_torch(path: Path) -> bool:
 
 
 def carries_index(path: AnyPath) -> bool:
-    """Return True if a file is a plain checkpoint of this package."""
+    """Return True if a file is a plain checkpoint of this package, even a damaged one.
+
+    If its records cannot be told, the end of the file decides: it lists the index last.
+    """
     try:
         with opened_file(path) as (descriptor, item):
-            return any(_is_index(record) for record in records_of(descriptor, item))
+            try:
+                return any(_is_index(record) for record in records_of(descriptor, item))
+            except CheckpointError:
+                end = Interval(max(0, item.nbytes - _END_NBYTES), item.nbytes)
+                return INDEX.encode() in read_bytes(descriptor, item, end)
     except (CheckpointError, OSError):
         return False
+
+
+_END_NBYTES = 2**16
+"""Bytes at the end of a damaged file in which the name of the index is looked for."""
 
 
 def damaged_records(
@@ -152,6 +163,16 @@ def _index(
         for match, each in found
         if match is not None
     }
+    root = record.name.partition("/")[0]
+    inside = {
+        INDEX,
+        "data.pkl",
+        "byteorder",
+        "version",
+        *(f"data/{n}" for n in range(len(elements))),
+    }
+    if odd := sorted({each.name for each in records} ^ {f"{root}/{name}" for name in inside}):
+        raise CheckpointError(f"its records are not those it was written with: {first_three(odd)}")
     data = read_record(descriptor, item, record)
     return index_from_bytes(data, item.file, item.nbytes, elements), elements
 

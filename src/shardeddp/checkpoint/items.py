@@ -229,7 +229,8 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
     directory_offset = len(head) + nbytes + len(_DESCRIPTOR) + 4 + len(sizes)
     last = record.central()
     directory = b"".join((*entries, last))
-    end = _end(len(entries) + 1, len(directory), directory_offset)
+    place = len(entries) + 1, len(directory), directory_offset
+    end = (_end_64(*place) if directory_offset >= _ZIP64 else b"") + _end(*place)
     # The CRC of the payload is at byte 16 of its entry, which is the last one.
     return Frame(
         head=bytes(head),
@@ -292,11 +293,14 @@ class _StoredRecord:
 
 def _end(count: int, nbytes: int, offset: int) -> bytes:
     """Return the end of a central directory of ``count`` entries and ``nbytes`` bytes."""
-    end = struct.pack("<4s4H2IH", _END, 0, 0, count, count, nbytes, min(offset, _ZIP64), 0)
-    if offset < _ZIP64:
-        return end
+    counts, sizes = 2 * [min(count, 0xFFFF)], [min(nbytes, _ZIP64), min(offset, _ZIP64)]
+    return struct.pack("<4s4H2IH", _END, 0, 0, *counts, *sizes, 0)
+
+
+def _end_64(count: int, nbytes: int, offset: int) -> bytes:
+    """Return what precedes :func:`_end` if a value in it can be too large."""
     end_64 = struct.pack("<4sQ2H2I4Q", _END_64, 44, 45, 45, 0, 0, count, count, nbytes, offset)
-    return end_64 + struct.pack("<4sIQI", _END_64_LOCATOR, 0, offset + nbytes, 1) + end
+    return end_64 + struct.pack("<4sIQI", _END_64_LOCATOR, 0, offset + nbytes, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,12 +392,15 @@ def _payload(tensor: torch.Tensor) -> memoryview:
 CHUNK_NBYTES = 2**20
 """Bytes read and checked at once; few enough to stay in the processor's cache in between."""
 
-_ENTRY_NBYTES = 46 + 3 * 2**16
+_ENTRY_FIELDS_NBYTES, _END_NBYTES = 46, 22
+"""Bytes of the fields of such an entry, and of the record that ends the archive."""
+
+_ENTRY_NBYTES = _ENTRY_FIELDS_NBYTES + 3 * 2**16
 """Longest entry of a central directory: its fields, a name, extra fields and a comment."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_ENCRYPTED = 0x2041  # bits 0, 6 and 13 of the flags
-_END_RECORD = struct.Struct("<4s4H2IH")
+_UNREADABLE = 0x2061  # bits of the flags: 0, 6 and 13 are encryption, 5 is a patch
+_IS_FOLDER = 0x10  # bit 4 of the attributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +446,7 @@ def records_of(fd: Source, item: Item) -> list[Record]:
     try:
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
-            _check_ends(window, entries)
+            _check_ends(window, entries, archive.start_dir)
             records = [_locate(window, info, archive.start_dir) for info in entries]
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise _damaged(item, f"it is no zip archive of stored records ({error})") from error
@@ -448,8 +455,15 @@ def records_of(fd: Source, item: Item) -> list[Record]:
             claim = f"{second.name!r} starts inside of {first.name!r}"
             raise _damaged(item, f"its records claim more than bytes of their own: {claim}")
     # Of two records of one name, torch and this package could read different ones.
-    if len({record.name for record in records}) < len(records):
+    names = {record.name for record in records}
+    if len(names) < len(records):
         raise _damaged(item, "two of its records have the same name")
+    # torch reads records of one folder only; it has the name of the first one's.
+    root = records[0].name.partition("/")[0]
+    if strays := sorted(name for name in names if not name.startswith(f"{root}/")):
+        raise _damaged(item, f"record {strays[0]!r} is not in the folder {root!r} of the others")
+    if f"{root}/data.pkl" not in names:
+        raise _damaged(item, f"there is no record {f'{root}/data.pkl'!r}")
     return records
 
 
@@ -527,32 +541,45 @@ class _Window:
             raise _damaged(self._item, f"the file ends after {start + done:,} bytes")
 
 
-def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:
-    """Check that nothing surrounds the archive, and that the directory has its stated length.
+def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo], start: int) -> None:
+    """Check that the archive is all of the item, and that its directory and ends fit each other.
 
-    `zipfile` does not check, and a wrong length hides entries.
+    `zipfile` does not check, but torch refuses some that do not; a wrong length hides entries.
     """
-    window.seek(-_END_RECORD.size, os.SEEK_END)
-    signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
-    if signature != _END:
+    window.seek(-_END_NBYTES, os.SEEK_END)
+    if window.read(len(_END)) != _END:
         raise zipfile.BadZipFile("it does not end as torch.save ends one")
-    if expected != min(len(entries), 0xFFFF) or not entries:
-        raise zipfile.BadZipFile(f"{expected} records were expected, {len(entries)} found")
-    if min(info.header_offset for info in entries) != 0:
+    if not entries or min(info.header_offset for info in entries) != 0:
         raise zipfile.BadZipFile("it does not start with a record")
+    window.seek(start)
+    rest, at = bytearray(window.read()), 0
+    for _ in entries:
+        at += _ENTRY_FIELDS_NBYTES + sum(struct.unpack_from("<3H", rest, at + 28))
+    if len(rest) - at > _END_NBYTES:
+        rest[at + 12 : at + 16] = struct.pack("<2H", 45, 45)  # versions: they say nothing
+    end = _end(len(entries), at, start)
+    if bytes(rest[at:]) not in (end, _end_64(len(entries), at, start) + end):
+        raise zipfile.BadZipFile(f"its directory does not end after {len(entries):,} records")
 
 
 def _locate(window: _Window, info: zipfile.ZipInfo, end: int) -> Record:
     """Return the byte range of a record, which has to be before the directory."""
     window.seek(info.header_offset)
+    wanted = info.filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
     header = window.read(_LOCAL_HEADER.size)
+    name = window.read(len(wanted))
     signature, _, _, method, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
     stored = info.compress_type == method == zipfile.ZIP_STORED
-    if not stored or info.compress_size != info.file_size or info.flag_bits & _ENCRYPTED:
-        raise zipfile.BadZipFile(f"record {info.filename!r} is compressed, or encrypted")
+    if not stored or info.compress_size != info.file_size or info.flag_bits & _UNREADABLE:
+        raise zipfile.BadZipFile(f"record {info.filename!r} is compressed, encrypted, or a patch")
     offset = info.header_offset + len(header) + name_nbytes + extra_nbytes
     if signature != _LOCAL or offset + info.file_size > end:
         raise zipfile.BadZipFile(f"record {info.filename!r} is not where the directory says")
+    if name != wanted or name_nbytes != len(wanted):
+        raise zipfile.BadZipFile(f"record {info.filename!r} calls itself {name!r}")
+    # torch would read nothing of a folder, and refuses archives on several disks.
+    if info.external_attr & _IS_FOLDER or info.volume:
+        raise zipfile.BadZipFile(f"record {info.filename!r} is called a folder, or on another disk")
     return Record(name=info.filename, offset=offset, nbytes=info.file_size, crc=info.CRC)
 
 

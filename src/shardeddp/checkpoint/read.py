@@ -370,16 +370,23 @@ def silent(nbytes: int) -> None:
     """Ignore the progress."""
 
 
-def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
+def chunks(
+    tensor: torch.Tensor, dtype: torch.dtype | None = None, overflowed: Progress = silent
+) -> Iterator[memoryview]:
     """Yield elements of a tensor on the host as bytes, in row-major order, as ``dtype`` if given.
 
     A view is valid until the next one. Of a lazy tensor one chunk is read at a time.
+    ``overflowed`` is called with the number of finite elements that ``dtype`` makes infinite.
     """
     numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
     take = tensor.elements if isinstance(tensor, LazyTensor) else _taker(tensor)
     for start in range(0, tensor.numel(), numel):
         part = take(Interval(start, min(tensor.numel(), start + numel)))
-        yield memory_of(part if dtype is None else part.to(dtype)).cast("B")
+        cast = part if dtype is None else part.to(dtype)
+        if cast is not part and not (finite := cast.isfinite()).all():
+            # float64 has this operation for the dtypes of 8 bits, too.
+            overflowed(int((part.to(torch.float64).isfinite() & ~finite).sum()))
+        yield memory_of(cast).cast("B")
 
 
 def _taker(tensor: torch.Tensor) -> Callable[[Interval], torch.Tensor]:

@@ -18,6 +18,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -71,8 +72,11 @@ def write_safetensors(
     entries: Sequence[Entry],
     metadata: Mapping[str, str],
     progress: Progress = silent,
-) -> None:
-    """Write one file, with the tensors in this order."""
+) -> dict[str, int]:
+    """Write one file, with the tensors in this order.
+
+    Return by tensor the number of finite elements that are infinite in the dtype of the file.
+    """
     if sys.byteorder != "little":
         raise NotImplementedError("safetensors files are written on little-endian machines only")
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -92,12 +96,18 @@ def write_safetensors(
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(content)) + content)
+    overflows: Counter[str] = Counter()
     for entry in entries:
-        for chunk in chunks(
-            entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype
-        ):
+        dtype = None if entry.dtype == entry.tensor.dtype else entry.dtype
+        count = partial(_count, overflows, entry.name)
+        for chunk in chunks(entry.tensor, dtype, count):
             file.write(chunk)
             progress(len(chunk))
+    return +overflows
+
+
+def _count(counter: Counter[str], name: str, number: int) -> None:
+    counter[name] += number
 
 
 def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:

@@ -255,8 +255,12 @@ def examine(path: AnyPath, progress: Progress = silent, started: Progress = sile
     )
 
 
-def newest_verified(directory: AnyPath, within_s: float | None = None) -> Location | None:
+def newest_verified(
+    directory: AnyPath, within_s: float | None = None, other_than: Location | None = None
+) -> Location | None:
     """Return the newest checkpoint of a directory that is not damaged; None if there is none.
+
+    ``other_than`` is left out, also under the names of links to it.
 
     Raises:
         TimeoutError: It takes longer than ``within_s``.
@@ -269,7 +273,10 @@ def newest_verified(directory: AnyPath, within_s: float | None = None) -> Locati
                 f"not all checkpoints in {directory} could be verified in {within_s} s"
             )
 
+    refused = None if other_than is None else other_than.real()
     for candidate in reversed(find_checkpoints(directory).checkpoints):
+        if candidate.path.real() == refused:
+            continue
         with contextlib.suppress(CheckpointError):  # it was removed meanwhile
             if not verify(candidate.path, progress):
                 return candidate.path
@@ -280,21 +287,21 @@ def _examine_file(path: Location, progress: Progress, started: Progress) -> Veri
     with path.open_source() as (_, nbytes):
         pass
     started(nbytes)
-    if carries_index(path):
-        damages = damaged_records(path, progress=progress)
-        return Verification(
-            path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages
-        )
-    unchecked, damages = list[str](), list[Damage]()
+    unchecked, damages, step = list[str](), list[Damage](), None
     item = Item(file=path.name, offset=0, nbytes=nbytes)
     try:
-        with path.open_source() as (descriptor, _):
-            unchecked += [] if check_item_crc(descriptor, item) else [path.name]
+        if carries_index(path):
+            damages += damaged_records(path, progress=progress)
+            step = read_index(path).run.step
+        else:
+            with path.open_source() as (descriptor, _):
+                unchecked += [] if check_item_crc(descriptor, item) else [path.name]
+            progress(nbytes)
     except (CheckpointError, OSError) as error:
-        intact = "an archive whose CRCs are those of its bytes"
-        damages.append(Damage(file=path.name, expected=intact, found=str(error)))
-    progress(nbytes)
-    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
+        if not damages:  # of which the error may be a consequence
+            intact = "an archive whose CRCs are those of its bytes"
+            damages.append(Damage(file=path.name, expected=intact, found=str(error)))
+    return Verification(path=path, step=step, nbytes=nbytes, damages=damages, unchecked=unchecked)
 
 
 def _examine_own(path: Location, progress: Progress, started: Progress) -> Verification:

@@ -364,10 +364,10 @@ class Restore:
                 with disk_errors("looking for checkpoints in", self.path):
                     if self.path.is_dir() and checkpoints_in(self.path):
                         folder = self.path  # a directory of checkpoints: suggest one inside it
-                newest = newest_verified(folder, within_s=_ADVICE_S)
+                newest = newest_verified(folder, within_s=_ADVICE_S, other_than=self.path)
                 advice = (
                     f"The newest that is whole is {newest}"
-                    if newest and newest != self.path
+                    if newest
                     else "No whole one lies beside it"
                 )
             except (CheckpointError, TimeoutError):

@@ -189,8 +189,9 @@ _inside_zero = _within(_ZERO, "a mapping, true or false")
 
 @any_value
 def _zero_optimization(made: Translation, key: str, value: Any) -> None:
-    rule = _zero if isinstance(value, bool) else _inside_zero
-    rule.apply(made, key, value)
+    # In a configuration, DeepSpeed reads true as stage 1 and false as stage 0.
+    rule, asked = (_stage, int(value)) if isinstance(value, bool) else (_inside_zero, value)
+    rule.apply(made, key, asked)
 
 
 _SCALER = (
