@@ -1,6 +1,9 @@
 """What a step computes and keeps is counted as GPUs do it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,3 +133,116 @@ def test_memory_that_two_parameters_share_is_counted_once(precision: str, on_met
     assert [cost.plan.borrows for cost in costs if cost.layout.numel] == [False, True, False]
     itemsize = 2 if precision == "bf16-true" else 4
     assert sum(cost.main_nbytes for cost in costs) == 2 * WIDTH * WIDTH * itemsize // 2
+
+
+class Setting(nn.Module):
+    """A layer that is called as often as a setting says."""
+
+    def __init__(self, setting: Any, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.setting, self.count = setting, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.count(self.setting)):
+            x = self.layer(x)
+        return x
+
+
+class Strided(nn.Module):
+    """A convolution."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(LENGTH, LENGTH, 1, stride=stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Activated(nn.Module):
+    """A layer with another one or none before it, which has no parameters."""
+
+    def __init__(self, before: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = before, nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.before(x))
+
+
+class Kind(Enum):
+    """Settings with names."""
+
+    ONE, TWO = 1, 2
+
+
+@dataclass
+class Sizes:
+    """A setting of several values."""
+
+    count: int
+
+
+def works_of(*modules: nn.Module) -> list[Work]:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        x = torch.zeros(samples, LENGTH, WIDTH, requires_grad=True)
+        for each in module.children():
+            x = each(x)
+        return x.mean()
+
+    model = nn.ModuleList([*modules])
+    policy = resolve_policy({*map(type, modules)})
+    options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
+    return profile(model, step, policy=policy, **options).work[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        (((1,), (1, 2, 3)), len),
+        (([1], [1, 2, 3]), len),
+        (({"a": [1]}, {"a": [1, 2, 3]}), lambda it: len(it["a"])),
+        (({1}, {1, 2, 3}), len),
+        ((torch.float32, torch.float64), lambda it: it.itemsize // 4),
+        ((Kind.ONE, Kind.TWO), lambda it: it.value),
+        ((partial(int, 1), partial(int, 2)), lambda it: it()),
+        ((torch.zeros(1), torch.zeros(3)), len),
+        ((Sizes(1), Sizes(3)), lambda it: it.count),
+    ],
+)
+def test_units_with_other_settings_are_other_units(
+    settings: Sequence[Any], count: Callable[[Any], int]
+) -> None:
+    each = [work.matmul_flops for work in works_of(*(Setting(it, count) for it in settings))]
+    one = 2.0 * 2 * LENGTH * WIDTH * WIDTH
+    assert each == [one * count(it) for it in settings]
+
+
+def test_convolutions_with_other_strides_are_other_units() -> None:
+    one, two, three = (work.matmul_flops for work in works_of(*map(Strided, (1, 2, 2))))
+    assert one == 2 * two == 4 * three
+
+
+def test_layers_of_other_classes_make_other_units() -> None:
+    kernels = [it.kernels for it in works_of(Activated(nn.Tanh()), Activated(nn.Identity()))]
+    assert kernels[0] == kernels[1] + 1
+
+
+def test_hooks_of_layers_make_other_units() -> None:
+    first, second = Activated(nn.Identity()), Activated(nn.Identity())
+    second.layer.register_forward_hook(lambda _, __, out: out.relu())
+    one, other = works_of(first, second)
+    assert other.kernels == one.kernels + 1
+
+
+def test_equal_units_run_once() -> None:
+    calls = list[object]()
+
+    def count(setting: object) -> int:
+        calls.append(setting)
+        return 1
+
+    setting: Any = lambda: (1, [2.0, {"three": torch.int8}], Kind.ONE, Sizes(4))  # noqa: E731
+    works_of(*(Setting(setting(), count) for _ in range(4)))
+    assert len(calls) == 1

@@ -8,9 +8,11 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from types import MethodType
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
+from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
     DispatchMode,
     FakeTensorMode,
@@ -489,6 +492,7 @@ class _UnitRuns:
     def __init__(self, units: Sequence[UnitSpec], recorder: _Recorder, reuses: bool) -> None:
         self._units, self._recorder, self._reuses = units, recorder, reuses
         self._known: dict[object, _FirstRun] = {}
+        self._kept: list[object] = []
         indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._inner = [
             [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
@@ -498,7 +502,7 @@ class _UnitRuns:
 
     def run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward and its backward, or repeat the records of an equal unit."""
-        key = _signature(self._units[index].module, args, kwargs)
+        key = _signature(self._units[index].module, (args, kwargs), self._kept)
         first = self._known.get(key)
         if first is None:
             out = self._run_first(key, index, forward, args, kwargs)
@@ -587,20 +591,81 @@ def _once_each(
         yield
 
 
-def _signature(module: nn.Module, args: Any, kwargs: Any) -> object:
-    def plain(value: Any) -> object:
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape), value.dtype, value.requires_grad
-        return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
+    """Return what the forward of a module depends on, apart from values: equal for equal modules.
 
-    parameters = tuple((name, plain(it)) for name, it in module.named_parameters())
-    settings = tuple(
-        (key, value)
-        for child in module.modules()
-        for key, value in vars(child).items()
-        if isinstance(value, (int, float, str)) and key != "layer_idx"
+    Other objects are equal to themselves alone. ``kept`` gets them: no other one may get their ids.
+    """
+
+    def plain(value: Any) -> object:
+        kind: type[Any] = type(value)
+        if isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout is torch.strided else ()
+            return kind, tuple(value.shape), strides, value.dtype, value.requires_grad
+        if kind in _COMPARED or isinstance(value, (torch.dtype, torch.device)):
+            return kind, value  # with its type: 1 and 1.0 give results of other dtypes
+        if isinstance(value, Enum):
+            return kind, value.name
+        if isinstance(value, (tuple, list)):
+            return kind, *map(plain, cast("Sequence[Any]", value))
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(plain, cast("set[Any]", value)))
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return kind, *((plain(key), plain(it)) for key, it in items)
+        if isinstance(value, partial):
+            return kind, *map(plain, (value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return kind, id(value.__func__), plain(value.__self__)
+        if id(value) in places:  # a module of the unit, or an object that was compared already
+            return kind, places[id(value)]
+        if isinstance(value, ModuleHook) or is_dataclass(value):
+            places[id(value)] = str(len(places))
+            # The names of hooked modules are for messages.
+            named = ("name", "refusal") if isinstance(value, ModuleHook) else ()
+            return kind, plain({key: it for key, it in vars(value).items() if key not in named})
+        kept.append(value)
+        return id(value)
+
+    def forward_of(child: nn.Module) -> object:
+        """Return the forward of a module, which is replaced by that of units while they run."""
+        set_on_it = vars(child).get("forward", child.forward)
+        return plain(set_on_it.args[1] if _runs_unit(set_on_it) else set_on_it)
+
+    places = {id(child): name for name, child in module.named_modules()}
+    return plain(given), tuple(
+        (
+            name,
+            type(child),
+            forward_of(child),
+            plain({**child._parameters, **child._buffers}),
+            tuple(
+                (key, plain([*value.values()] if key in _HOOKS else value))  # keys are ids
+                for key, value in vars(child).items()
+                if key not in _NO_SETTINGS and not (key == "layer_idx" and _is_numbered(child))
+            ),
+        )
+        for name, child in module.named_modules()
     )
-    return type(module), parameters, settings, tuple(map(plain, pytree.tree_leaves((args, kwargs))))
+
+
+_COMPARED = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
+"""Types whose values are settings."""
+
+_HOOKS = {it for it in vars(nn.Module()) if it.endswith("_hooks") and "state_dict" not in it}
+_NO_SETTINGS = {*vars(nn.Module()), "forward"} - _HOOKS - {"training"}
+"""Attributes of modules that are compared in another way, or have no effect on a forward."""
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    """Return whether ``layer_idx`` of a module is a place in a cache alone: that of transformers."""
+    return type(module).__module__.startswith("transformers.")
+
+
+def _runs_unit(forward: object) -> TypeGuard[partial[Any]]:
+    """Return whether a forward is that which :func:`_once_each` has set on a unit."""
+    method = forward.func if isinstance(forward, partial) else None
+    return isinstance(method, MethodType) and method.__func__ is _UnitRuns.run
 
 
 # -- a module without memory, and its step
