@@ -327,7 +327,8 @@ class Planner:
         topology = sharding.topology(
             cluster.num_nodes, cluster.ranks_per_node, tensor_size=axes.tensor_size
         )
-        specs = self.profile(precision, 1, axes).units
+        traced = self.profile(precision, 1, axes)
+        specs, usages = traced.units, traced.usages
         costs = {
             on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
             for on_host in (False, True)
@@ -338,13 +339,15 @@ class Planner:
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            return combined(collectives_of_step(costs[False], sharding, count))
+            return combined(collectives_of_step(costs[False], sharding, count, usages))
 
         @cache
         def memory_plans(
             offload: str, accumulates: bool
         ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-            return self._memory_plans(costs[offload == "params"], sharding, offload, accumulates)
+            units = costs[offload == "params"]
+            used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
+            return self._memory_plans(units, used, sharding, offload, accumulates)
 
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -377,11 +380,15 @@ class Planner:
     def _memory_plans(
         self,
         units: Sequence[Sequence[GroupCost]],
+        used: Sequence[Sequence[GroupCost]],
         sharding: ShardingStrategy,
         offload: str,
         accumulates: bool,
     ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-        """Plan the memory of flat buffers: between steps, in forwards, and in the backward."""
+        """Plan the memory of flat buffers: between steps, in forwards, and in the backward.
+
+        ``used`` has the same without those of units that no forward gathers.
+        """
         back = self.backward_prefetch
         return (
             plan_memory(
@@ -394,10 +401,10 @@ class Planner:
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
-                units, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
+                used, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
             ),
             backward_moments(
-                units, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
+                used, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
             ),
         )
 
@@ -417,7 +424,8 @@ class Planner:
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=RECOMPUTES[choice.recompute],
+                recomputes=_products(RECOMPUTES[choice.recompute], work.recomputed_shares),
+                trained=work.trained_shares,
                 fp32=choice.precision == "32-true",
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
@@ -428,8 +436,8 @@ class Planner:
         )
         step = task.time(self.cluster, self.calibration.constants)
         size = choice.tensor_parallel_size
-        whole = self.profile(choice.precision, choice.micro_batch).total  # ranks repeat some work
-        flops = 3 * (whole.matmul_flops + whole.attention_flops) / size * choice.micro_batches
+        whole = self.profile(choice.precision, choice.micro_batch)  # ranks repeat some work
+        flops = whole.model_flops / size * choice.micro_batches
         gpu = self.cluster.gpu
         peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
         return Planned(
@@ -528,15 +536,21 @@ def memory_of(
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
     """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
-    for own in work.work[1:]:
+    for own, usage in zip(work.work[1:], work.usages[1:], strict=True):
         keeps = {
             "none": own.saved_nbytes,
-            "selective": own.input_nbytes + own.costly_nbytes,
+            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
             "full": min(own.input_nbytes, own.saved_nbytes),
         }[recompute]
         kept.append(keeps)
         again.append(0 if recompute == "none" else max(0, own.saved_nbytes - keeps))
     return kept, again
+
+
+def _products(
+    ones: tuple[float, float, float], others: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    return ones[0] * others[0], ones[1] * others[1], ones[2] * others[2]
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:
