@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.trace import PRECISIONS
 from shardeddp.planner.transformer import Dimensions
 
 pytestmark = pytest.mark.timeout(120)
@@ -238,3 +239,38 @@ def test_values_of_another_kind_are_refused_by_name(options: dict[str, Any], sai
 def test_one_value_may_stand_for_a_list_of_it(one: dict[str, Any]) -> None:
     several = {name: [value] for name, value in one.items()}
     assert make_plan(Module(), **one).as_json() == make_plan(Module(), **several).as_json()
+
+
+class Images(nn.Module):
+    """A step on float images and labels, outside of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+        self.head = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        pooled = self.features(images * self.scale).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(pooled), labels)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_float_inputs_are_cast_as_a_run_casts_them(precision: str) -> None:
+    inputs = ["float32:B,3,8,8", "int64:B"]
+    plan = make_plan(Images, gpus=2, inputs=inputs, precisions=precision, micro_batches=4)
+    assert (
+        plan.best.model_flops
+        == make_plan(
+            Images, gpus=2, inputs=inputs, precisions="32-true", micro_batches=4
+        ).best.model_flops
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_inputs_are_not_cast_where_the_run_casts_none(precision: str) -> None:
+    inputs = ["float32:B,3,8,8", "int64:B"]
+    options: dict[str, Any] = {"precisions": precision, "cast_forward_inputs": False}
+    with pytest.raises(ConfigurationError, match="does not run without values"):
+        make_plan(Images, gpus=2, inputs=inputs, **options)

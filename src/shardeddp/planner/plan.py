@@ -115,6 +115,7 @@ def make_plan(
     experts: PolicyLike = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
+    cast_forward_inputs: bool = True,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -158,6 +159,7 @@ def make_plan(
         experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
         forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
+        cast_forward_inputs: Option of :class:`shardeddp.MixedPrecision`, for ``bf16`` and ``fp16``.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -228,6 +230,7 @@ def make_plan(
         axes=axes,
         forward_prefetch=ahead,
         backward_prefetch=back,
+        casts_inputs=cast_forward_inputs,
     )
     plans = planner.plans()
     return Plan(

@@ -216,6 +216,7 @@ class Planner:
     axes: Sequence[ModelAxes] = (WHOLE,)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    casts_inputs: bool = True
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -271,14 +272,17 @@ class Planner:
             self.profile(precision, micro_batch)  # for errors of the whole model
         with torch.device("meta"):
             module = self.source.build()
+        # Lightning casts the batch, the strategy the inputs of modules.
+        dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else None
         return profile(
             module,
-            self.source.step,
+            lambda module, samples: self.source.step(module, samples, dtype),
             policy=self.policy,
             precision=precision,
             micro_batch=micro_batch,
             tokens=micro_batch * self.source.tokens_of(module, self.length),
             axes=axes,
+            casts_inputs=self.casts_inputs,
         )
 
     def plans(self) -> list[Planned]:

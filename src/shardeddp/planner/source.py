@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import yaml
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -31,7 +32,8 @@ class Source:
 
     name: str
     build: Callable[[], nn.Module]
-    step: Callable[[nn.Module, int], Any]
+    step: Callable[[nn.Module, int, torch.dtype | None], Any]
+    """Training step of a module on a number of samples; see :func:`_training_step` for the dtype."""
     tokens_of: Callable[[nn.Module, int], int]
     """Tokens of a sample, by module and sequence length; 1 if samples are no sequences."""
     is_affine: bool = False
@@ -43,7 +45,7 @@ class Source:
 def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> Source:
     """Return the source of a decoder on sequences of ``length`` tokens."""
 
-    def step(module: nn.Module, samples: int) -> Any:
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> Any:
         return module(torch.empty(samples, length, dtype=torch.long))
 
     return Source(
@@ -239,9 +241,12 @@ def configured(module: nn.Module) -> nn.Module:
 
 def _training_step(
     inputs: Sequence[str], length: int, make_batch: Callable[[int], Any] | None
-) -> Callable[[nn.Module, int], Any]:
-    def step(module: nn.Module, samples: int) -> Any:
+) -> Callable[[nn.Module, int, torch.dtype | None], Any]:
+    """Return the step of a module; floating-point tensors of its batch are cast to a dtype if any."""
+
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> Any:
         batch = make_batch(samples) if make_batch else _batch(module, inputs, samples, length)
+        batch = batch if dtype is None else with_dtype(batch, dtype)
         train = getattr(module, "training_step", None)
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
@@ -251,6 +256,15 @@ def _training_step(
             return train(*arguments)
 
     return step
+
+
+def with_dtype(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a collection, dataclasses included, to a dtype."""
+
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(values, torch.Tensor, cast_one)
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:

@@ -37,7 +37,7 @@ from shardeddp.planner.backward import (
     with_form,
 )
 from shardeddp.planner.collectives import Exchange, UnitUsage
-from shardeddp.planner.source import replacement
+from shardeddp.planner.source import replacement, with_dtype
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
@@ -50,7 +50,12 @@ from shardeddp.torch_private import (
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, with_one_dtype_of_memory
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    outermost_modules,
+    with_one_dtype_of_memory,
+)
 
 # -- counted work
 
@@ -868,13 +873,14 @@ def profile(
     micro_batch: int,
     tokens: int,
     axes: ModelAxes = WHOLE,
+    casts_inputs: bool = True,
 ) -> ModelProfile:
     """Run one forward of a module on fake tensors, and count its work by unit.
 
     The tensors of the module, on any device, are replaced by ones without memory: it is not usable
     afterwards. ``step`` gets the module and the number of samples, makes its inputs and returns the
     loss. ``tokens`` are those of the micro-batch. If ranks split the model, the part of the first
-    one runs.
+    one runs. ``casts_inputs`` is ``cast_forward_inputs`` of ``MixedPrecision``.
 
     Raises:
         UsageError: The precision is unknown, or the model cannot be split over the axes.
@@ -895,6 +901,10 @@ def profile(
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
+    if precision == "bf16" and casts_inputs:  # as cast_at_boundaries of the strategy
+        inner = [unit.module for unit in units[1:]]
+        for each in {id(it): it for it in (module, *outermost_modules(module), *inner)}.values():
+            each.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     free = {storage_of(it) for it in module.parameters()}
     buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
     buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
@@ -965,6 +975,10 @@ def profile(
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_dtype(args, torch.bfloat16), with_dtype(kwargs, torch.bfloat16)
 
 
 def _usage(index: int, units: Sequence[UnitSpec], recorder: _Recorder) -> UnitUsage:
