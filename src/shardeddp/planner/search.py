@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,8 +37,17 @@ from shardeddp.planner.collectives import Collective, collectives_of_step, excha
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
-from shardeddp.wrap import Policy
+from shardeddp.wrap import (
+    AutoPolicy,
+    ClassPolicy,
+    NamePolicy,
+    Policy,
+    PredicatePolicy,
+    SingleUnitPolicy,
+    SizePolicy,
+)
 from shardeddp.wrap.flat_buffers import costs_of
+from shardeddp.wrap.tree import import_path, imported
 
 MEMORY_ERROR = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
@@ -81,13 +91,24 @@ class Choice:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
 
-    def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
+    def yaml(
+        self,
+        cluster: Cluster,
+        axes: ModelAxes = WHOLE,
+        policy: Policy | None = None,
+        casts_inputs: bool = True,
+    ) -> str:
         """Return the configuration of the Trainer with these settings.
 
-        Tensor-parallel plan and experts of the axes are written if their size is above 1.
+        Tensor-parallel plan and experts of the axes are written if their size is above 1, the wrap
+        policy if it is not the default one.
         """
         options: dict[str, Any] = {"sharding_strategy": self.strategy}
         notes = [f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank"]
+        try:
+            options.update({} if policy is None else _written(policy))
+        except LookupError:
+            notes.append("# and auto_wrap_policy: as it was given, which has no name")
         if self.strategy == "hybrid_shard":
             options["shard_size"] = self.shard_size
         if self.tensor_parallel_size > 1:
@@ -103,7 +124,10 @@ class Choice:
                 notes.append("# and experts: as it was given, which has no name")
         param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if param_dtype:
-            options["mixed_precision"] = param_dtype
+            fields = {"param_dtype": param_dtype, "cast_forward_inputs": False}
+            options["mixed_precision"] = (
+                param_dtype if casts_inputs else _made("MixedPrecision", fields)
+            )
         if self.recompute == "full":
             options["activation_checkpointing"] = "auto"
         if self.recompute == "selective":
@@ -123,6 +147,34 @@ class Choice:
         trainer["precision"] = "32-true" if param_dtype else self.precision
         trainer["strategy"] = _made("ShardedDP", options)
         return yaml.safe_dump({"trainer": trainer}, sort_keys=False) + "\n".join(notes)
+
+
+def _written(policy: Policy) -> dict[str, Any]:
+    """Return a wrap policy as an option in a configuration file; nothing for the default one.
+
+    Raises:
+        LookupError: It has no name that another process could find it by.
+    """
+    kind, fields = type(policy), vars(policy)
+    if kind is AutoPolicy and fields == vars(AutoPolicy()):
+        return {}
+    if kind is SingleUnitPolicy:
+        return {"auto_wrap_policy": None}
+    if kind in (AutoPolicy, SizePolicy, NamePolicy):
+        return {"auto_wrap_policy": _made(kind.__name__, fields)}
+    if isinstance(policy, ClassPolicy):
+        # A class that cannot be imported is found in the model by its own name.
+        names = [
+            it if isinstance(it, str) else path if imported(path) is it else it.__name__
+            for it in policy.classes
+            for path in ["" if isinstance(it, str) else import_path(it)]
+        ]
+        return {"auto_wrap_policy": names[0] if len(names) == 1 else names}
+    if isinstance(policy, PredicatePolicy) and isinstance(policy.predicate, FunctionType):
+        path = f"{policy.predicate.__module__}.{policy.predicate.__qualname__}"
+        if imported(path) is policy.predicate:
+            return {"auto_wrap_policy": path}
+    raise LookupError(policy)
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

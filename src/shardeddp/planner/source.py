@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,10 +163,17 @@ def samples_of(batch: Any) -> int:
 
 
 def tokens_of(batch: Any) -> int:
-    """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1."""
-    ids = (torch.int64, torch.int32)
-    found = (it for it in find_tensors(batch) if it.ndim == 2)
-    return next((it.shape[1] for it in found if it.dtype in ids), 1)
+    """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1.
+
+    Whole numbers behind a tensor of floating-point numbers are targets, such as several labels of
+    an image, and no tokens.
+    """
+    for it in find_tensors(batch):
+        if it.is_floating_point() and it.ndim > 1:
+            return 1
+        if it.ndim == 2 and it.dtype in (torch.int64, torch.int32):
+            return it.shape[1]
+    return 1
 
 
 def _tokens(
@@ -173,7 +182,10 @@ def _tokens(
     """Return the function for ``Source.tokens_of``; of a batch, the length is that of its tokens."""
 
     def found(module: nn.Module, length: int) -> int:
-        return length if make_batch else tokens_of(_batch(module, inputs, 1, length))
+        if make_batch:
+            return length
+        with torch.device("meta"):
+            return tokens_of(_batch(module, inputs, 1, length))
 
     return found
 
@@ -296,10 +308,13 @@ def _tensor(text: str, samples: int, length: int) -> torch.Tensor:
     dtype = vars(torch).get(name)
     known = {"B": samples, "S": length}
     parts = [part.strip() for part in sizes.split(",") if part.strip()]
-    if not isinstance(dtype, torch.dtype) or not all(it in known or it.isdigit() for it in parts):
+    is_known = all(it in known or re.fullmatch("[0-9]{1,15}", it) for it in parts)
+    if not isinstance(dtype, torch.dtype) or not is_known:
         raise ConfigurationError(
             f"--input {text}: expected DTYPE:SIZES such as int64:B,S, with B for the samples of a "
             f"micro-batch and S for --length"
         )
     shape = [known[it] if it in known else int(it) for it in parts]
+    if math.prod(shape) * dtype.itemsize >= 2**60:
+        raise ConfigurationError(f"--input {text}: expected a tensor below 2**60 bytes")
     return torch.empty(shape, dtype=dtype)  # its values are not known

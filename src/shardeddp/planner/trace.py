@@ -49,7 +49,7 @@ from shardeddp.torch_private import (
     pytree,
     storage_of,
 )
-from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap import Policy, build_units, require_parameters
 from shardeddp.wrap.tree import (
     ParameterSpec,
     UnitSpec,
@@ -892,6 +892,13 @@ def profile(
         raise ConfigurationError(
             f"{type(module).__name__} has parameters that get their shapes from data (nn.Lazy...: "
             f"{first_three(lazy)}): name their sizes to plan it"
+        )
+    require_parameters(module)
+    if not any(it.requires_grad for it in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter that requires a gradient: expected a training "
+            f"step with something to train, found that all is frozen. requires_grad_(True) of a part "
+            f"trains it; forwards alone are not planned"
         )
     precision = _IN_BF16.get(precision, precision)
     mode = FakeTensorMode()
