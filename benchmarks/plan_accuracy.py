@@ -175,7 +175,10 @@ def memory_at_peak(
     run: dict[str, Any], found: ModelProfile, units: Sequence[Any], sharding: ShardingStrategy
 ) -> Memory:
     """The plan's memory of a run."""
-    options: dict[str, Any] = {"staged": False, "accumulates": (run.get("grad_accum") or 1) > 1}
+    options: dict[str, Any] = {
+        "needs_receive_buffer": False,
+        "accumulates": (run.get("grad_accum") or 1) > 1,
+    }
     recompute = run.get("activation_checkpointing") or "none"
     if recompute == "selective-op":  # torchtitan keeps attention and every other matmul
         # of a unit with parameters of its own: its input is as large as attention's result

@@ -179,7 +179,7 @@ def _add_plan(commands: Any) -> None:
     parser = _add_command(commands, "plan", text)
     model = "import path of a LightningModule, or a YAML file of LightningCLI with its `model`"
     parser.add_argument("module", nargs="?", metavar="MODULE", help=model)
-    parser.add_argument("--args", default="{}", metavar="JSON", help="of its constructor")
+    parser.add_argument("--args", metavar="JSON", help="of its constructor")
     shape = "of a batch: int64:B,S; several are a tuple (default: its example_input_array)"
     parser.add_argument("--input", action="append", default=[], metavar="DTYPE:SIZES", help=shape)
     parser.add_argument(

@@ -545,6 +545,37 @@ def test_a_probe_is_no_run_to_report(tmp_path: Path, capsys: Output) -> None:
     assert not (tmp_path / "a.html").exists()
 
 
+@pytest.mark.parametrize("kind", ["itself", "a link", "another name"])
+def test_what_is_read_is_not_written_to(tmp_path: Path, capsys: Output, kind: str) -> None:
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    write_measured(file, probe_of())
+    text = file.read_text()
+    torch.save({"state_dict": {}}, file.with_suffix(".ckpt"))
+    if kind == "a link":
+        other.symlink_to(file)
+        other.with_suffix(".ckpt").symlink_to(file.with_suffix(".ckpt"))
+    given = {"itself": file, "a link": other, "another name": tmp_path / "." / "a.json"}[kind]
+    for arguments in (
+        (*PLAN, "--calibrate", file, "--html", given),
+        ("report", file, "-o", given),
+        ("report", tmp_path / "run.json", "--calibrate", file, "-o", given),
+        ("consolidate", given.with_suffix(".ckpt"), "-o", file.with_suffix(".ckpt")),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out, len(err.splitlines())) == (2, "", 1)
+        assert "which is read and would be overwritten" in err
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "more", [["--input", "int64:B,S"], ["--args", "{}"], ["--experts", "blocks.*"]]
+)
+def test_options_of_a_module_are_refused_beside_dimensions(capsys: Output, more: list[str]) -> None:
+    status, out, err = run(capsys, *PLAN, *more)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{more[0]} is that of a LightningModule" in err
+
+
 @pytest.mark.parametrize("where", ["", "nowhere/probe.json"])
 def test_a_probe_that_could_not_be_written_does_not_begin(
     tmp_path: Path, capsys: Output, where: str

@@ -190,6 +190,7 @@ def consolidate(options: argparse.Namespace) -> int:
     """Export a checkpoint directory to one file or a few."""
     if options.output.suffix == ".ckpt":
         _check_ckpt_options(options)
+    _refuse_onto("-o", options.output, options.directory)
     path = _require_checkpoint(location(options.directory), options.foreign)
     selection = Selection(
         foreign=options.foreign,
@@ -227,8 +228,22 @@ def metadata(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_onto(option: str, output: Path, *read_from: object) -> None:
+    """Refuse to write onto a file that the command reads, by any of its names."""
+    for it in read_from:
+        path = Path(str(it))
+        if path.exists() and os.path.realpath(path) == os.path.realpath(output):
+            raise UsageError(
+                f"{option} {output}: expected another file than {it}, which is read and would be "
+                f"overwritten"
+            )
+
+
 def plan(options: argparse.Namespace) -> int:
     """Print settings that fit on a cluster, their predicted step times, and the best as YAML."""
+    if options.html is not None:
+        files = (options.module, options.transformer, options.tensor_parallel_plan)
+        _refuse_onto("--html", options.html, *filter(None, files), *options.calibrate)
     compared = {
         "strategies": options.strategy,
         "recomputes": options.recompute,
@@ -282,12 +297,13 @@ def probe(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the HTML page of a run that StepMonitor recorded."""
+    output = options.output or options.file.with_suffix(".html")
+    _refuse_onto("-o", output, options.file, *options.calibrate)
     run = read(options.file)
     if not isinstance(run, Recorded):
         raise ConfigurationError(
             f"{options.file}: expected what StepMonitor(record=...) has written, found a probe"
         )
-    output = options.output or options.file.with_suffix(".html")
     output.write_text(run_page(run, calibrate(options.calibrate, run.device.name)))
     print(printable(f"wrote {output}"))
     return 0
@@ -297,18 +313,25 @@ def _source(options: argparse.Namespace) -> Source:
     given = [options.module, options.dims, options.transformer]
     if sum(it is not None for it in given) != 1:
         raise UsageError("expected one of: a LightningModule, --transformer CONFIG, --dims SIZES")
+    ignored = {"--input": options.input, "--args": options.args, "--experts": options.experts}
+    for name, value in ignored.items():
+        if value and options.module is None:
+            raise UsageError(
+                f"{name} is that of a LightningModule: expected its import path beside it, found "
+                f"{'--dims' if options.transformer is None else '--transformer'}, whose decoder has its own"
+            )
     if options.dims is not None:
         return of_dimensions(Dimensions.of_text(options.dims), options.length)
     if options.transformer is not None:
         return of_transformers_config(options.transformer, options.length)
     try:
-        arguments = json.loads(options.args)
-    except json.JSONDecodeError as error:
+        arguments = json.loads(options.args or "{}")
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--args is no JSON object: {error}") from None
     if not isinstance(arguments, dict):
         raise UsageError(f"--args is no JSON object: found {options.args}")
     sys.path.insert(0, os.curdir)
-    return of_module(options.module, arguments, options.input, options.length)
+    return of_module(str(options.module), arguments, options.input, options.length)
 
 
 def _tensor_plan(given: str | None) -> TensorPlan | None:
@@ -317,7 +340,7 @@ def _tensor_plan(given: str | None) -> TensorPlan | None:
         return given
     try:
         found = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"--tensor-parallel-plan {given}: {why}") from error
     if isinstance(found, dict) and found.keys() == {"tensor_parallel_plan"}:

@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "full_shard in one unit"],

@@ -680,6 +680,7 @@ COMPILED = {
 globals().update(COMPILED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "full_shard in one unit"])
 def test_compiled_modules_that_change_after_setup_compute_as_under_ddp(
     beside_ddp: BesideDdp, strategy: str

@@ -66,6 +66,7 @@ def resharded(world: Worlds) -> BesideDdp:
     return BesideDdp(world, train_resharded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file", ["test_held_out", *(pytest.param(it, marks=pytest.mark.torture) for it in OTHERS)]
 )

@@ -290,7 +290,19 @@ def test_the_page_of_a_run_has_its_parts_beside_the_planned_ones(probe: Path) ->
     assert "The planner has no figures of CPU" in unknown
 
 
+def test_the_page_of_a_run_without_planned_memory_has_none(probe: Path) -> None:
+    run = read(run_of(plan(probe).best, probe.with_name("run.json")))
+    assert isinstance(run, Recorded)
+    assert "Memory as planned: 0" in run_page(replace(run, memory={}), calibrate([probe]))
+
+
 # -- Wrong files
+
+
+def test_a_run_that_no_factor_on_its_plan_reaches_is_an_error(probe: Path) -> None:
+    run = run_of(plan(probe).best, probe.with_name("run.json"), compute=1e-6, exposed=0.01)
+    with pytest.raises(ConfigurationError, match=f"^{run}: computing and communication took"):
+        calibrate([probe, run])
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> str:
@@ -318,6 +330,16 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda it: it["collectives"][0].update(seconds=0), r"collectives\[0\]: seconds is 0"),
         (lambda it: it["compute"].clear(), "compute lacks matmuls of fp32 and bf16"),
         (lambda it: it.update(collectives=3), "collectives: expected something else, found 3"),
+        (lambda it: it.update(shardeddp=[]), "found other JSON"),
+        (lambda it: it.update(shardeddp={}), "found other JSON"),
+        (lambda it: it.update(memory_gbs=10**400), "memory_gbs: expected a finite number"),
+        (lambda it: it["device"].update(ranks=3, per_node=2), "device: "),
+        (
+            lambda it: it.update(
+                collectives=[one for one in it["collectives"] if one["kind"] != "all_gather"]
+            ),
+            "collectives: expected an all_gather of 2 ranks beside the other kinds",
+        ),
     ],
 )
 def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
@@ -344,6 +366,9 @@ def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
             lambda it: it["task"]["collectives"][0].update(kind="broadcast"),
             r"collectives\[0\]: kind: expected something else, found 'broadcast'",
         ),
+        (lambda it: it["task"]["setting"].update(micro_batches=0), "micro_batches is 0"),
+        (lambda it: it["task"]["collectives"][0].update(stride=0), "stride is 0"),
+        (lambda it: it["device"].update(ranks=3, per_node=2), "device: "),
     ],
 )
 def test_a_run_with_figures_that_nothing_can_have_measured_is_an_error(
@@ -356,7 +381,9 @@ def test_a_run_with_figures_that_nothing_can_have_measured_is_an_error(
         calibrate([probe])
 
 
-@pytest.mark.parametrize("text", ["", "nothing", '{"version": 1', "[]", "3", "null", "{}"])
+@pytest.mark.parametrize(
+    "text", ["", "nothing", '{"version": 1', "[]", "3", "null", "{}", "[" * 100_000]
+)
 def test_another_file_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
     with pytest.raises(ConfigurationError, match=r"expected a file of `shardeddp probe` or"):

@@ -13,13 +13,16 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, parse_options
+from shardeddp.config import MixedPrecision, Options, parse_options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.topology import Topology
 from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.trace import profile
 from shardeddp.wrap import NamePolicy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
+from shardeddp.wrap.tree import UnitSpec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,9 +113,23 @@ def test_the_plan_lists_what_the_engine_sends(
     expected = sent_by_kind(
         collectives_of_step([costs_of(unit, topology) for unit in units], sharding, micro_batches)
     )
-    with fake_world(8):
+    found = sent_by_engine(model, units, topology, asked, precision, micro_batches)
+    assert found == expected
+
+
+def sent_by_engine(
+    model: nn.Module,
+    units: Sequence[UnitSpec],
+    topology: Topology,
+    asked: Options,
+    precision: MixedPrecision | None,
+    micro_batches: int,
+) -> tuple[Counter[str], Counter[str]]:
+    """What the engine sends in the third step."""
+    with fake_world(topology.world_size):
         cast_at_boundaries(model, units, precision)
-        mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=30), sharding.regather_size)
+        regather = asked.sharding.regather_size
+        mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=30), regather)
         runtime = shard_model(units, mesh, asked)
         trained = [it for it in model.parameters() if it.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -127,4 +144,105 @@ def test_the_plan_lists_what_the_engine_sends(
             optimizer.step()
             optimizer.zero_grad()
         found = mesh.traffic
-    assert (+found.nbytes, +found.calls) == expected
+    return +found.nbytes, +found.calls
+
+
+class Nest(nn.Module):
+    """Blocks inside of another unit, between two uses of its own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.inside = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, WIDTH) to the same."""
+        x = self.own(x)
+        for block in self.inside:
+            x = block(x)
+        return self.own(x)
+
+
+class Wide(Block):
+    """Another size than a block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, WIDTH) to the same."""
+        return super().forward(x) + self.wide(x).mean()
+
+
+class Routed(Stack):
+    """Units that run in an order of their own; some parameters may be frozen."""
+
+    def __init__(self, order: Sequence[int], frozen: Sequence[str] = ()) -> None:
+        super().__init__(frozen=False)
+        self.blocks = nn.ModuleList([Wide(), Block(), Nest(), Block()])
+        self.order = order
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, 3) to (rows, 5)."""
+        x = self.input(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.output(x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("full_shard", {}),
+        ("full_shard", {"reshard_after_forward": 4}),
+        ("shard_grad_op", {}),
+        ("shard_optimizer", {}),
+        ("no_shard", {}),
+        ("hybrid_shard", {"optimizer_shard": "world"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("order", "frozen"),
+    [
+        pytest.param([0, 1, 1, 1, 3], [], id="one runs thrice"),
+        pytest.param([1, 3, 1, 0, 1], [], id="the last one ran before"),
+        pytest.param([0, 3], [], id="two do not run"),
+        pytest.param([3, 1, 0], [], id="against the order of their registration"),
+        pytest.param([0, 1, 2], [], id="inside of another unit"),
+        pytest.param([2, 0, 2], [], id="inside of another unit that runs twice"),
+        pytest.param([0, 1, 3], ["input", "blocks.0", "blocks.1"], id="the first are frozen"),
+        pytest.param([0, 1, 1, 2, 3], ["input", "blocks"], id="the head is trained"),
+        pytest.param([0, 1, 3], ["input", "output", "blocks.0", "blocks.3"], id="one is trained"),
+        pytest.param([0, 1, 2, 3], ["blocks.1.up", "blocks.2.own"], id="layers are frozen"),
+    ],
+)
+def test_the_plan_follows_the_forwards_of_units(
+    order: Sequence[int],
+    frozen: Sequence[str],
+    strategy: str,
+    options: dict[str, Any],
+) -> None:
+    asked = parse_options({"sharding_strategy": strategy, **options})
+    topology = asked.sharding.topology(2, 4)
+    policy = NamePolicy(("blocks.*", "blocks.2.inside.*"))
+
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.ones(samples, 3)).square().mean()
+
+    traced = profile(
+        Routed(order, frozen),
+        step,
+        policy=policy,
+        precision="32-true",
+        micro_batch=2,
+        tokens=2,
+    )
+    costs = [costs_of(unit, topology) for unit in traced.units]
+    expected = collectives_of_step(costs, asked.sharding, 3, traced.usages)
+    model = Routed(order, frozen)
+    units = build_units(model, policy)
+    found = sent_by_engine(model, units, topology, asked, None, 3)
+    assert found == sent_by_kind(expected)

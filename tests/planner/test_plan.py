@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from lightning import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.source import tokens_of
+from shardeddp.planner.trace import PRECISIONS
 from shardeddp.planner.transformer import Dimensions
+from shardeddp.wrap import NamePolicy, SizePolicy, resolve_policy
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -238,3 +242,160 @@ def test_values_of_another_kind_are_refused_by_name(options: dict[str, Any], sai
 def test_one_value_may_stand_for_a_list_of_it(one: dict[str, Any]) -> None:
     several = {name: [value] for name, value in one.items()}
     assert make_plan(Module(), **one).as_json() == make_plan(Module(), **several).as_json()
+
+
+class Images(nn.Module):
+    """A step on float images and labels, outside of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+        self.head = nn.Linear(8, 4)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        pooled = self.features(images * self.scale).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(pooled), labels)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_float_inputs_are_cast_as_a_run_casts_them(precision: str) -> None:
+    inputs = ["float32:B,3,8,8", "int64:B"]
+    plan = make_plan(Images, gpus=2, inputs=inputs, precisions=precision, micro_batches=4)
+    assert (
+        plan.best.model_flops
+        == make_plan(
+            Images, gpus=2, inputs=inputs, precisions="32-true", micro_batches=4
+        ).best.model_flops
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_inputs_are_not_cast_where_the_run_casts_none(precision: str) -> None:
+    inputs = ["float32:B,3,8,8", "int64:B"]
+    options: dict[str, Any] = {"precisions": precision, "cast_forward_inputs": False}
+    with pytest.raises(ConfigurationError, match="does not run without values"):
+        make_plan(Images, gpus=2, inputs=inputs, **options)
+
+
+class Chain(nn.Module):
+    """Layers of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.layers(batch).mean()
+
+
+def is_linear(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def option_of(policy: Any, **options: Any) -> dict[str, Any]:
+    """The strategy's options in the YAML of a plan."""
+    given: dict[str, Any] = {"inputs": f"float32:B,{WIDTH}", "strategies": "full_shard", **options}
+    plan = make_plan(Chain, gpus=2, auto_wrap_policy=policy, recomputes="none", **given)
+    return yaml.safe_load(plan.yaml)["trainer"]["strategy"]["init_args"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "written"),
+    [
+        (None, None),
+        (nn.Linear, "torch.nn.modules.linear.Linear"),
+        (["Linear", nn.Sequential], ["Linear", "torch.nn.modules.container.Sequential"]),
+        (
+            NamePolicy(["layers.*"]),
+            {"class_path": "shardeddp.NamePolicy", "init_args": {"names": ["layers.*"]}},
+        ),
+        (SizePolicy(9), {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 9}}),
+        (is_linear, f"{__name__}.is_linear"),
+    ],
+)
+def test_the_yaml_of_a_plan_has_its_wrap_policy(policy: Any, written: Any) -> None:
+    found = option_of(policy)["auto_wrap_policy"]
+    assert found == written
+    made = resolve_policy(policy)
+    if isinstance(written, dict):
+        assert vars(made) == written["init_args"]
+    else:
+        assert resolve_policy(found).select(Chain()) == made.select(Chain())
+
+
+def test_the_yaml_of_a_plan_says_what_it_cannot_have() -> None:
+    assert "auto_wrap_policy" not in option_of("auto")
+    plan = make_plan(
+        Chain, inputs=[f"float32:B,{WIDTH}"], auto_wrap_policy=lambda name, _: "." in name
+    )
+    assert "# and auto_wrap_policy: as it was given, which has no name" in plan.yaml
+    assert "auto_wrap_policy:" not in plan.yaml.partition("#")[0]
+
+
+def test_the_yaml_of_a_plan_has_inputs_that_are_not_cast() -> None:
+    options = option_of(
+        "auto", precisions="bf16", inputs=f"bfloat16:B,{WIDTH}", cast_forward_inputs=False
+    )
+    fields = {"param_dtype": "bfloat16", "cast_forward_inputs": False}
+    assert options["mixed_precision"] == {
+        "class_path": "shardeddp.MixedPrecision",
+        "init_args": fields,
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ((torch.ones(2, 5, dtype=torch.int64),), 5),
+        ((torch.ones(2, 5, dtype=torch.int32), torch.ones(2, 7)), 5),
+        ((torch.ones(2, 3, 8, 8), torch.ones(2, 20, dtype=torch.int64)), 1),
+        ((torch.ones(2, 9), torch.ones(2, 20, dtype=torch.int64)), 1),
+        ((torch.ones(2), torch.ones(2, 5, dtype=torch.int64)), 5),
+        ({"image": torch.ones(2, 9), "labels": torch.ones(2, 20, dtype=torch.int64)}, 1),
+        ((torch.ones(2, 9),), 1),
+    ],
+)
+def test_whole_numbers_behind_features_are_no_tokens(batch: Any, tokens: int) -> None:
+    assert tokens_of(batch) == tokens
+
+
+class Bare(nn.Module):
+    """A step without parameters, or with frozen ones."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.ones(WIDTH))
+        if frozen:
+            self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (batch * self.bank).mean()
+
+
+@pytest.mark.parametrize(("frozen", "said"), [(False, "with parameters"), (True, "all is frozen")])
+def test_a_model_with_nothing_to_train_is_refused(frozen: bool, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make_plan(Bare(frozen), inputs=[f"float32:B,{WIDTH}"])
+
+
+@pytest.mark.parametrize("given", [{"inputs": ["int64:B,S"]}, {"batch": lambda samples: samples}])
+def test_inputs_beside_dimensions_are_refused(given: dict[str, Any]) -> None:
+    dims = Dimensions(layers=1, width=8, heads=1, vocabulary=9)
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is that of a LightningModule"):
+        make_plan(dims, **given)
+
+
+@pytest.mark.parametrize(
+    "shape", ["int64:B,\u00b2", "int64:B," + "9" * 30, "int64:B," + ",".join(["9" * 15] * 2)]
+)
+def test_sizes_that_are_none_are_refused(shape: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^--input .*: expected"):
+        make_plan(Chain, inputs=[shape])
+
+
+def test_figures_of_a_gpu_have_names() -> None:
+    figures: Any = {1: 2}
+    with pytest.raises(UsageError, match="expected gpu_figures to be figures by name"):
+        make_plan(Chain, inputs=[f"float32:B,{WIDTH}"], gpu_figures=figures)

@@ -1,6 +1,9 @@
 """What a step computes and keeps is counted as GPUs do it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.trace import ModelProfile, Work, profile
@@ -130,3 +134,263 @@ def test_memory_that_two_parameters_share_is_counted_once(precision: str, on_met
     assert [cost.plan.borrows for cost in costs if cost.layout.numel] == [False, True, False]
     itemsize = 2 if precision == "bf16-true" else 4
     assert sum(cost.main_nbytes for cost in costs) == 2 * WIDTH * WIDTH * itemsize // 2
+
+
+class Setting(nn.Module):
+    """A layer that is called as often as a setting says."""
+
+    def __init__(self, setting: Any, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.setting, self.count = setting, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.count(self.setting)):
+            x = self.layer(x)
+        return x
+
+
+class Strided(nn.Module):
+    """A convolution."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(LENGTH, LENGTH, 1, stride=stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Activated(nn.Module):
+    """A layer with another one or none before it, which has no parameters."""
+
+    def __init__(self, before: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = before, nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.before(x))
+
+
+class Kind(Enum):
+    """Settings with names."""
+
+    ONE, TWO = 1, 2
+
+
+@dataclass
+class Sizes:
+    """A setting of several values."""
+
+    count: int
+
+
+def works_of(*modules: nn.Module) -> list[Work]:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        x = torch.zeros(samples, LENGTH, WIDTH, requires_grad=True)
+        for each in module.children():
+            x = each(x)
+        return x.mean()
+
+    model = nn.ModuleList([*modules])
+    policy = resolve_policy({*map(type, modules)})
+    options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
+    return profile(model, step, policy=policy, **options).work[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        (((1,), (1, 2, 3)), len),
+        (([1], [1, 2, 3]), len),
+        (({"a": [1]}, {"a": [1, 2, 3]}), lambda it: len(it["a"])),
+        (({1}, {1, 2, 3}), len),
+        ((torch.float32, torch.float64), lambda it: it.itemsize // 4),
+        ((Kind.ONE, Kind.TWO), lambda it: it.value),
+        ((partial(int, 1), partial(int, 2)), lambda it: it()),
+        ((torch.zeros(1), torch.zeros(3)), len),
+        ((Sizes(1), Sizes(3)), lambda it: it.count),
+    ],
+)
+def test_units_with_other_settings_are_other_units(
+    settings: Sequence[Any], count: Callable[[Any], int]
+) -> None:
+    each = [work.matmul_flops for work in works_of(*(Setting(it, count) for it in settings))]
+    one = 2.0 * 2 * LENGTH * WIDTH * WIDTH
+    assert each == [one * count(it) for it in settings]
+
+
+def test_convolutions_with_other_strides_are_other_units() -> None:
+    one, two, three = (work.matmul_flops for work in works_of(*map(Strided, (1, 2, 2))))
+    assert one == 2 * two == 4 * three
+
+
+def test_layers_of_other_classes_make_other_units() -> None:
+    kernels = [it.kernels for it in works_of(Activated(nn.Tanh()), Activated(nn.Identity()))]
+    assert kernels[0] == kernels[1] + 1
+
+
+def test_hooks_of_layers_make_other_units() -> None:
+    first, second = Activated(nn.Identity()), Activated(nn.Identity())
+    second.layer.register_forward_hook(lambda _, __, out: out.relu())
+    one, other = works_of(first, second)
+    assert other.kernels == one.kernels + 1
+
+
+def test_equal_units_run_once() -> None:
+    calls = list[object]()
+
+    def count(setting: object) -> int:
+        calls.append(setting)
+        return 1
+
+    setting: Any = lambda: (1, [2.0, {"three": torch.int8}], Kind.ONE, Sizes(4))  # noqa: E731
+    works_of(*(Setting(setting(), count) for _ in range(4)))
+    assert len(calls) == 1
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (
+            nn.Linear(*sizes, bias=False) for sizes in ((WIDTH, WIDTH), (WIDTH, 2), (2, WIDTH))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x)).relu()
+
+
+class Own(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * 1.0) @ (weight * 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        return grad @ weight.T, x.flatten(0, 1).T @ grad.flatten(0, 1)
+
+
+class OwnBackward(nn.Module):
+    """A layer whose product has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Own.apply(x, self.weight)
+
+
+class Attending(nn.Module):
+    """Attention of frozen or trained queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.base(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+class Teaching(nn.Module):
+    """A layer that runs without gradients first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.base(x)
+        return self.base(x) - target
+
+
+class Layered(nn.Module):
+    """Units of a kind between an embedding with a layer behind it, and an output layer."""
+
+    def __init__(self, kind: type[nn.Module], frozen: Sequence[str]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.input = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList([kind() for _ in range(3)])
+        self.output = nn.Linear(WIDTH, 7, bias=False)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.input(self.embedding(ids))
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Adapted, OwnBackward, Attending, Teaching])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param([], id="nothing is frozen"),
+        pytest.param(["embedding"], id="the embedding"),
+        pytest.param(["embedding", "input", "blocks.0", "blocks.1"], id="the first blocks"),
+        pytest.param(["embedding", "input", "blocks"], id="all but the head"),
+        pytest.param(["embedding", "input", "output", "base"], id="all but adapters"),
+    ],
+)
+def test_frozen_parameters_take_no_flops_for_their_gradients(
+    kind: type[nn.Module], frozen: Sequence[str]
+) -> None:
+    if "base" in frozen:
+        if kind is not Adapted:
+            pytest.skip("has no adapters")
+        frozen = [*frozen[:-1], *(f"blocks.{index}.base" for index in range(3))]
+
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, LENGTH, dtype=torch.int64))
+
+    options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
+    traced = profile(Layered(kind, frozen), step, policy=resolve_policy({kind}), **options)
+    with FlopCounterMode(display=False) as counter:
+        step(Layered(kind, frozen), 2).backward()
+    attention = 4.0 * 2 * LENGTH * LENGTH * WIDTH / 2 if kind is Attending else 0.0
+    trained = 3 - len({"blocks.0", "blocks.1"} & {*frozen}) if "blocks" not in frozen else 0
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(n for op, n in counts.items() if "scaled_dot_product" not in str(op))
+    assert traced.model_flops == counted + attention * (3 + 2 * trained)
+    assert traced.trained_shares[1] == (trained / 3 if attention else 1)
+
+
+def test_all_work_of_a_trained_model_has_a_backward() -> None:
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.zeros(samples, LENGTH, dtype=torch.int64))
+
+    options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
+    traced = profile(Layered(Attending, ()), step, policy=resolve_policy({Attending}), **options)
+    assert traced.trained_shares == traced.recomputed_shares == (1, 1, 1)
+
+
+def test_the_head_is_what_follows_the_last_unit_that_runs() -> None:
+    def work(order: Sequence[int]) -> tuple[Work, list[Work]]:
+        def step(module: nn.Module, samples: int) -> torch.Tensor:
+            x = torch.zeros(samples, LENGTH, WIDTH, requires_grad=True)
+            for index in order:
+                x = module[0][index](x)
+            return module[1](x).mean()
+
+        units = nn.ModuleList([Adapted(), Attending(), Teaching()])
+        model = nn.ModuleList([units, nn.Linear(WIDTH, WIDTH)])
+        policy = resolve_policy({Adapted, Attending, Teaching})
+        options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
+        traced = profile(model, step, policy=policy, **options)
+        return traced.head, traced.work[1:]
+
+    forwards, backwards = work([0, 1, 2]), work([2, 1, 0])
+    assert forwards[0] == backwards[0]
+    assert forwards[0].matmul_flops == 2.0 * 2 * LENGTH * WIDTH * WIDTH
+    assert [it.matmul_flops for it in forwards[1]] == [it.matmul_flops for it in backwards[1][::-1]]

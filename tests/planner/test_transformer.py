@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardeddp.errors import UsageError
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
@@ -80,3 +81,22 @@ def test_attention_without_a_fused_kernel_has_as_many_kernels_for_one_sample_as_
     one, four = (profile_of(unfused, micro_batch).inner for micro_batch in (1, 4))
     assert one.kernels == four.kernels
     assert 4 * one.moved_nbytes == pytest.approx(four.moved_nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (4, None, 8), (6, 3, 10)])
+def test_heads_may_have_another_width_than_the_width_divided_by_them(
+    heads: int, kv_heads: int | None, head_dim: int, fused: bool
+) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "fused_attention": fused}
+    for rope in (True, False):
+        found = profile_of(replace(DIMENSIONS, **sizes, rope=rope))
+        (qkv,) = {it.parameters[2].parameter.shape[0] for it in found.units[1:]}
+        assert qkv == (heads + 2 * (kv_heads or heads)) * head_dim
+
+
+@pytest.mark.parametrize("sizes", [{"width": 36}, {"head_dim": 7}])
+def test_an_odd_width_of_a_head_is_refused_with_rotary_embeddings(sizes: dict[str, int]) -> None:
+    replace(DIMENSIONS, **sizes)
+    with pytest.raises(UsageError, match="features: rotary position embeddings turn pairs"):
+        replace(DIMENSIONS, **sizes, rope=True)

@@ -250,6 +250,9 @@ def _plan_with(
             experts=axes.experts,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.options.auto_wrap_policy,
+            cast_forward_inputs=(
+                setting.options.mixed_precision or MixedPrecision()
+            ).cast_forward_inputs,
             forward_prefetch=setting.options.forward_prefetch,
             backward_prefetch=setting.options.backward_prefetch,
             **options,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -36,8 +36,7 @@ from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import (
     ParameterSpec,
     UnitSpec,
-    has_forward,
-    unit_children,
+    outermost_modules,
     with_one_dtype_of_memory,
 )
 
@@ -243,7 +242,7 @@ def cast_at_boundaries(
     output_dtype = cast("torch.dtype | None", options.output_dtype)
     buffer_dtype = cast("torch.dtype | None", options.buffer_dtype)
     kept = _kept_modules(root, options.keep_fp32)
-    outermost = [root, *_outermost(root)]
+    outermost = [root, *outermost_modules(root)]
     if param_dtype is not None:
         boundaries = {
             id(module): module for module in (*outermost, *(unit.module for unit in units))
@@ -302,20 +301,6 @@ def _kept_modules(root: nn.Module, keep_fp32: ModuleClasses) -> dict[int, nn.Mod
 
 def _inside(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
     return {id(inner): inner for module in modules.values() for inner in module.modules()}
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters that the user's step calls.
-
-    A container without a forward is replaced by its children.
-    """
-    for _, child in unit_children(module):
-        if next(child.parameters(), None) is None:
-            continue
-        if has_forward(child):
-            yield child
-        else:
-            yield from _outermost(child)
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

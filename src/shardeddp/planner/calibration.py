@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import combinations
@@ -26,7 +27,7 @@ from shardeddp.planner.cost import (
 )
 from shardeddp.planner.trace import Work
 
-VERSION = 4
+VERSION = 5
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""
@@ -169,7 +170,7 @@ def write(path: Path, measured: Probe | Recorded) -> None:
 
 _POSITIVE = {
     *("seconds", "memory_gb", "memory_gbs", "optimizer_gbs"),
-    *("ranks", "per_node", "threads", "steps"),
+    *("ranks", "per_node", "threads", "steps", "micro_batches", "stride", "host_gbs"),
 }
 """Names of figures that must be above 0; all others must be at least 0."""
 
@@ -183,11 +184,13 @@ def read(path: Path) -> Probe | Recorded:
     wanted = "a file of `shardeddp probe` or StepMonitor(record=...)"
     try:
         document: Any = json.loads(path.read_text())
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: expected {wanted}, found no JSON ({error})") from None
     kinds = {"probe": Probe, "recorded": Recorded}
     name = document.pop("shardeddp", None) if isinstance(document, dict) else None
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise ConfigurationError(f"{path}: expected {wanted}, found other JSON")
     version = document.pop("version", None)
     if version != VERSION:
@@ -196,6 +199,10 @@ def read(path: Path) -> Probe | Recorded:
             f"{VERSION}); measure again"
         )
     measured = _parsed(kinds[name], document, f"{path}")
+    try:
+        Cluster(gpu=GPUS["H100-80"], count=measured.device.ranks, per_node=measured.device.per_node)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: device: {error}") from None
     if isinstance(measured, Recorded):
         missing = {"compute", "gather", "reduction", "optimizer", "rest"} - measured.parts.keys()
         if missing or not measured.compute:
@@ -228,7 +235,7 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
             raise ConfigurationError(f"{where}: expected {len(inner)} values, found {len(made)}")
         return tuple(made) if origin is tuple else made
     number = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
-    if kind in (int, float) and number and math.isfinite(value) and value >= 0:
+    if kind in (int, float) and number and 0 <= value <= sys.float_info.max:  # not NaN
         return value
     if (origin is Literal and value in inner) or (kind in (bool, str) and type(value) is kind):
         return value
@@ -325,6 +332,11 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
     network = network_gbits
     for ranks in sorted({it.ranks for it in probe.collectives}):
         timed = [it for it in probe.collectives if it.ranks == ranks]
+        if not any(it.kind == "all_gather" for it in timed):
+            raise ConfigurationError(
+                f"{path}: collectives: expected an all_gather of {ranks} ranks beside the other kinds, "
+                f"found none; measure again"
+            )
         gbs, latency = _rate_and_latency(timed)
         said.append(f"{ranks} ranks {gbs:.3g} GB/s and {1e6 * latency:.3g} us")
         if ranks <= device.per_node:
@@ -468,6 +480,7 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         compute = _factor(
             run.compute + exposed,
             lambda it: _parts(task.time(cluster, _scaled(constants, compute=it)), together),
+            f"{path}: computing and communication",
         )
     else:
         compute = run.compute / _parts(planned, _COMPUTE)
@@ -483,6 +496,7 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         network = _factor(
             exposed,
             lambda it: _parts(task.time(cluster, _scaled(computing, network=it)), _NETWORK),
+            f"{path}: communication that nothing hides",
         )
         constants = _scaled(constants, network=network)
         measured += _NETWORK
@@ -525,10 +539,21 @@ def _parts(step: Step, names: Sequence[str]) -> float:
     return sum(vars(step)[name] for name in names)
 
 
-def _factor(seconds: float, planned: Callable[[float], float]) -> float:
-    """Bisect for the factor with ``planned(factor) == seconds``; ``planned`` must be increasing."""
+def _factor(seconds: float, planned: Callable[[float], float], what: str) -> float:
+    """Bisect for the factor with ``planned(factor) == seconds``; ``planned`` must be increasing.
+
+    Raises:
+        ConfigurationError: No factor reaches it; ``what`` took the seconds.
+    """
     low, high = -math.log(_MOST), math.log(_MOST)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if planned(math.exp(middle)) < seconds else (low, middle)
-    return math.exp((low + high) / 2)
+    found = math.exp((low + high) / 2)
+    if not math.isclose(planned(found), seconds, rel_tol=1e-3):
+        raise ConfigurationError(
+            f"{what} took {seconds:.3g} s of a step, and the plan is {planned(found):.3g} s where it is "
+            f"nearest: what was measured before (a probe while the machine was busy) does not go with "
+            f"the run. Measure both again"
+        )
+    return found

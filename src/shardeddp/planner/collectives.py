@@ -39,14 +39,31 @@ class Collective:
         return passes * self.nbytes * (self.ranks - 1) // self.ranks
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitUsage:
+    """Use of a unit in a micro-batch."""
+
+    calls: int = 1
+    """Number of forwards; a unit without any is not gathered."""
+    has_backward: bool = True
+    """True if results of its forwards require a gradient, of its own parameters or earlier ones."""
+    ends_forward: bool = False
+    """True if it is unsharded at the end of the forward, and stays so until its backward."""
+
+
 def collectives_of_step(
-    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, micro_batches: int = 1
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    micro_batches: int = 1,
+    usages: Sequence[UnitUsage] | None = None,
 ) -> list[Collective]:
     """Return the collectives that a rank issues in one optimizer step, in steady state.
 
-    Inner units are assumed to run one after the other: the last one ends the forward and begins
-    the backward, and the root stays unsharded through both.
+    ``usages`` has the use of each unit; None: inner units run one after the other, and the last one
+    ends the forward and begins the backward. The root stays unsharded through both.
     """
+    if usages is None:
+        usages = [UnitUsage(ends_forward=it == len(units) - 1) for it in range(len(units))]
     found: list[Collective] = []
     retained = sharding.retains
     reductions = micro_batches if sharding.reduce_every_backward else 1
@@ -58,20 +75,31 @@ def collectives_of_step(
             )
 
     phase: IssuedIn
-    for index, groups in enumerate(units):
-        again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
+    for index, (groups, usage) in enumerate(zip(units, usages, strict=True)):
+        regathers = sharding.reshard is Reshard.AFTER_FORWARD and index > 0 and usage.has_backward
+        again = regathers and not usage.ends_forward
+        calls = usage.calls
+        if sharding.reshard is Reshard.AFTER_BACKWARD and usage.has_backward:
+            calls = 1  # it stays unsharded
         for group in groups:
             shard, replicas, near = group.shard_size, group.replicas, group.tensor_size
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
             full = 0 if group.plan.borrows else full  # the lender gathers
-            times = 1 if retained else micro_batches
-            # Frozen parameters do not change, so their retained values are not gathered again.
-            if group.splitting_replicas > 1 and group.trainable:
+            is_trained = group.trainable and usage.has_backward
+            # Parameters that do not change are not gathered again where their values are retained.
+            if group.splitting_replicas > 1 and is_trained:
                 add("all_gather", "step", index, full // shard, replicas, stride=far)
-            if group.trainable or not retained:
-                phase = "step" if retained else "forward"
-                add("all_gather", phase, index, full, shard, stride=near, times=times)
+            if retained and is_trained:
+                add("all_gather", "step", index, full, shard, stride=near)
+            elif not retained and calls:
+                # Between its forwards a rank keeps the part that it is gathered from again.
+                parts = calls - 1 if regathers and sharding.regather_size else 0
+                times = (calls - parts) * micro_batches
+                add("all_gather", "forward", index, full, shard, stride=near, times=times)
+                if parts:
+                    size, times = sharding.regather_size or shard, parts * micro_batches
+                    add("all_gather", "forward", index, full, size, stride=near, times=times)
             if again:
                 add(
                     "all_gather",
@@ -82,7 +110,8 @@ def collectives_of_step(
                     stride=near,
                     times=micro_batches,
                 )
-            if not group.trainable:
+            # Without gathers in the backward ranks do not tell each other which units they have used.
+            if not (is_trained or (group.trainable and retained)):
                 continue
             reduced = group.layout.padded_numel * group.reduce_itemsize
             phase = "backward" if reductions == micro_batches else "step"

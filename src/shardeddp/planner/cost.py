@@ -113,6 +113,9 @@ class StepSetting:
     micro_batches: int = 1
     recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Recomputed fractions of inner units' matmuls, attention and other kernels."""
+    trained: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Fractions of matmuls, attention and other kernels that have a backward; frozen parameters
+    take none for their gradients."""
     fp32: bool = False
     optimizer_nbytes: float = 0.0
     """Bytes that a rank's optimizer step reads and writes."""
@@ -148,7 +151,12 @@ class Task:
         others, other_launch = _forward(root, cluster, setting, c, c.root_moved)
         forward = tuple(map(sum, zip(own, others, strict=True)))
         matmul, attention, moved = forward
-        backward = (2 * matmul, BACKWARD_ATTENTION * attention, c.moved_backward * moved)
+        trained = setting.trained
+        backward = (
+            2 * matmul * trained[0],
+            BACKWARD_ATTENTION * attention * trained[1],
+            c.moved_backward * moved * trained[2],
+        )
         again = [
             c.recompute * share * part for share, part in zip(setting.recomputes, own, strict=True)
         ]
@@ -157,7 +165,7 @@ class Task:
         ahead, back, redone = sum(forward), sum(backward), sum(again)
         hosts = {
             "forward": forward_launch,
-            "backward": c.launch_backward * forward_launch + again_launch,
+            "backward": c.launch_backward * forward_launch * trained[2] + again_launch,
         }
         work = {"forward": ahead, "backward": back + redone}
         waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}

@@ -20,7 +20,7 @@ from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, w
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import SPLITS, Dimensions
 from shardeddp.planner.view import picture, plan_lines
-from shardeddp.wrap import PolicyLike, resolve_policy
+from shardeddp.wrap import Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
@@ -39,6 +39,10 @@ class Plan:
     """All combinations, the best first."""
     calibrated: Sequence[str] = ()
     """Report lines of the calibration: files used, and their figures."""
+    policy: Policy | None = None
+    """Wrap policy of the model; None: the default one."""
+    casts_inputs: bool = True
+    """``cast_forward_inputs`` of ``MixedPrecision``."""
     axes: ModelAxes = WHOLE
     """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
@@ -59,7 +63,7 @@ class Plan:
     @property
     def yaml(self) -> str:
         """Configuration of the Trainer for the best combination."""
-        return self.best.choice.yaml(self.cluster, self.axes)
+        return self.best.choice.yaml(self.cluster, self.axes, self.policy, self.casts_inputs)
 
     def why(self) -> list[str]:
         """Return lines that explain the best combination."""
@@ -115,6 +119,7 @@ def make_plan(
     experts: PolicyLike = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
+    cast_forward_inputs: bool = True,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -158,6 +163,7 @@ def make_plan(
         experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
         forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
+        cast_forward_inputs: Option of :class:`shardeddp.MixedPrecision`, for ``bf16`` and ``fp16``.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -178,7 +184,7 @@ def make_plan(
         precisions = _several("precisions", precisions, str)
     for option, found, is_right, wanted in (
         ("gpu", gpu, isinstance(gpu, str), "the name of a GPU"),
-        ("gpu_figures", gpu_figures, isinstance(gpu_figures, Mapping), "figures by name"),
+        ("gpu_figures", gpu_figures, _has_names(gpu_figures), "figures by name"),
         ("arguments", arguments, isinstance(arguments, Mapping), "arguments by name"),
         ("batch", batch, callable(batch), "a function of the number of samples"),
     ):
@@ -228,6 +234,7 @@ def make_plan(
         axes=axes,
         forward_prefetch=ahead,
         backward_prefetch=back,
+        casts_inputs=cast_forward_inputs,
     )
     plans = planner.plans()
     return Plan(
@@ -235,6 +242,8 @@ def make_plan(
         cluster=cluster,
         plans=plans,
         calibrated=calibration.lines,
+        policy=planner.policy,
+        casts_inputs=cast_forward_inputs,
         axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=chosen),
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,
@@ -267,6 +276,13 @@ def _several(
     if not values and not may_be_empty:
         raise UsageError(f"expected at least one value of {option}, found none")
     return values
+
+
+def _has_names(values: object) -> bool:
+    """Return whether a value is a mapping with text as its keys."""
+    if not isinstance(values, Mapping):
+        return False
+    return all(isinstance(it, str) for it in cast("Mapping[Any, Any]", values))
 
 
 def _check_sizes(
@@ -310,6 +326,11 @@ def _source(
         raise UsageError(
             f"arguments={dict(arguments)!r} are those of a constructor: expected a class or an import "
             f"path beside them, found {type(model).__name__}"
+        )
+    if (inputs or batch) and isinstance(model, (Source, Dimensions, Mapping)):
+        raise UsageError(
+            f"{'inputs' if inputs else 'batch'} is that of a LightningModule: expected one, its class or "
+            f"its import path beside it, found {type(model).__name__}, whose decoder has its own"
         )
     if isinstance(model, Source):
         return model

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,8 +37,17 @@ from shardeddp.planner.collectives import Collective, collectives_of_step, excha
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import ModelProfile, profile
-from shardeddp.wrap import Policy
+from shardeddp.wrap import (
+    AutoPolicy,
+    ClassPolicy,
+    NamePolicy,
+    Policy,
+    PredicatePolicy,
+    SingleUnitPolicy,
+    SizePolicy,
+)
 from shardeddp.wrap.flat_buffers import costs_of
+from shardeddp.wrap.tree import import_path, imported
 
 MEMORY_ERROR = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
@@ -81,13 +91,24 @@ class Choice:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
 
-    def yaml(self, cluster: Cluster, axes: ModelAxes = WHOLE) -> str:
+    def yaml(
+        self,
+        cluster: Cluster,
+        axes: ModelAxes = WHOLE,
+        policy: Policy | None = None,
+        casts_inputs: bool = True,
+    ) -> str:
         """Return the configuration of the Trainer with these settings.
 
-        Tensor-parallel plan and experts of the axes are written if their size is above 1.
+        Tensor-parallel plan and experts of the axes are written if their size is above 1, the wrap
+        policy if it is not the default one.
         """
         options: dict[str, Any] = {"sharding_strategy": self.strategy}
         notes = [f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank"]
+        try:
+            options.update({} if policy is None else _written(policy))
+        except LookupError:
+            notes.append("# and auto_wrap_policy: as it was given, which has no name")
         if self.strategy == "hybrid_shard":
             options["shard_size"] = self.shard_size
         if self.tensor_parallel_size > 1:
@@ -103,7 +124,10 @@ class Choice:
                 notes.append("# and experts: as it was given, which has no name")
         param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if param_dtype:
-            options["mixed_precision"] = param_dtype
+            fields = {"param_dtype": param_dtype, "cast_forward_inputs": False}
+            options["mixed_precision"] = (
+                param_dtype if casts_inputs else _made("MixedPrecision", fields)
+            )
         if self.recompute == "full":
             options["activation_checkpointing"] = "auto"
         if self.recompute == "selective":
@@ -123,6 +147,34 @@ class Choice:
         trainer["precision"] = "32-true" if param_dtype else self.precision
         trainer["strategy"] = _made("ShardedDP", options)
         return yaml.safe_dump({"trainer": trainer}, sort_keys=False) + "\n".join(notes)
+
+
+def _written(policy: Policy) -> dict[str, Any]:
+    """Return a wrap policy as an option in a configuration file; nothing for the default one.
+
+    Raises:
+        LookupError: It has no name that another process could find it by.
+    """
+    kind, fields = type(policy), vars(policy)
+    if kind is AutoPolicy and fields == vars(AutoPolicy()):
+        return {}
+    if kind is SingleUnitPolicy:
+        return {"auto_wrap_policy": None}
+    if kind in (AutoPolicy, SizePolicy, NamePolicy):
+        return {"auto_wrap_policy": _made(kind.__name__, fields)}
+    if isinstance(policy, ClassPolicy):
+        # A class that cannot be imported is found in the model by its own name.
+        names = [
+            it if isinstance(it, str) else path if imported(path) is it else it.__name__
+            for it in policy.classes
+            for path in ["" if isinstance(it, str) else import_path(it)]
+        ]
+        return {"auto_wrap_policy": names[0] if len(names) == 1 else names}
+    if isinstance(policy, PredicatePolicy) and isinstance(policy.predicate, FunctionType):
+        path = f"{policy.predicate.__module__}.{policy.predicate.__qualname__}"
+        if imported(path) is policy.predicate:
+            return {"auto_wrap_policy": path}
+    raise LookupError(policy)
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +268,7 @@ class Planner:
     axes: Sequence[ModelAxes] = (WHOLE,)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    casts_inputs: bool = True
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -271,14 +324,17 @@ class Planner:
             self.profile(precision, micro_batch)  # for errors of the whole model
         with torch.device("meta"):
             module = self.source.build()
+        # Lightning casts the batch, the strategy the inputs of modules.
+        dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else None
         return profile(
             module,
-            self.source.step,
+            lambda module, samples: self.source.step(module, samples, dtype),
             policy=self.policy,
             precision=precision,
             micro_batch=micro_batch,
             tokens=micro_batch * self.source.tokens_of(module, self.length),
             axes=axes,
+            casts_inputs=self.casts_inputs,
         )
 
     def plans(self) -> list[Planned]:
@@ -327,7 +383,8 @@ class Planner:
         topology = sharding.topology(
             cluster.num_nodes, cluster.ranks_per_node, tensor_size=axes.tensor_size
         )
-        specs = self.profile(precision, 1, axes).units
+        traced = self.profile(precision, 1, axes)
+        specs, usages = traced.units, traced.usages
         costs = {
             on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
             for on_host in (False, True)
@@ -338,13 +395,15 @@ class Planner:
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            return combined(collectives_of_step(costs[False], sharding, count))
+            return combined(collectives_of_step(costs[False], sharding, count, usages))
 
         @cache
         def memory_plans(
             offload: str, accumulates: bool
         ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-            return self._memory_plans(costs[offload == "params"], sharding, offload, accumulates)
+            units = costs[offload == "params"]
+            used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
+            return self._memory_plans(units, used, sharding, offload, accumulates)
 
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -377,11 +436,15 @@ class Planner:
     def _memory_plans(
         self,
         units: Sequence[Sequence[GroupCost]],
+        used: Sequence[Sequence[GroupCost]],
         sharding: ShardingStrategy,
         offload: str,
         accumulates: bool,
     ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-        """Plan the memory of flat buffers: between steps, in forwards, and in the backward."""
+        """Plan the memory of flat buffers: between steps, in forwards, and in the backward.
+
+        ``used`` has the same without those of units that no forward gathers.
+        """
         back = self.backward_prefetch
         return (
             plan_memory(
@@ -394,10 +457,10 @@ class Planner:
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
-                units, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
+                used, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
             ),
             backward_moments(
-                units, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
+                used, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
             ),
         )
 
@@ -417,7 +480,8 @@ class Planner:
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=RECOMPUTES[choice.recompute],
+                recomputes=_products(RECOMPUTES[choice.recompute], work.recomputed_shares),
+                trained=work.trained_shares,
                 fp32=choice.precision == "32-true",
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
@@ -428,8 +492,8 @@ class Planner:
         )
         step = task.time(self.cluster, self.calibration.constants)
         size = choice.tensor_parallel_size
-        whole = self.profile(choice.precision, choice.micro_batch).total  # ranks repeat some work
-        flops = 3 * (whole.matmul_flops + whole.attention_flops) / size * choice.micro_batches
+        whole = self.profile(choice.precision, choice.micro_batch)  # ranks repeat some work
+        flops = whole.model_flops / size * choice.micro_batches
         gpu = self.cluster.gpu
         peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
         return Planned(
@@ -528,15 +592,21 @@ def memory_of(
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
     """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
-    for own in work.work[1:]:
+    for own, usage in zip(work.work[1:], work.usages[1:], strict=True):
         keeps = {
             "none": own.saved_nbytes,
-            "selective": own.input_nbytes + own.costly_nbytes,
+            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
             "full": min(own.input_nbytes, own.saved_nbytes),
         }[recompute]
         kept.append(keeps)
         again.append(0 if recompute == "none" else max(0, own.saved_nbytes - keeps))
     return kept, again
+
+
+def _products(
+    ones: tuple[float, float, float], others: tuple[float, float, float]
+) -> tuple[float, float, float]:
+    return ones[0] * others[0], ones[1] * others[1], ones[2] * others[2]
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import yaml
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -31,7 +34,8 @@ class Source:
 
     name: str
     build: Callable[[], nn.Module]
-    step: Callable[[nn.Module, int], Any]
+    step: Callable[[nn.Module, int, torch.dtype | None], Any]
+    """Training step of a module on a number of samples; see :func:`_training_step` for the dtype."""
     tokens_of: Callable[[nn.Module, int], int]
     """Tokens of a sample, by module and sequence length; 1 if samples are no sequences."""
     is_affine: bool = False
@@ -43,7 +47,7 @@ class Source:
 def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> Source:
     """Return the source of a decoder on sequences of ``length`` tokens."""
 
-    def step(module: nn.Module, samples: int) -> Any:
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> Any:
         return module(torch.empty(samples, length, dtype=torch.long))
 
     return Source(
@@ -159,10 +163,17 @@ def samples_of(batch: Any) -> int:
 
 
 def tokens_of(batch: Any) -> int:
-    """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1."""
-    ids = (torch.int64, torch.int32)
-    found = (it for it in find_tensors(batch) if it.ndim == 2)
-    return next((it.shape[1] for it in found if it.dtype in ids), 1)
+    """Return the tokens of a sample: size of dim 1 of the first 2D tensor of token ids, else 1.
+
+    Whole numbers behind a tensor of floating-point numbers are targets, such as several labels of
+    an image, and no tokens.
+    """
+    for it in find_tensors(batch):
+        if it.is_floating_point() and it.ndim > 1:
+            return 1
+        if it.ndim == 2 and it.dtype in (torch.int64, torch.int32):
+            return it.shape[1]
+    return 1
 
 
 def _tokens(
@@ -171,7 +182,10 @@ def _tokens(
     """Return the function for ``Source.tokens_of``; of a batch, the length is that of its tokens."""
 
     def found(module: nn.Module, length: int) -> int:
-        return length if make_batch else tokens_of(_batch(module, inputs, 1, length))
+        if make_batch:
+            return length
+        with torch.device("meta"):
+            return tokens_of(_batch(module, inputs, 1, length))
 
     return found
 
@@ -239,9 +253,12 @@ def configured(module: nn.Module) -> nn.Module:
 
 def _training_step(
     inputs: Sequence[str], length: int, make_batch: Callable[[int], Any] | None
-) -> Callable[[nn.Module, int], Any]:
-    def step(module: nn.Module, samples: int) -> Any:
+) -> Callable[[nn.Module, int, torch.dtype | None], Any]:
+    """Return the step of a module; floating-point tensors of its batch are cast to a dtype if any."""
+
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> Any:
         batch = make_batch(samples) if make_batch else _batch(module, inputs, samples, length)
+        batch = batch if dtype is None else with_dtype(batch, dtype)
         train = getattr(module, "training_step", None)
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
@@ -251,6 +268,15 @@ def _training_step(
             return train(*arguments)
 
     return step
+
+
+def with_dtype(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a collection, dataclasses included, to a dtype."""
+
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(values, torch.Tensor, cast_one)
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:
@@ -282,10 +308,13 @@ def _tensor(text: str, samples: int, length: int) -> torch.Tensor:
     dtype = vars(torch).get(name)
     known = {"B": samples, "S": length}
     parts = [part.strip() for part in sizes.split(",") if part.strip()]
-    if not isinstance(dtype, torch.dtype) or not all(it in known or it.isdigit() for it in parts):
+    is_known = all(it in known or re.fullmatch("[0-9]{1,15}", it) for it in parts)
+    if not isinstance(dtype, torch.dtype) or not is_known:
         raise ConfigurationError(
             f"--input {text}: expected DTYPE:SIZES such as int64:B,S, with B for the samples of a "
             f"micro-batch and S for --length"
         )
     shape = [known[it] if it in known else int(it) for it in parts]
+    if math.prod(shape) * dtype.itemsize >= 2**60:
+        raise ConfigurationError(f"--input {text}: expected a tensor below 2**60 bytes")
     return torch.empty(shape, dtype=dtype)  # its values are not known

@@ -6,11 +6,14 @@ import inspect
 import logging
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from types import MethodType
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +36,11 @@ from shardeddp.planner.backward import (
     run_backward,
     with_form,
 )
-from shardeddp.planner.collectives import Exchange
-from shardeddp.planner.source import replacement
+from shardeddp.planner.collectives import Exchange, UnitUsage
+from shardeddp.planner.source import replacement, with_dtype
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
+from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
     DispatchMode,
     FakeTensorMode,
@@ -45,8 +49,13 @@ from shardeddp.torch_private import (
     pytree,
     storage_of,
 )
-from shardeddp.wrap import Policy, build_units
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, with_one_dtype_of_memory
+from shardeddp.wrap import Policy, build_units, require_parameters
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    outermost_modules,
+    with_one_dtype_of_memory,
+)
 
 # -- counted work
 
@@ -81,8 +90,14 @@ class ModelProfile:
     """Work of one micro-batch, by unit of the engine."""
 
     units: list[UnitSpec]
+    """Units in the order of their first forwards, after the root unit and those without any."""
+    usages: list[UnitUsage]
+    """Use of each unit."""
     work: list[Work]
     """Work of each unit, the root unit first."""
+    trained: list[Work]
+    """Part of each unit's work that has a backward: all if no parameter is frozen, as half of its
+    FLOPs in the backward are for the gradients of parameters."""
     head: Work
     """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
     tokens: int
@@ -108,6 +123,27 @@ class ModelProfile:
         """Sum over all inner units."""
         return _sum(self.work[1:])
 
+    @cached_property
+    def trained_shares(self) -> tuple[float, float, float]:
+        """Fractions of matmuls, attention and other kernels that have a backward."""
+        return _shares(_sum(self.trained), self.total)
+
+    @cached_property
+    def recomputed_shares(self) -> tuple[float, float, float]:
+        """The same of inner units, as far as a recomputation repeats it: whole units."""
+        run_again = [it for it, use in zip(self.work, self.usages, strict=True) if use.has_backward]
+        return _shares(_sum(run_again[1:]), self.inner)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of a forward and a backward, without recomputation; attention counts as matmuls."""
+        whole, trained = self.total, _sum(self.trained)
+        return (
+            whole.matmul_flops
+            + whole.attention_flops
+            + 2 * (trained.matmul_flops + trained.attention_flops)
+        )
+
     def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
         """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
 
@@ -125,6 +161,8 @@ class ModelProfile:
         made = {key: one.extrapolate(other, micro_batch) for key, (one, other) in pairs.items()}
         return ModelProfile(
             units=self.units,
+            usages=self.usages,
+            trained=[at(*pair) for pair in zip(self.trained, two.trained, strict=True)],
             work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
             head=at(self.head, two.head),
             tokens=self.tokens * micro_batch,
@@ -146,6 +184,15 @@ def _sum(works: Sequence[Work]) -> Work:
     for work in works:
         result.add(work)
     return result
+
+
+def _shares(part: Work, whole: Work) -> tuple[float, float, float]:
+    """Return fractions of matmuls, attention and other work; 1 of what there is none of."""
+
+    def share(name: str) -> float:
+        return vars(part)[name] / vars(whole)[name] if vars(whole)[name] else 1.0
+
+    return share("matmul_flops"), share("attention_flops"), share("moved_nbytes")
 
 
 # -- recording of operations
@@ -177,10 +224,21 @@ class _Recorder:
     is_backward: bool = False
     """True while exchanges of the backward are recorded."""
     is_paused: bool = False
-    """True while a backward runs, of which memory alone is recorded."""
+    """True while a backward runs, of which memory and FLOPs alone are recorded."""
+    visits: list[int] = field(default_factory=list[int])
+    """Unit of each forward, in their order; see :class:`ForwardRecord` of the engine."""
+    with_backward: set[int] = field(default_factory=lambda: {0})
+    """Units with results that require a gradient."""
+    trained: list[Work] = field(default_factory=list[Work])
+    """Matmuls and attention with a backward, and kernels with an operand that requires a gradient."""
+    trained_head: Work = field(default_factory=Work)
+    """The same of the root after the last unit."""
+    backward: Work = field(default_factory=Work)
+    """Matmuls of the last backward that was run, half of their FLOPs; and its attention."""
 
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
+        self.trained = [Work() for _ in self.work]
         self.memory = [UnitMemory() for _ in self.work]
         self.largest = [0 for _ in self.work]
 
@@ -206,6 +264,46 @@ class _Recorder:
         own = self.work[self.inside[-1]]
         return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
 
+    def trained_targets(self) -> list[Work]:
+        own = self.trained[self.inside[-1]]
+        return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
+
+    def end_unit(self) -> None:
+        """Let the root's head begin: it is what follows the last unit that has run."""
+        self.after_units, self.largest[0] = True, 0
+        self.head, self.trained_head = Work(), Work()
+
+    def end_step(self) -> None:
+        """Note what the backward of the loss has computed: that of the head, or of a lone root."""
+        done, before = Work(), Work()
+        if self.after_units:
+            for rest, whole, head in (
+                (done, self.work[0], self.head),
+                (before, self.trained[0], self.trained_head),
+            ):
+                rest.add(whole)
+                rest.add(head, times=-1)
+        self.note_trained(self.work[0], done, self.trained[0], before)
+
+    def trained_works(self) -> list[Work]:
+        """Return the part of each unit's work that has a backward; after the backward of the loss.
+
+        Other kernels than matmuls and attention have one in units with a backward, and in the root
+        before them if any of them has.
+        """
+        found: list[Work] = []
+        for unit, (work, trained) in enumerate(zip(self.work, self.trained, strict=True)):
+            rest = trained.kernels > self.trained_head.kernels if unit == 0 else True
+            others = (work if rest else self.head) if unit in self.with_backward else Work()
+            found.append(
+                replace(
+                    others,
+                    matmul_flops=trained.matmul_flops,
+                    attention_flops=trained.attention_flops,
+                )
+            )
+        return found
+
     def add_inputs(self, work: Work, values: Any) -> None:
         """Count the tensors among values that are no inputs of earlier units."""
         for it in pytree.tree_leaves(values):
@@ -225,6 +323,7 @@ class _Recorder:
 
         Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
         """
+        self.backward = Work()
         ends = [it for it in pytree.tree_leaves(inputs) if isinstance(it, torch.Tensor)]
         if root is None:
             return MemoryRecord()
@@ -233,10 +332,23 @@ class _Recorder:
             with torch.autocast("cpu", enabled=False):
                 return run_backward(root, self.live, ends, parameters)
         except Exception:  # noqa: BLE001 - the module's own code
+            self.backward = Work(matmul_flops=math.inf, attention_flops=math.inf)
             own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
             return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
         finally:
             self.is_paused = False
+
+    def note_trained(self, work: Work, done: Work, trained: Work, before: Work) -> None:
+        """Count what the last backward has computed if the forward's operands did not tell it.
+
+        Functions with their own backward, and checkpointing that is reentrant, have a forward
+        without gradients. ``done`` and ``before`` are ``work`` and ``trained`` at its start. What
+        the model itself computes again is no part of the backward.
+        """
+        for name in ("matmul_flops", "attention_flops"):
+            least = vars(before)[name] + vars(self.backward)[name]
+            most = vars(before)[name] + vars(work)[name] - vars(done)[name]
+            setattr(trained, name, max(vars(trained)[name], min(least, most)))
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.is_paused:
@@ -258,7 +370,14 @@ class _Recorder:
         if not results or isinstance(func, HigherOrderOperator):
             return
         self.live.add(it for it in results if storage_of(it) not in self.free)
+        name = func.name().partition("::")[2].partition(".")[0]
         if self.is_paused:
+            is_backward = name.endswith("backward")
+            if "scaled_dot_product" in name:
+                if is_backward:
+                    self.backward.attention_flops += _flops(func, args, kwargs, out)
+            else:
+                self.backward.matmul_flops += _flops(func, args, kwargs, out) / 2
             return
         if func.namespace == "shardeddp":
             self.exchange(func.name(), operands[0], results[0])
@@ -270,30 +389,29 @@ class _Recorder:
             return
         if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
             return
-        name = func.name().partition("::")[2].partition(".")[0]
         nbytes = sum(it.nbytes for it in (*operands, *results))
-        is_matmul = func.overloadpacket in flop_registry or is_grouped(func, operands)
-        causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
         index = self.inside[-1]
         if index or self.after_units:
             self.largest[index] = max(self.largest[index], *(it.nbytes for it in results))
+        done, flops = Work(kernels=1), _flops(func, args, kwargs, out)
+        wanted = [it.requires_grad for it in operands] if torch.is_grad_enabled() else [False]
+        trained = Work(kernels=int(any(wanted)))
+        if "scaled_dot_product" in name:
+            done.attention_flops = flops
+            trained.attention_flops = flops * any(wanted)
+        elif _is_matmul(func, operands):
+            done.matmul_flops, done.matmul_nbytes = flops, nbytes
+            # Each of two factors gets its gradient by as many FLOPs; operands before them are added.
+            factors = wanted[1:3] if _adds(name) else wanted[:2]
+            trained.matmul_flops = flops * sum(factors) / 2
+        else:
+            done.moved_nbytes = nbytes
+        if not done.moved_nbytes:
+            done.costly_nbytes = sum(it.nbytes for it in results)
         for work in self.targets():
-            work.kernels += 1
-            if is_matmul or "scaled_dot_product" in name:
-                work.costly_nbytes += sum(it.nbytes for it in results)
-            if "scaled_dot_product" in name:
-                query, key = operands[0], operands[1]
-                square = math.prod(query.shape) * key.shape[-2]
-                work.attention_flops += 4.0 * square * (0.5 if causal else 1.0)
-            elif is_matmul:
-                if is_grouped(func, operands):
-                    work.matmul_flops += 2.0 * operands[0].numel() * operands[1].shape[2]
-                else:
-                    count = flop_registry[func.overloadpacket]
-                    work.matmul_flops += count(*args, **kwargs, out_val=out)
-                work.matmul_nbytes += nbytes
-            else:
-                work.moved_nbytes += nbytes
+            work.add(done)
+        for work in self.trained_targets():
+            work.add(trained)
 
     def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         kind: Any = name.partition("::")[2]
@@ -301,6 +419,29 @@ class _Recorder:
         self.exchanges[self.inside[-1]].append(found)
         if not self.is_backward:
             self.unsaved.append(found)
+
+
+def _is_matmul(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+    return func.overloadpacket in flop_registry or is_grouped(func, operands)
+
+
+def _adds(name: str) -> bool:
+    """Return whether the first operand of a matmul is added to the product of the next two."""
+    return name.lstrip("_").startswith(("addmm", "baddbmm", "addbmm"))
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the FLOPs of a matmul, or those of the forward of fused attention; 0 for all others."""
+    operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+    if "scaled_dot_product" in func.name():
+        flags = (*args[4:], kwargs.get("is_causal"))  # dropout before it is a number
+        query, key = operands[1:3] if "backward" in func.name() else operands[:2]
+        causal = 0.5 if any(flag is True for flag in flags) else 1.0
+        return 4.0 * math.prod(query.shape) * key.shape[-2] * causal
+    if is_grouped(func, operands):
+        return 2.0 * operands[0].numel() * operands[1].shape[2]
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
 def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -481,6 +622,10 @@ class _FirstRun:
     works: list[Work]
     exchanges: list[list[Exchange]]
     memory: list[UnitMemory]
+    trained: list[Work]
+    has_backward: list[bool]
+    visits: list[int]
+    """Forwards of units inside of it, as places in its list of these."""
 
 
 class _UnitRuns:
@@ -489,16 +634,16 @@ class _UnitRuns:
     def __init__(self, units: Sequence[UnitSpec], recorder: _Recorder, reuses: bool) -> None:
         self._units, self._recorder, self._reuses = units, recorder, reuses
         self._known: dict[object, _FirstRun] = {}
+        self._kept: list[object] = []
         indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._inner = [
             [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
             for unit in units
         ]
-        self._last = max(indices.values())
 
     def run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward and its backward, or repeat the records of an equal unit."""
-        key = _signature(self._units[index].module, args, kwargs)
+        key = _signature(self._units[index].module, (args, kwargs), self._kept)
         first = self._known.get(key)
         if first is None:
             out = self._run_first(key, index, forward, args, kwargs)
@@ -506,16 +651,19 @@ class _UnitRuns:
             self._repeat(first, index, (args, kwargs))
             out = first.out
         result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
-        self._recorder.after_units = index == self._last
+        self._recorder.end_unit()
         return result
 
     def _repeat(self, first: _FirstRun, index: int, given: Any) -> None:
-        recorder = self._recorder
-        places = zip(self._inner[index], first.works, first.exchanges, first.memory, strict=True)
-        for place, work, exchanged, its in places:
-            recorder.work[place].add(work)
-            recorder.exchanges[place] += exchanged
-            recorder.memory[place] = its
+        recorder, inner = self._recorder, self._inner[index]
+        for at, place in enumerate(inner):
+            recorder.work[place].add(first.works[at])
+            recorder.trained[place].add(first.trained[at])
+            recorder.exchanges[place] += first.exchanges[at]
+            recorder.memory[place] = first.memory[at]
+            if first.has_backward[at]:
+                recorder.with_backward.add(place)
+        recorder.visits += [inner[at] for at in first.visits]
         recorder.add_inputs(recorder.work[index], given)
 
     def _run_first(
@@ -529,6 +677,9 @@ class _UnitRuns:
         """Run a unit and return the specs of its results; keep them for equal units."""
         recorder, inner = self._recorder, self._inner[index]
         before = [Work(**vars(recorder.work[place])) for place in inner]
+        trained = [Work(**vars(recorder.trained[place])) for place in inner]
+        at_start = len(recorder.visits)
+        recorder.visits.append(index)
         counts = [len(recorder.exchanges[place]) for place in inner]
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
@@ -540,6 +691,13 @@ class _UnitRuns:
         del result
         timeline = recorder.run_backward(index, root, ends, _parameters_of(self._units[index]))
         recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        if root is not None:
+            recorder.with_backward.add(index)
+        del root
+        own = inner.index(index)
+        recorder.note_trained(
+            recorder.work[index], before[own], recorder.trained[index], trained[own]
+        )
         if self._reuses and not any(vars(work)["kernels"] for work in before):
             works = [Work(**vars(recorder.work[it])) for it in inner]
             works[inner.index(index)].input_nbytes = 0  # counted for each call
@@ -550,6 +708,9 @@ class _UnitRuns:
                     recorder.exchanges[it][count:] for it, count in zip(inner, counts, strict=True)
                 ],
                 memory=[recorder.memory[it] for it in inner],
+                trained=[Work(**vars(recorder.trained[it])) for it in inner],
+                has_backward=[it in recorder.with_backward for it in inner],
+                visits=[inner.index(it) for it in recorder.visits[at_start:]],
             )
         return out
 
@@ -587,20 +748,81 @@ def _once_each(
         yield
 
 
-def _signature(module: nn.Module, args: Any, kwargs: Any) -> object:
-    def plain(value: Any) -> object:
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape), value.dtype, value.requires_grad
-        return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
+    """Return what the forward of a module depends on, apart from values: equal for equal modules.
 
-    parameters = tuple((name, plain(it)) for name, it in module.named_parameters())
-    settings = tuple(
-        (key, value)
-        for child in module.modules()
-        for key, value in vars(child).items()
-        if isinstance(value, (int, float, str)) and key != "layer_idx"
+    Other objects are equal to themselves alone. ``kept`` gets them: no other one may get their ids.
+    """
+
+    def plain(value: Any) -> object:
+        kind: type[Any] = type(value)
+        if isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout is torch.strided else ()
+            return kind, tuple(value.shape), strides, value.dtype, value.requires_grad
+        if kind in _COMPARED or isinstance(value, (torch.dtype, torch.device)):
+            return kind, value  # with its type: 1 and 1.0 give results of other dtypes
+        if isinstance(value, Enum):
+            return kind, value.name
+        if isinstance(value, (tuple, list)):
+            return kind, *map(plain, cast("Sequence[Any]", value))
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(plain, cast("set[Any]", value)))
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return kind, *((plain(key), plain(it)) for key, it in items)
+        if isinstance(value, partial):
+            return kind, *map(plain, (value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return kind, id(value.__func__), plain(value.__self__)
+        if id(value) in places:  # a module of the unit, or an object that was compared already
+            return kind, places[id(value)]
+        if isinstance(value, ModuleHook) or is_dataclass(value):
+            places[id(value)] = str(len(places))
+            # The names of hooked modules are for messages.
+            named = ("name", "refusal") if isinstance(value, ModuleHook) else ()
+            return kind, plain({key: it for key, it in vars(value).items() if key not in named})
+        kept.append(value)
+        return id(value)
+
+    def forward_of(child: nn.Module) -> object:
+        """Return the forward of a module, which is replaced by that of units while they run."""
+        set_on_it = vars(child).get("forward", child.forward)
+        return plain(set_on_it.args[1] if _runs_unit(set_on_it) else set_on_it)
+
+    places = {id(child): name for name, child in module.named_modules()}
+    return plain(given), tuple(
+        (
+            name,
+            type(child),
+            forward_of(child),
+            plain({**child._parameters, **child._buffers}),
+            tuple(
+                (key, plain([*value.values()] if key in _HOOKS else value))  # keys are ids
+                for key, value in vars(child).items()
+                if key not in _NO_SETTINGS and not (key == "layer_idx" and _is_numbered(child))
+            ),
+        )
+        for name, child in module.named_modules()
     )
-    return type(module), parameters, settings, tuple(map(plain, pytree.tree_leaves((args, kwargs))))
+
+
+_COMPARED = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
+"""Types whose values are settings."""
+
+_HOOKS = {it for it in vars(nn.Module()) if it.endswith("_hooks") and "state_dict" not in it}
+_NO_SETTINGS = {*vars(nn.Module()), "forward"} - _HOOKS - {"training"}
+"""Attributes of modules that are compared in another way, or have no effect on a forward."""
+
+
+def _is_numbered(module: nn.Module) -> bool:
+    """Return whether ``layer_idx`` of a module is a place in a cache alone: that of transformers."""
+    return type(module).__module__.startswith("transformers.")
+
+
+def _runs_unit(forward: object) -> TypeGuard[partial[Any]]:
+    """Return whether a forward is that which :func:`_once_each` has set on a unit."""
+    method = forward.func if isinstance(forward, partial) else None
+    return isinstance(method, MethodType) and method.__func__ is _UnitRuns.run
 
 
 # -- a module without memory, and its step
@@ -651,13 +873,14 @@ def profile(
     micro_batch: int,
     tokens: int,
     axes: ModelAxes = WHOLE,
+    casts_inputs: bool = True,
 ) -> ModelProfile:
     """Run one forward of a module on fake tensors, and count its work by unit.
 
     The tensors of the module, on any device, are replaced by ones without memory: it is not usable
     afterwards. ``step`` gets the module and the number of samples, makes its inputs and returns the
     loss. ``tokens`` are those of the micro-batch. If ranks split the model, the part of the first
-    one runs.
+    one runs. ``casts_inputs`` is ``cast_forward_inputs`` of ``MixedPrecision``.
 
     Raises:
         UsageError: The precision is unknown, or the model cannot be split over the axes.
@@ -670,6 +893,13 @@ def profile(
             f"{type(module).__name__} has parameters that get their shapes from data (nn.Lazy...: "
             f"{first_three(lazy)}): name their sizes to plan it"
         )
+    require_parameters(module)
+    if not any(it.requires_grad for it in module.parameters()):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter that requires a gradient: expected a training "
+            f"step with something to train, found that all is frozen. requires_grad_(True) of a part "
+            f"trains it; forwards alone are not planned"
+        )
     precision = _IN_BF16.get(precision, precision)
     mode = FakeTensorMode()
     computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
@@ -678,6 +908,10 @@ def profile(
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
+    if precision == "bf16" and casts_inputs:  # as cast_at_boundaries of the strategy
+        inner = [unit.module for unit in units[1:]]
+        for each in {id(it): it for it in (module, *outermost_modules(module), *inner)}.values():
+            each.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     free = {storage_of(it) for it in module.parameters()}
     buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
     buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
@@ -718,6 +952,7 @@ def profile(
                 ends, own = recorder.anchors, _parameters_of(units[0])
                 head = recorder.run_backward(0, root, ends, own)
                 recorder.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
+                recorder.end_step()
         except ConfigurationError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
@@ -731,16 +966,35 @@ def profile(
         recorder, _, error = run(True)  # booleans are True: assertions hold
     if error is not None:
         raise _refusal(module, axes, error, units) from error
+    calls = Counter(recorder.visits)
+    order = [0, *(it for it in range(1, len(units)) if it not in calls), *calls]
+    trained = recorder.trained_works()
     return ModelProfile(
-        units=units,
-        work=recorder.work,
+        units=[units[it] for it in order],
+        usages=[_usage(it, units, recorder) for it in order],
+        work=[recorder.work[it] for it in order],
+        trained=[trained[it] for it in order],
         head=recorder.head,
         tokens=tokens,
         buffers_nbytes=buffers_nbytes,
-        exchanges=recorder.exchanges,
-        memory=recorder.memory,
+        exchanges=[recorder.exchanges[it] for it in order],
+        memory=[recorder.memory[it] for it in order],
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
+    )
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return with_dtype(args, torch.bfloat16), with_dtype(kwargs, torch.bfloat16)
+
+
+def _usage(index: int, units: Sequence[UnitSpec], recorder: _Recorder) -> UnitUsage:
+    """Return the use of a unit; the last one to begin, and those around it, end the forward."""
+    last = [units[it].module for it in recorder.visits[-1:]]
+    return UnitUsage(
+        calls=recorder.visits.count(index) if index else 1,
+        has_backward=index in recorder.with_backward,
+        ends_forward=any(it in last for it in units[index].module.modules()),
     )
 
 

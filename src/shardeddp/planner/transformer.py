@@ -70,6 +70,16 @@ class Dimensions:
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise UsageError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+        if self.rope and self.size_of_head % 2:
+            raise UsageError(
+                f"heads of {self.size_of_head} features: rotary position embeddings turn pairs of them, "
+                f"expected an even number. Say another head_dim, or rope=false"
+            )
+
+    @property
+    def size_of_head(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.width // self.heads
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
@@ -142,7 +152,7 @@ class Attention(nn.Module):
         super().__init__()
         self.dims = dims
         self.num_heads, self.num_key_value_heads = dims.heads, dims.kv_heads or dims.heads
-        self.head_dim = dims.head_dim or dims.width // dims.heads
+        self.head_dim = dims.size_of_head
         own, shared = (
             count * self.head_dim for count in (self.num_heads, 2 * self.num_key_value_heads)
         )
@@ -240,7 +250,7 @@ class Decoder(nn.Module):
             places = self.positions(torch.arange(length))
             x = x + (places if self.dims.fused_attention else places.unsqueeze(1))
         else:
-            half = self.dims.width // self.dims.heads // 2
+            half = self.dims.size_of_head // 2
             angles = torch.empty(length, half, dtype=torch.complex64)
         for block in self.blocks:
             x = block(x, angles)

@@ -248,7 +248,8 @@ def _treemap(parts: dict[str, int], width: float, height: float) -> str:
             place(items[:cut], x, y, w, h * share)
             place(items[cut:], x, y + h * share, w, h * (1 - share))
 
-    place(items, 0, 0, width, height)
+    if items:
+        place(items, 0, 0, width, height)
     legend = _legend({key: human_bytes(int(value)) for value, key in items})
     return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg>{legend}"
 

@@ -267,6 +267,20 @@ def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield uncompiled(name, child)
 
 
+def outermost_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with parameters that the user's step calls.
+
+    A container without a forward is replaced by its children.
+    """
+    for _, child in unit_children(module):
+        if next(child.parameters(), None) is None:
+            continue
+        if has_forward(child):
+            yield child
+        else:
+            yield from outermost_modules(child)
+
+
 def uncompiled(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module as in the user's code, without shells of ``torch.compile(module)``."""
     while isinstance(module, OptimizedModule):
