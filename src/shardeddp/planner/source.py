@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import yaml
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -276,7 +275,7 @@ def with_dtype(values: Any, dtype: torch.dtype) -> Any:
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return apply_to_collection(values, torch.Tensor, cast_one)
+    return pytree.tree_map_only(torch.Tensor, cast_one, values)
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:
