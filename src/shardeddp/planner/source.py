@@ -270,7 +270,7 @@ def _training_step(
 
 
 def with_dtype(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of a collection, dataclasses included, to a dtype."""
+    """Cast the floating-point tensors of tuples, lists, dicts and registered classes to a dtype."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
