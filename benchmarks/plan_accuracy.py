@@ -27,7 +27,7 @@ from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
 from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
-from shardeddp.planner.trace import ModelProfile, Work, profile
+from shardeddp.planner.trace import ModelProfile, UnitWork, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
@@ -266,7 +266,7 @@ def predicted(run: Run, constants: Constants) -> float:
     moved = rates["compiled_moved"] if compiles else 1.0
     kernels = rates["compiled_launch"] if compiles else 1.0
 
-    def adapted(work: Work) -> Work:
+    def adapted(work: UnitWork) -> UnitWork:
         return replace(
             work,
             matmul_flops=work.matmul_flops / rates.get(engine, 1.0),

@@ -56,6 +56,9 @@ class Sharding:
     split: bool = False
     """Replicas split the optimizer's share."""
 
+    reshard_after_forward: bool | None = None
+    """None: what the strategy says."""
+
     regather: int | None = None
     """Ranks that gather for the backward what they have kept of the forward's gather."""
 
@@ -102,7 +105,7 @@ class Sharding:
         return parse_options(
             {
                 "sharding_strategy": self.strategy,
-                "reshard_after_forward": self.regather,
+                "reshard_after_forward": self.regather or self.reshard_after_forward,
                 "reduce_every_backward": self.reduce_every_backward,
                 "optimizer_shard": "world" if self.split else "group",
                 "forward_prefetch": self.prefetch,

@@ -177,6 +177,7 @@ def train_twice(sharding: Sharding) -> tuple[State, State]:
 FURTHER: dict[str, dict[str, Any]] = {
     "split over replicas": {"split": True},
     "regathered by two": {"regather": 2},
+    "kept from forward to backward": {"reshard_after_forward": False},
 }
 
 
@@ -197,22 +198,30 @@ def distance(found: State, expected: State) -> float:
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
 WORLDS += [("full_shard regathered by two", 4), ("hybrid_shard split over replicas", 4)]
+WORLDS += [("hybrid_shard kept from forward to backward", 4)]
 PAIRED = [("shard_grad_op", 2), ("shard_optimizer", 2), ("no_shard", 2), ("full_shard", 3)]
-PAIRED += [("hybrid_shard", 4), *WORLDS[-2:]]
+PAIRED += [("hybrid_shard", 4), *WORLDS[-3:]]
 """Where pairs of options are enough for `make test-slow`."""
 
+TWO = [Case(), Case("bf16-mixed", recomputes=True, accumulation=3)]
+"""Cases of the sample of slow tests."""
 
-@pytest.mark.long
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("cases", "strategy", "size"),
     [
-        *(pytest.param(PAIRS, *world, id="-".join(map(str, world))) for world in PAIRED),
+        pytest.param(TWO, "hybrid_shard", 4, id="two over 4 ranks"),
+        pytest.param(TWO, WORLDS[-1][0], 4, id="two with kept parameters"),
+        *(
+            pytest.param(PAIRS, *world, marks=pytest.mark.long, id="-".join(map(str, world)))
+            for world in PAIRED
+        ),
         *(
             pytest.param(CASES, *world, marks=marks, id="-".join(["all", *map(str, world)]))
             for world in WORLDS
-            for marks in [() if world == ("full_shard", 2) else pytest.mark.torture]
+            for marks in [pytest.mark.long if world == ("full_shard", 2) else pytest.mark.torture]
         ),
     ],
 )
@@ -227,6 +236,19 @@ def test_training_equals_one_process(
             tolerance = RELATIVE_TOLERANCE if in_full else distance(expected_weights, exact)
             assert norms == pytest.approx(expected_norms, rel=1e-4 if in_full else 0.05), case
             assert distance(weights, expected_weights) < tolerance, case
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_resharding_after_the_forward_changes_no_bit(world: Worlds) -> None:
+    case = Case("bf16-mixed", recomputes=True)
+    trained = [
+        world(3).run(train, sharding_of(strategy, 3), case, timeout_s=50)[0]
+        for strategy in ("full_shard", "shard_grad_op")
+    ]
+    (weights, norms), (others, other_norms) = trained
+    assert norms == other_norms
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
 def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(

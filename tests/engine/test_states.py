@@ -110,8 +110,8 @@ def test_no_other_file_writes_to_the_progress_of_a_unit() -> None:
         if path.name != "progress.py"
     }
     assert {name: each for name, each in found.items() if each} == {}
-    assert [*writes(ast.parse("progress.entered = progress.active = True"), names)] == [
-        "progress.entered",
+    assert [*writes(ast.parse("progress.reached = progress.active = True"), names)] == [
+        "progress.reached",
         "progress.active",
     ]
     assert [*writes(ast.parse("self._root.progress.arrived.add(2)"), names)]

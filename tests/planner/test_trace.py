@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardeddp.plan.topology import Topology
-from shardeddp.planner.trace import ModelProfile, Work, profile
+from shardeddp.planner.trace import ModelProfile, UnitWork, profile
 from shardeddp.wrap import resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
 
@@ -107,7 +107,7 @@ def test_flex_attention_counts_as_the_attention_that_it_is() -> None:
     assert found.saved_nbytes == expected.saved_nbytes
 
 
-def of_calls(call: Callable[..., torch.Tensor]) -> Work:
+def of_calls(call: Callable[..., torch.Tensor]) -> UnitWork:
     def step(module: nn.Module, samples: int) -> torch.Tensor:
         return module(torch.zeros(samples, LENGTH, WIDTH))
 
@@ -185,7 +185,7 @@ class Sizes:
     count: int
 
 
-def works_of(*modules: nn.Module) -> list[Work]:
+def works_of(*modules: nn.Module) -> list[UnitWork]:
     def step(module: nn.Module, samples: int) -> torch.Tensor:
         x = torch.zeros(samples, LENGTH, WIDTH, requires_grad=True)
         for each in module.children():
@@ -376,7 +376,7 @@ def test_all_work_of_a_trained_model_has_a_backward() -> None:
 
 
 def test_the_head_is_what_follows_the_last_unit_that_runs() -> None:
-    def work(order: Sequence[int]) -> tuple[Work, list[Work]]:
+    def work(order: Sequence[int]) -> tuple[UnitWork, list[UnitWork]]:
         def step(module: nn.Module, samples: int) -> torch.Tensor:
             x = torch.zeros(samples, LENGTH, WIDTH, requires_grad=True)
             for index in order:

@@ -139,8 +139,8 @@ class _StoreWorker:
         # A single rank is the host of its store. The other ranks of a fake process group do not
         # exist, and its store may keep nothing.
         is_fake = dist.is_initialized() and dist.get_backend() == "fake"
-        is_alone = is_fake or (dist.is_initialized() and dist.get_world_size() == 1)
-        self._thread = None if is_alone else TransferThread("shardeddp-store")
+        is_single_rank = is_fake or (dist.is_initialized() and dist.get_world_size() == 1)
+        self._thread = None if is_single_rank else TransferThread("shardeddp-store")
         self.store: dist.Store = (
             dist.HashStore() if is_fake else self.ask(described.clone, waits_full_timeout=True)
         )

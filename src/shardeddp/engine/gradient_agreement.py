@@ -24,8 +24,8 @@ class Findings:
     left: tuple[bool, ...]
     """Flag per unit: it has gradients that are still to be reduced."""
 
-    entered: tuple[bool, ...]
-    """Flag per unit: the backward has entered it."""
+    reached: tuple[bool, ...]
+    """Flag per unit: the backward has reached it."""
 
     viewed: tuple[bool, ...]
     """Flag per unit: code outside of the engine refers to gathered memory of its parameters."""
@@ -35,15 +35,15 @@ class Findings:
 
     def encode(self) -> list[int]:
         """Encode the findings as integers; their element-wise maximum is that of the findings."""
-        return [*map(int, (*self.left, *self.entered, *self.viewed)), *self.levels]
+        return [*map(int, (*self.left, *self.reached, *self.viewed)), *self.levels]
 
     @staticmethod
     def decode(values: Sequence[int], units: int) -> Findings:
         """Decode the integers of :meth:`encode`, or their maximum; ``units`` is their number."""
-        left, entered, viewed = (
+        left, reached, viewed = (
             tuple(map(bool, values[at * units : (at + 1) * units])) for at in range(3)
         )
-        return Findings(left, entered, viewed, tuple(values[3 * units :]))
+        return Findings(left, reached, viewed, tuple(values[3 * units :]))
 
 
 class GradientAgreement:
@@ -95,7 +95,7 @@ class GradientAgreement:
         ]
         return Findings(
             tuple(left),
-            tuple([progress.entered for progress in self._progresses]),
+            tuple([progress.reached for progress in self._progresses]),
             tuple([progress.unit.is_viewed for progress in self._progresses]),
             tuple([each for progress in self._progresses for each in progress.gradient_levels()]),
         )
@@ -124,14 +124,14 @@ class GradientAgreement:
             self._mesh.drain()  # readers of gradients on the host do not wait for streams
         # Partial sums await the reduction across replicas and are not visible to users.
         keeps_partial = over is not ReduceOver.ALL and self._mesh.has_replicas
-        for (progress, levels), entered, viewed in zip(
-            self._by_unit(found.levels), found.entered, found.viewed, strict=True
+        for (progress, levels), reached, viewed in zip(
+            self._by_unit(found.levels), found.reached, found.viewed, strict=True
         ):
             has_any = [level > GradientLevel.NONE for level in levels]
             progress.unit.note_views(viewed)
             if not keeps_partial:
                 progress.unit.install_gradients(has_any)
-            progress.learn(entered, has_any)
+            progress.learn(reached, has_any)
 
     def _by_unit(self, levels: Sequence[int]) -> Iterator[tuple[UnitProgress, Sequence[int]]]:
         """Yield the progress of each unit, with the levels of its parameters."""

@@ -44,8 +44,8 @@ class UnitProgress:
                                 ``end_forward``
     its end, with gradients     ``add_use``, ``open_use``    ``Runtime._announce_backward``
     backward                    ``begin_backward``           ``Runtime._begin_backward``
-    it reaches the unit         ``enter``, before a gather   ``Reducer.reach``
-                                ``reach``, after it          ``Runtime._reach``
+    it reaches the unit         ``reach_unit``, at first     ``Reducer.reach``
+                                ``reach_use``, gathered      ``Runtime._reach``
     it leaves a gradient        ``arrive``,                  ``Runtime.gradient_ready``,
                                 ``arrive_from_outside``      ``outside_gradient_ready``
     it reaches unit's inputs    ``close_use``                ``Runtime._use_finished``
@@ -90,7 +90,7 @@ class UnitProgress:
     awaiting_reduction: bool = False
     """Gradients were missing when this backward began, and no reduction is issued since."""
 
-    entered: bool = False
+    reached: bool = False
     """This backward has reached the unit."""
 
     open_uses: int = 0
@@ -142,15 +142,15 @@ class UnitProgress:
         """Reset the counts for a backward."""
         self.missing = self.expected & self.unit.trainable()
         self.awaiting_reduction = bool(self.missing)
-        self.entered = False
+        self.reached = False
         self.arrived.clear()
         self.unit.begin_backward()
 
-    def enter(self) -> None:
+    def reach_unit(self) -> None:
         """Note that the backward has come to the unit."""
-        self.entered = True
+        self.reached = True
 
-    def reach(self, use: object) -> None:
+    def reach_use(self, use: object) -> None:
         """Note that the backward has reached a use, and the unit is gathered for it."""
         self.was_retained |= graph_is_retained()
         self.unreached_uses.discard(use)
@@ -191,10 +191,10 @@ class UnitProgress:
         self.active = 0
         self.forget_forwards()
 
-    def learn(self, entered: bool, used: Sequence[bool]) -> None:
+    def learn(self, reached: bool, used: Sequence[bool]) -> None:
         """Update the parameters expected in the next backward, by what any rank has used."""
         trainable = self.unit.trainable()
-        if entered or any(used):
+        if reached or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
 
@@ -205,7 +205,7 @@ class UnitProgress:
     def is_over_at(self, entering: UnitProgress) -> bool:
         """Return whether a backward that reaches another unit has finished this one."""
         inside = entering is self or entering.index in self.inner
-        return self.entered and not self.unreached_uses and not inside
+        return self.reached and not self.unreached_uses and not inside
 
     def backward_is_over(self) -> bool:
         """Return whether no node left in this backward can read the unit's parameters.

@@ -131,8 +131,8 @@ class Reducer:
 
     def reach(self, progress: UnitProgress) -> None:
         """Record that the backward has reached a unit."""
-        if not progress.entered:
-            progress.enter()
+        if not progress.reached:
+            progress.reach_unit()
             self._reached.append(progress)
 
     def reduction_states(
@@ -163,12 +163,12 @@ class Reducer:
         if not progress.awaiting_reduction:
             return Reduced.NOTHING
         if entering is None:
-            return Reduced.DUE if progress.entered else Reduced.NOTHING
+            return Reduced.DUE if progress.reached else Reduced.NOTHING
         if len(progress.unreached_uses) > ahead:
             return Reduced.OPEN
         if ahead:
             return Reduced.COMING
-        if not progress.entered:
+        if not progress.reached:
             return Reduced.NOTHING
         return Reduced.DUE if progress.is_over_at(entering) else Reduced.COMING
 

@@ -582,14 +582,14 @@ class Runtime:
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """Gather a unit that a backward reaches, by an announced use or by another one."""
         self._begin_backward()
-        first = not progress.entered
+        first = not progress.reached
         if first or use in progress.unreached_uses:
             if not self.agreement.agrees(self._backward):
                 self._reducer.reduce_finished(progress)
             self._reducer.reach(progress)
         if first or progress.unit.state is not UnitState.UNSHARDED:
             self._visit(progress, self._backward)
-        progress.reach(use)
+        progress.reach_use(use)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """Return a view of a parameter that a graph has saved; gathers its unit if necessary."""

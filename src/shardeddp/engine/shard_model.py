@@ -81,10 +81,12 @@ def shard_model(
     """
     sharding, offload = options.sharding, options.cpu_offload
     on_host = sharding.offload_params and mesh.device.type != "cpu"
-    is_alone = mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer)
+    is_single_rank = mesh.data.size == mesh.tensor.size == 1 and not (
+        offload.params or offload.optimizer
+    )
     plans = [
         plan_unit(
-            _passing_through(spec) if is_alone else spec,
+            _passing_through(spec) if is_single_rank else spec,
             mesh.topology,
             reshard=sharding.reshard,
             regather_size=sharding.regather_size,

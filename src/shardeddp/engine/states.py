@@ -13,7 +13,7 @@ unsharding         wait                                    unsharded   _ensure_u
 unsharded          refresh                                 unsharded   _ensure_unsharded,
                                                                        refresh, renew_views,
                                                                        gather_with_others
-unsharded          reshard                                 sharded     leave, refresh,
+unsharded          reshard                                 sharded     _leave, refresh,
                                                                        _leave_transformed,
                                                                        _reshard_after_backward,
                                                                        _reshard_unused, _gather,
@@ -23,7 +23,7 @@ allocated, bound   bind                                    bound       activate
 allocated, bound   unbind                                  allocated   release
 any                release                                 released    release
 forward, idle      the root's forward                      forward     _begin_pass
-backward, forward  the end of the root's forward           idle        leave
+backward, forward  the end of the root's forward           idle        _leave
 forward, idle      a backward                              backward    _begin_backward
 backward           the end of a backward inside of a step  forward     _end_backward
 backward           the end of a backward                   idle        _end_backward

@@ -314,7 +314,7 @@ class CallbackAdapters:
         if self._training is not None:
             self._training.zero_repeated_loss(loss)
 
-    def end_run(self, trainer: Trainer, module: LightningModule) -> None:
+    def end_run(self, trainer: Trainer) -> None:
         """Drop the state of a run that has ended or failed."""
         self.end_evaluation()
         self._training = self._evaluation = None

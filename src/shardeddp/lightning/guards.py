@@ -63,12 +63,12 @@ class Guards:
             trainer, control, first[2] if first in map(json.loads, answers) else None
         )
 
-    def is_alone(self, trainer: Trainer | None) -> bool:
+    def is_single_rank_failure(self, trainer: Trainer | None) -> bool:
         """True if only some ranks have an exception, so that no collective may run."""
         return (
             self._interruption is not None
             and trainer is not None
-            and self._interruption.alone(trainer)
+            and self._interruption.is_of_single_rank(trainer)
         )
 
     def may_end(self, trainer: Trainer | None) -> bool:
@@ -101,7 +101,7 @@ class _Interruption:
         self._rank = rank
         self._alone: bool | None = None  # None: not interrupted, or not checked yet
 
-    def alone(self, trainer: Trainer) -> bool:
+    def is_of_single_rank(self, trainer: Trainer) -> bool:
         """Return True if only some ranks have an exception, so that this one must not wait for all.
 
         The first call waits up to ``PATIENCE_S`` seconds for the others.

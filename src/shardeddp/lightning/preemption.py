@@ -65,7 +65,7 @@ class Preemption:
         self._owner = 0  # id of the process to act in: loader workers inherit the handlers
         self._trainer: Trainer | None = None
         self._boundary: _Boundary | None = None
-        self._is_alone = False
+        self._is_single_rank = False
 
     def __reduce__(self) -> Any:
         """Copy without the state of a run, for example with a Trainer."""
@@ -89,9 +89,9 @@ class Preemption:
             group: Host group of all ranks.
             launcher: Process id of the rank that started this one; None: another launcher did.
         """
-        self._is_alone = group.size == 1
+        self._is_single_rank = group.size == 1
         boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
-        if not self._is_alone:
+        if not self._is_single_rank:
             callbacks_of(trainer).append(boundary)
         self._boundary = boundary
         if self._seen:
@@ -145,7 +145,7 @@ class Preemption:
     def _look(self) -> None:
         """Add the boundary callback of a single rank, after its first signal."""
         trainer, boundary = self._trainer, self._boundary
-        if self._is_alone and trainer is not None and boundary is not None:
+        if self._is_single_rank and trainer is not None and boundary is not None:
             callbacks = callbacks_of(trainer)
             if boundary not in callbacks:
                 callbacks.append(boundary)

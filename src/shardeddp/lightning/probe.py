@@ -21,7 +21,7 @@ from shardeddp.comm.streams import CommStream
 from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
-from shardeddp.planner.trace import Work, profile
+from shardeddp.planner.trace import UnitWork, profile
 from shardeddp.planner.transformer import Block, Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
 
@@ -195,7 +195,7 @@ class _Ranks:
         """Time the matmul of two square matrices."""
         one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
         seconds = self._median(lambda: one @ other)
-        work = Work(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
+        work = UnitWork(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
         return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
 
     def attention(self, sizes: _Sizes) -> Timed:
@@ -205,7 +205,7 @@ class _Ranks:
         query = torch.randn(samples, heads, length, width // heads, dtype=_DTYPES[dtype])
         attend = F.scaled_dot_product_attention
         seconds = self._median(lambda: attend(query, query, query, is_causal=True))
-        work = Work(attention_flops=2 * samples * width * length**2, kernels=1)
+        work = UnitWork(attention_flops=2 * samples * width * length**2, kernels=1)
         return Timed(label="attention", dtype=dtype, work=work, seconds=seconds)
 
     def steps(self, sizes: _Sizes) -> Timed:

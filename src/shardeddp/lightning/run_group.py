@@ -136,7 +136,7 @@ class RunGroup:
         """Number of ranks that reach each other without the network (a node); None: unknown."""
         self.current: Mesh | None = None
         """Communicators of this rank; None before set-up, and in the parent of spawned ranks."""
-        self.alone: ClusterEnvironment | None = None
+        self.single_rank_environment: ClusterEnvironment | None = None
         """Environment of a run of one rank whose own one knows no ranks; None: the own one."""
         self._broken = False  # True after an incomplete collective: groups cannot be used again
 
@@ -175,8 +175,8 @@ class RunGroup:
 
     def set_ranks(self, environment: ClusterEnvironment, is_distributed: bool) -> None:
         """Find out whether the environment of a run knows ranks; else the run is ``alone``."""
-        if self.alone is None and not is_distributed:
-            self.alone = environment_without_ranks(environment)
+        if self.single_rank_environment is None and not is_distributed:
+            self.single_rank_environment = environment_without_ranks(environment)
 
     def connect(self, ranks: Ranks) -> None:
         """Initialize torch's default process group, if needed; a collective of all ranks.

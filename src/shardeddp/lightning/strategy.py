@@ -299,22 +299,22 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        return super().global_rank if self._group.alone is None else 0
+        return super().global_rank if self._group.single_rank_environment is None else 0
 
     @property
     @override
     def local_rank(self) -> int:
-        return super().local_rank if self._group.alone is None else 0
+        return super().local_rank if self._group.single_rank_environment is None else 0
 
     @property
     @override
     def node_rank(self) -> int:
-        return super().node_rank if self._group.alone is None else 0
+        return super().node_rank if self._group.single_rank_environment is None else 0
 
     @property
     @override
     def world_size(self) -> int:
-        return super().world_size if self._group.alone is None else 1
+        return super().world_size if self._group.single_rank_environment is None else 1
 
     @property
     def num_processes(self) -> int:
@@ -374,7 +374,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP has no cluster environment: the Trainer finds one when it is made"
             )
-        return self._group.alone or self.cluster_environment
+        return self._group.single_rank_environment or self.cluster_environment
 
     @property
     def runtime(self) -> Runtime:
@@ -731,14 +731,18 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._guards.is_alone(self.trainer):
+        if not self._guards.is_single_rank_failure(self.trainer):
             self._group.barrier(name)
         if name == private.BEFORE_SETUP:
             self._model_sharding.begin_hooks()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._guards.is_alone(self.trainer) else self._group.broadcast(obj, src)
+        return (
+            obj
+            if self._guards.is_single_rank_failure(self.trainer)
+            else self._group.broadcast(obj, src)
+        )
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -756,7 +760,11 @@ class ShardedDP(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint; empty if not all ranks take part."""
         with self._group.explaining():
-            return {} if self._guards.is_alone(self.trainer) else super().optimizer_state(optimizer)
+            return (
+                {}
+                if self._guards.is_single_rank_failure(self.trainer)
+                else super().optimizer_state(optimizer)
+            )
 
     @override
     def save_checkpoint(
@@ -766,7 +774,7 @@ class ShardedDP(ParallelStrategy):
 
         After an error of this rank alone, nothing is written.
         """
-        if self._guards.is_alone(self.trainer):
+        if self._guards.is_single_rank_failure(self.trainer):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._during("checkpoint"), self._group.explaining():
@@ -855,7 +863,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
-            self._callbacks.end_run(self.trainer, self.trainer.lightning_module)
+            self._callbacks.end_run(self.trainer)
         self._environment.teardown()
         leave_loopback()
         self.precision_plugin.teardown()

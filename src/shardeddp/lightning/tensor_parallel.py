@@ -25,7 +25,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.lightning.axes import DATA_PARALLEL
 from shardeddp.tensor.module_hooks import state_of
-from shardeddp.tensor.parallel_styles import SplitLayer, TensorAxis
+from shardeddp.tensor.parallel_styles import SplitLayerState, TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
 from shardeddp.wrap.tensor_plan import PlannedLayer
 
@@ -79,7 +79,7 @@ class TensorRankChecks:
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
-        self._observed: list[SplitLayer] = []  # layers with whole outputs, before a comparison
+        self._observed: list[SplitLayerState] = []  # layers with whole outputs, before a comparison
 
     def begin_run(self, mesh: Mesh) -> None:
         """Begin the counts of a training anew; forget what a failed one has observed."""
@@ -105,7 +105,7 @@ class TensorRankChecks:
         if name == "training_step" and self._is_due("backward", 1):
             states = map(state_of, runtime.root_module.modules())
             self._observed = [
-                it for it in states if isinstance(it, SplitLayer) and it.has_whole_output
+                it for it in states if isinstance(it, SplitLayerState) and it.has_whole_output
             ]
             for layer in self._observed:
                 layer.observe = mesh.run.observe

@@ -25,7 +25,7 @@ from shardeddp.planner.cost import (
     Step,
     Task,
 )
-from shardeddp.planner.trace import Work
+from shardeddp.planner.trace import UnitWork
 
 VERSION = 5
 """Version of the file format; files of other versions are refused."""
@@ -75,7 +75,7 @@ class Timed:
     label: str
     dtype: str
     """``fp32`` or ``bf16``."""
-    work: Work
+    work: UnitWork
     """Work of the forward."""
     seconds: float
     backward_s: float = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardeddp.plan.hardware import Cluster
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.trace import Work
+from shardeddp.planner.trace import UnitWork
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of fused attention's backward per FLOP of its forward; it recomputes the scores."""
@@ -133,9 +133,9 @@ class StepSetting:
 class Task:
     """Input of the cost model for one step, apart from the cluster and the constants."""
 
-    work: Work
+    work: UnitWork
     """Work of a micro-batch."""
-    inner: Work
+    inner: UnitWork
     """Part of ``work`` that inner units do."""
     collectives: Sequence[Collective]
     setting: StepSetting
@@ -144,7 +144,7 @@ class Task:
         """Predict the time of one optimizer step."""
         c, setting = constants, self.setting
         count = setting.micro_batches
-        root = Work()
+        root = UnitWork()
         root.add(self.work)
         root.add(self.inner, times=-1)
         own, own_launch = _forward(self.inner, cluster, setting, c)
@@ -242,7 +242,7 @@ def _exposed_by_kind(
 
 
 def _forward(
-    work: Work, cluster: Cluster, setting: StepSetting, c: Constants, factor: float = 1.0
+    work: UnitWork, cluster: Cluster, setting: StepSetting, c: Constants, factor: float = 1.0
 ) -> tuple[tuple[float, float, float], float]:
     """Return device seconds of matmuls, attention, other kernels; and host seconds of launches."""
     gpu = cluster.gpu

@@ -61,7 +61,7 @@ from shardeddp.wrap.tree import (
 
 
 @dataclass(kw_only=True)
-class Work:
+class UnitWork:
     """Counted work of a forward; that of backward and recomputation is derived from it."""
 
     matmul_flops: float = 0.0
@@ -79,7 +79,7 @@ class Work:
     input_nbytes: int = 0
     """Bytes of the module's input tensors, without those that are inputs of earlier units."""
 
-    def add(self, other: Work, times: int = 1) -> None:
+    def add(self, other: UnitWork, times: int = 1) -> None:
         """Add other work ``times`` times."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + times * value)
@@ -93,12 +93,12 @@ class ModelProfile:
     """Units in the order of their first forwards, after the root unit and those without any."""
     usages: list[UnitUsage]
     """Use of each unit."""
-    work: list[Work]
+    work: list[UnitWork]
     """Work of each unit, the root unit first."""
-    trained: list[Work]
+    trained: list[UnitWork]
     """Part of each unit's work that has a backward: all if no parameter is frozen, as half of its
     FLOPs in the backward are for the gradients of parameters."""
-    head: Work
+    head: UnitWork
     """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
     tokens: int
     """Tokens of a micro-batch; samples if inputs are not sequences."""
@@ -114,12 +114,12 @@ class ModelProfile:
     """True if these choices are even without a remainder."""
 
     @cached_property
-    def total(self) -> Work:
+    def total(self) -> UnitWork:
         """Sum over all units."""
         return _sum(self.work)
 
     @cached_property
-    def inner(self) -> Work:
+    def inner(self) -> UnitWork:
         """Sum over all inner units."""
         return _sum(self.work[1:])
 
@@ -147,9 +147,9 @@ class ModelProfile:
     def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
         """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
 
-        def at(one: Work, other: Work) -> Work:
+        def at(one: UnitWork, other: UnitWork) -> UnitWork:
             first, second = vars(one), vars(other)
-            return Work(
+            return UnitWork(
                 **{
                     name: first[name] + (micro_batch - 1) * (second[name] - first[name])
                     for name in first
@@ -179,14 +179,14 @@ class ModelProfile:
         )
 
 
-def _sum(works: Sequence[Work]) -> Work:
-    result = Work()
+def _sum(works: Sequence[UnitWork]) -> UnitWork:
+    result = UnitWork()
     for work in works:
         result.add(work)
     return result
 
 
-def _shares(part: Work, whole: Work) -> tuple[float, float, float]:
+def _shares(part: UnitWork, whole: UnitWork) -> tuple[float, float, float]:
     """Return fractions of matmuls, attention and other work; 1 of what there is none of."""
 
     def share(name: str) -> float:
@@ -202,8 +202,8 @@ def _shares(part: Work, whole: Work) -> tuple[float, float, float]:
 class _Recorder:
     """Recorder of operations and saved tensors in the innermost running unit."""
 
-    work: list[Work]
-    head: Work
+    work: list[UnitWork]
+    head: UnitWork
     free: set[int]  # storages of parameters, and of their casts and views
     inside: list[int] = field(default_factory=lambda: [0])
     seen: set[int] = field(default_factory=set[int])
@@ -229,16 +229,16 @@ class _Recorder:
     """Unit of each forward, in their order; see :class:`ForwardRecord` of the engine."""
     with_backward: set[int] = field(default_factory=lambda: {0})
     """Units with results that require a gradient."""
-    trained: list[Work] = field(default_factory=list[Work])
+    trained: list[UnitWork] = field(default_factory=list[UnitWork])
     """Matmuls and attention with a backward, and kernels with an operand that requires a gradient."""
-    trained_head: Work = field(default_factory=Work)
+    trained_head: UnitWork = field(default_factory=UnitWork)
     """The same of the root after the last unit."""
-    backward: Work = field(default_factory=Work)
+    backward: UnitWork = field(default_factory=UnitWork)
     """Matmuls of the last backward that was run, half of their FLOPs; and its attention."""
 
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
-        self.trained = [Work() for _ in self.work]
+        self.trained = [UnitWork() for _ in self.work]
         self.memory = [UnitMemory() for _ in self.work]
         self.largest = [0 for _ in self.work]
 
@@ -260,22 +260,22 @@ class _Recorder:
         for module, name in spec.registrations:
             module._parameters[name] = made
 
-    def targets(self) -> list[Work]:
+    def targets(self) -> list[UnitWork]:
         own = self.work[self.inside[-1]]
         return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
 
-    def trained_targets(self) -> list[Work]:
+    def trained_targets(self) -> list[UnitWork]:
         own = self.trained[self.inside[-1]]
         return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
 
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
         self.after_units, self.largest[0] = True, 0
-        self.head, self.trained_head = Work(), Work()
+        self.head, self.trained_head = UnitWork(), UnitWork()
 
     def end_step(self) -> None:
         """Note what the backward of the loss has computed: that of the head, or of a lone root."""
-        done, before = Work(), Work()
+        done, before = UnitWork(), UnitWork()
         if self.after_units:
             for rest, whole, head in (
                 (done, self.work[0], self.head),
@@ -285,16 +285,16 @@ class _Recorder:
                 rest.add(head, times=-1)
         self.note_trained(self.work[0], done, self.trained[0], before)
 
-    def trained_works(self) -> list[Work]:
+    def trained_works(self) -> list[UnitWork]:
         """Return the part of each unit's work that has a backward; after the backward of the loss.
 
         Other kernels than matmuls and attention have one in units with a backward, and in the root
         before them if any of them has.
         """
-        found: list[Work] = []
+        found: list[UnitWork] = []
         for unit, (work, trained) in enumerate(zip(self.work, self.trained, strict=True)):
             rest = trained.kernels > self.trained_head.kernels if unit == 0 else True
-            others = (work if rest else self.head) if unit in self.with_backward else Work()
+            others = (work if rest else self.head) if unit in self.with_backward else UnitWork()
             found.append(
                 replace(
                     others,
@@ -304,7 +304,7 @@ class _Recorder:
             )
         return found
 
-    def add_inputs(self, work: Work, values: Any) -> None:
+    def add_inputs(self, work: UnitWork, values: Any) -> None:
         """Count the tensors among values that are no inputs of earlier units."""
         for it in pytree.tree_leaves(values):
             if isinstance(it, torch.Tensor) and storage_of(it) not in self.inputs:
@@ -323,7 +323,7 @@ class _Recorder:
 
         Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
         """
-        self.backward = Work()
+        self.backward = UnitWork()
         ends = [it for it in pytree.tree_leaves(inputs) if isinstance(it, torch.Tensor)]
         if root is None:
             return MemoryRecord()
@@ -332,13 +332,15 @@ class _Recorder:
             with torch.autocast("cpu", enabled=False):
                 return run_backward(root, self.live, ends, parameters)
         except Exception:  # noqa: BLE001 - the module's own code
-            self.backward = Work(matmul_flops=math.inf, attention_flops=math.inf)
+            self.backward = UnitWork(matmul_flops=math.inf, attention_flops=math.inf)
             own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
             return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
         finally:
             self.is_paused = False
 
-    def note_trained(self, work: Work, done: Work, trained: Work, before: Work) -> None:
+    def note_trained(
+        self, work: UnitWork, done: UnitWork, trained: UnitWork, before: UnitWork
+    ) -> None:
         """Count what the last backward has computed if the forward's operands did not tell it.
 
         Functions with their own backward, and checkpointing that is reentrant, have a forward
@@ -393,9 +395,9 @@ class _Recorder:
         index = self.inside[-1]
         if index or self.after_units:
             self.largest[index] = max(self.largest[index], *(it.nbytes for it in results))
-        done, flops = Work(kernels=1), _flops(func, args, kwargs, out)
+        done, flops = UnitWork(kernels=1), _flops(func, args, kwargs, out)
         wanted = [it.requires_grad for it in operands] if torch.is_grad_enabled() else [False]
-        trained = Work(kernels=int(any(wanted)))
+        trained = UnitWork(kernels=int(any(wanted)))
         if "scaled_dot_product" in name:
             done.attention_flops = flops
             trained.attention_flops = flops * any(wanted)
@@ -619,10 +621,10 @@ class _FirstRun:
     """First run of equal units: its results, and what it recorded in each unit inside of it."""
 
     out: Any
-    works: list[Work]
+    works: list[UnitWork]
     exchanges: list[list[Exchange]]
     memory: list[UnitMemory]
-    trained: list[Work]
+    trained: list[UnitWork]
     has_backward: list[bool]
     visits: list[int]
     """Forwards of units inside of it, as places in its list of these."""
@@ -676,8 +678,8 @@ class _UnitRuns:
     ) -> Any:
         """Run a unit and return the specs of its results; keep them for equal units."""
         recorder, inner = self._recorder, self._inner[index]
-        before = [Work(**vars(recorder.work[place])) for place in inner]
-        trained = [Work(**vars(recorder.trained[place])) for place in inner]
+        before = [UnitWork(**vars(recorder.work[place])) for place in inner]
+        trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
         at_start = len(recorder.visits)
         recorder.visits.append(index)
         counts = [len(recorder.exchanges[place]) for place in inner]
@@ -699,7 +701,7 @@ class _UnitRuns:
             recorder.work[index], before[own], recorder.trained[index], trained[own]
         )
         if self._reuses and not any(vars(work)["kernels"] for work in before):
-            works = [Work(**vars(recorder.work[it])) for it in inner]
+            works = [UnitWork(**vars(recorder.work[it])) for it in inner]
             works[inner.index(index)].input_nbytes = 0  # counted for each call
             self._known[key] = _FirstRun(
                 out=pytree.tree_map(TensorSpec.of, out),
@@ -708,7 +710,7 @@ class _UnitRuns:
                     recorder.exchanges[it][count:] for it, count in zip(inner, counts, strict=True)
                 ],
                 memory=[recorder.memory[it] for it in inner],
-                trained=[Work(**vars(recorder.trained[it])) for it in inner],
+                trained=[UnitWork(**vars(recorder.trained[it])) for it in inner],
                 has_backward=[it in recorder.with_backward for it in inner],
                 visits=[inner.index(it) for it in recorder.visits[at_start:]],
             )
@@ -922,7 +924,7 @@ def profile(
         truth: bool = False, *, reuses: bool = True
     ) -> tuple[_Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
-        recorder = _Recorder([Work() for _ in units], Work(), set(free))
+        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free))
         recorders.append(recorder)
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)

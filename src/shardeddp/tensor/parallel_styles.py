@@ -302,7 +302,7 @@ class Siblings:
 
 
 @dataclass(eq=False)
-class SplitLayer(DividedState):
+class SplitLayerState(DividedState):
     """Hooks of one layer, with their state."""
 
     module: nn.Module
@@ -400,13 +400,13 @@ class SplitLayer(DividedState):
         return (made, *others) if isinstance(output, tuple) else made
 
 
-def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+def _sum_gradient(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     if layer.siblings is None:
         return _exchange("sum_gradient", layer.axis, tensor)
     return layer.siblings.take(tensor, layer.axis)
 
 
-def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+def _own_features(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape[-1] != layer.num_features:
         raise RuntimeError(
             f"{layer.name!r} is split by rows over tensor_parallel_size={layer.axis.size} ranks: "
@@ -419,13 +419,13 @@ def _own_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _gather_features(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+def _gather_features(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape[-1] != layer.num_outputs:
         _refuse_whole(layer)
     return _exchange("gather", layer.axis, tensor, tensor.dim() - 1)
 
 
-def _refuse_whole(layer: SplitLayer) -> NoReturn:
+def _refuse_whole(layer: SplitLayerState) -> NoReturn:
     raise RuntimeError(
         f"{layer.name!r}, which tensor_parallel_plan splits, was called outside of a step of the "
         f"module, or in summon_full_params: its weight is whole there, and ranks would exchange what "
@@ -434,7 +434,7 @@ def _refuse_whole(layer: SplitLayer) -> NoReturn:
     )
 
 
-def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
+def _own_rows(layer: SplitLayerState, indices: torch.Tensor) -> torch.Tensor:
     local = indices - layer.axis.rank * layer.num_rows
     outside = (local < 0) | (local >= layer.num_rows)
     layer.outside.append(outside)
@@ -443,25 +443,25 @@ def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
     return local.masked_fill(outside & exists, 0)
 
 
-def _sum_rows(layer: SplitLayer, rows: torch.Tensor) -> torch.Tensor:
+def _sum_rows(layer: SplitLayerState, rows: torch.Tensor) -> torch.Tensor:
     return _sum(layer, rows.masked_fill(layer.outside.pop().unsqueeze(-1), 0))
 
 
-def _sum(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+def _sum(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     return _exchange("sum", layer.axis, tensor)
 
 
-def _sum_gradient_of_rope(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+def _sum_gradient_of_rope(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     sizes = [tensor.shape[-1] - layer.rope_dim, layer.rope_dim]
     compressed, rope = tensor.split(sizes, -1)
     return torch.cat([compressed, _exchange("sum_gradient", layer.axis, rope)], -1)
 
 
-def _along(dim: int, name: str) -> Callable[[SplitLayer, torch.Tensor], torch.Tensor]:
+def _along(dim: int, name: str) -> Callable[[SplitLayerState, torch.Tensor], torch.Tensor]:
     return lambda layer, tensor: _exchange(name, layer.axis, tensor, dim % tensor.dim())
 
 
-_BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
+_BEFORE: Mapping[str, Callable[[SplitLayerState, torch.Tensor], torch.Tensor]] = {
     "sum_gradient": _sum_gradient,
     "split_features": _along(-1, "own_part"),
     "gather_sequence": _along(SEQUENCE_DIM, "gather_sum_gradient"),
@@ -470,7 +470,7 @@ _BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "own_rows": _own_rows,
     "divide": lambda layer, tensor: tensor / layer.axis.size,
 }
-_AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
+_AFTER: Mapping[str, Callable[[SplitLayerState, torch.Tensor], torch.Tensor]] = {
     "sum": _sum,
     "sum_rows": _sum_rows,
     "sum_split_sequence": _along(SEQUENCE_DIM, "sum_own_part"),

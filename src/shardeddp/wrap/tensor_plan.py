@@ -23,7 +23,7 @@ from shardeddp.tensor.parallel_styles import (
     STYLES,
     ParallelStyle,
     Siblings,
-    SplitLayer,
+    SplitLayerState,
     TensorAxis,
     distribution_of,
     forget_inputs_after,
@@ -219,7 +219,7 @@ def cut_layers(
             siblings[id(around)] = Siblings()
             forget_inputs_after(around, siblings[id(around)])
         # A training step calls layers of the root without calling the root's forward.
-        know = SplitLayer(
+        know = SplitLayerState(
             module=layer.module, axis=axis, siblings=siblings.get(id(around)), name=layer.name
         )
         if style.splits == "vocabulary":
@@ -639,7 +639,7 @@ def _check_inside_of_gathered(layers: Sequence[PlannedLayer]) -> None:
                 )
 
 
-def _prepare_rows(know: SplitLayer) -> None:
+def _prepare_rows(know: SplitLayerState) -> None:
     embedding = cast("nn.Embedding", know.module)
     rows = know.num_rows = embedding.num_embeddings // know.axis.size
     if embedding.padding_idx is not None:
