@@ -7,7 +7,7 @@ from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import FITTED, Constants, Step, StepSetting, Task, time_collective
-from shardeddp.planner.trace import Work
+from shardeddp.planner.trace import UnitWork
 
 CPU = Device(name="CPU", threads=1, memory_gb=16.0, ranks=2, per_node=2)
 FIGURES = {
@@ -40,8 +40,8 @@ KNOWN = replace(
 )
 
 
-def work(flops: float, kernels: int, moved: float = 0.0, attention: float = 0.0) -> Work:
-    return Work(
+def work(flops: float, kernels: int, moved: float = 0.0, attention: float = 0.0) -> UnitWork:
+    return UnitWork(
         matmul_flops=flops,
         matmul_nbytes=flops / 80,
         attention_flops=attention,
@@ -50,13 +50,13 @@ def work(flops: float, kernels: int, moved: float = 0.0, attention: float = 0.0)
     )
 
 
-def timed(label: str, done: Work, constants: Constants, dtype: str = "fp32") -> Timed:
+def timed(label: str, done: UnitWork, constants: Constants, dtype: str = "fp32") -> Timed:
     """What work takes by the model, without what it takes beside it."""
     cluster = Cluster(gpu=find_gpu("CPU", **FIGURES), count=1)
     alone = replace(constants, micro_batch_ms=0.0, step_ms=0.0)
     setting = StepSetting(fp32=dtype == "fp32")
 
-    def step_of(done: Work, constants: Constants) -> Step:
+    def step_of(done: UnitWork, constants: Constants) -> Step:
         return Task(work=done, inner=done, collectives=[], setting=setting).time(cluster, constants)
 
     def seconds(backward: float) -> float:
