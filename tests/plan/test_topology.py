@@ -77,6 +77,13 @@ def test_no_sharding_has_one_replicate_group_and_every_rank_is_its_own_shard_gro
     assert topology.replicate_groups() == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("ranks", [(0, 0, 1, 1), (0, 1, 2), (1, 2, 3, 4)])
+@pytest.mark.parametrize("name", ["order", "nearest"])
+def test_an_order_has_each_rank_once(name: str, ranks: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"each of 4 ranks once in {name}"):
+        Topology(world_size=4, shard_size=2, **{name: ranks})
+
+
 @pytest.mark.parametrize("shard_size", [-2, 0, 4, 5, 12])
 def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_do(
     shard_size: int,

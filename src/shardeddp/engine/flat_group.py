@@ -338,6 +338,7 @@ class FlatGroup:
                 self.buffer.unbind()
             return
         keep = before_backward and self.planned.keeps_part
+        # Compute allocated the former part, and has waited for the gather that read it.
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:
             # Kernels that read the buffer may still be queued: the gather stream, which allocated

@@ -55,6 +55,7 @@ class SavedOnHost(saved_tensors_hooks):
     def unpack(self, saved: tuple[torch.Tensor, torch.device, bool]) -> torch.Tensor:
         """Copy back to the original device."""
         kept, device, is_pinned = saved
+        # torch gives pinned memory to nobody else before the copies from it have ended.
         return kept.to(device, non_blocking=is_pinned)
 
 

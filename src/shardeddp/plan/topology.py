@@ -66,6 +66,11 @@ class Topology:
                 f"run{' that train on different data' if self.tensor_size > 1 else ''}; use one of "
                 f"{divisors(self.data_size)}"
             )
+        for name, ranks in (("order", self.order), ("nearest", self.nearest)):
+            if ranks is not None and sorted(ranks) != [*range(self.world_size)]:
+                raise ValueError(
+                    f"expected each of {self.world_size} ranks once in {name}, found {ranks}"
+                )
         if self.shard_size == self.data_size:
             object.__setattr__(self, "split_replicas", False)
         for group in self.shard_groups() if self.order is not None else ():
