@@ -153,7 +153,8 @@ def test_other_optimizers_precisions_and_places_follow(
         "full_shard",
         "shard_grad_op",
     ]
-    options = {"kind": kind, "max_steps": 7, "strategy": strategy, **options}
+    # The monitor leaves out the steps around a reshard.
+    options = {"kind": kind, "max_steps": 12, "strategy": strategy, **options}
     expected, _ = train([], **options)
     found, _ = train([Walk(names), StepMonitor()], **options)
     compare(found, expected, 1e-6 if "precision" not in options else 1e-3)
@@ -177,10 +178,10 @@ def test_nobody_gathers_more_than_one_parameter_at_a_time() -> None:
         "shard_grad_op",
         "full_shard",
     ]
-    expected, _ = train([], max_steps=7)
+    expected, _ = train([], max_steps=12)
     monitor = StepMonitor()
     with mock.patch.object(shard_tensor, "gather", noted):
-        found, trainer = train([Walk(names), monitor], max_steps=7)
+        found, trainer = train([Walk(names), monitor], max_steps=12)
     compare(found, expected)
     assert monitor.report is not None and monitor.report.sent_nbytes > 0
     assert trainer.strategy.traffic.total_nbytes > 6 * monitor.report.sent_nbytes
