@@ -13,7 +13,6 @@ directly in other files; ``tests/house_rules.py`` lists them.
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -132,13 +131,17 @@ def leave_mode(mode: Any) -> None:
     """End a mode, which need not be the innermost; modes entered later remain active."""
     kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
     active = torch_function_modes() if kind is TorchFunctionMode else torch_dispatch_modes()
-    later = [*itertools.takewhile(lambda it: it is not mode, reversed(active))]
-    if len(later) == len(active):
-        return
-    for each in (*later, mode):
-        kind.__exit__(each, None, None, None)  # without their own ``__exit__``
-    for each in reversed(later):
-        kind.__enter__(each)
+    at = max((at for at, it in enumerate(active) if it is mode), default=None)
+    if at is not None:
+        _replace_modes(kind, active[at:], active[at + 1 :])
+
+
+def _replace_modes(kind: Any, innermost: Sequence[Any], successors: Sequence[Any]) -> None:
+    """Replace the innermost modes of a kind, without their own ``__enter__`` and ``__exit__``."""
+    for mode in reversed(innermost):
+        kind.__exit__(mode, None, None, None)
+    for mode in successors:
+        kind.__enter__(mode)
 
 
 _SELECTIVE_MODES: tuple[type, ...] = (
@@ -162,19 +165,11 @@ def outside_selective_checkpoints() -> Generator[None]:
         return
     suspended = active[first:]
     others = [it for it in suspended if not isinstance(it, _SELECTIVE_MODES)]
-    _replace_modes(suspended, others)
+    _replace_modes(TorchDispatchMode, suspended, others)
     try:
         yield
     finally:
-        _replace_modes(others, suspended)
-
-
-def _replace_modes(innermost: Sequence[Any], successors: Sequence[Any]) -> None:
-    """Replace the innermost dispatch modes, without their own ``__enter__`` and ``__exit__``."""
-    for mode in reversed(innermost):
-        TorchDispatchMode.__exit__(mode, None, None, None)
-    for mode in successors:
-        TorchDispatchMode.__enter__(mode)
+        _replace_modes(TorchDispatchMode, others, suspended)
 
 
 TensorBase: Any = _private("torch._C:TensorBase")
