@@ -17,7 +17,13 @@ import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
-from shardeddp.checkpoint.export import GB, Selection, open_contents, to_ckpt, to_safetensors
+from shardeddp.checkpoint.export import (
+    MAX_FILE_NBYTES,
+    Selection,
+    open_contents,
+    to_ckpt,
+    to_safetensors,
+)
 from shardeddp.checkpoint.find import (
     checkpoints_in,
     read_manifest,
@@ -206,7 +212,7 @@ def consolidate(options: argparse.Namespace) -> int:
         if options.output.suffix == ".ckpt":
             exported = to_ckpt(path, options.output, selection, **reports)
         else:
-            limit = options.max_shard_size or 5 * GB
+            limit = options.max_shard_size or MAX_FILE_NBYTES
             exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
     for note in exported.notes:
         print(f"shardeddp {options.name}: {printable(note)}", file=sys.stderr)

@@ -43,7 +43,8 @@ from shardeddp.errors import CheckpointError, first_three
 #
 # All data is streamed: one chunk of one tensor is in memory at a time, and checked before writing.
 
-GB = 10**9
+MAX_FILE_NBYTES = 5 * 10**9
+"""Largest safetensors file that an export makes, unless another size is asked for."""
 
 _OF_A_MODEL = (
     "epoch",
@@ -99,7 +100,7 @@ def to_safetensors(
     target: Path,
     selection: Selection = Selection(),
     *,
-    max_nbytes: int = 5 * GB,
+    max_nbytes: int = MAX_FILE_NBYTES,
     force: bool = False,
     started: Progress = silent,
     progress: Progress = silent,
