@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from enum import Enum
 from functools import partial
 
 import torch
@@ -14,34 +13,15 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.states import BufferState
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
+from shardeddp.plan.gather import GatherSource, GatherStage
 from shardeddp.plan.layout import OwnedIntervals
 from shardeddp.plan.memory import BufferPlan, HeldMemory
-from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import SHARDED, derived_class, divide_gradients, swap_bodies
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.flat_buffers import PlannedGroup
 from shardeddp.wrap.tree import ParameterSpec
-
-
-class GatherSource(Enum):
-    """Memory from which a gather fills the gathered buffer."""
-
-    NOTHING = "nothing"
-    """The buffer has the values already: it is the main shard, retained, or another group's."""
-
-    KEPT_PART = "kept part"
-    """This rank's part of the last gather, for the backward (hpZ)."""
-
-    MAIN_SHARD = "main shard"
-    """The main shard, cast to the dtype of the buffer."""
-
-    REPLICA_SHARD = "replica shard"
-    """The shard in the compute dtype, if replicas split it."""
-
-    REPLICA_SLICES = "replica slices"
-    """The same, after the main shards have changed: replicas exchange their slices of it first."""
 
 
 class FlatGroup:
@@ -58,6 +38,7 @@ class FlatGroup:
             )
         specs, plan, layout = planned.parameters, planned.plan, planned.plan.layout
         self.planned, self.plan, self.layout = planned, plan, layout
+        self._gathers = planned.gathers
         self._lender = lender
         self._borrowers: list[FlatGroup] = []
         if lender is not None:
@@ -73,7 +54,7 @@ class FlatGroup:
             mesh.device,
             memory=self.main_shard if plan.resident else None,
             lender=lender and lender.buffer,
-            in_turn=planned.reshard is Reshard.AFTER_FORWARD,
+            in_turn=planned.reshard.in_turn,
         )
         """Buffer of whole parameters: 1D, padded_numel, in ``param_dtype``.
 
@@ -89,7 +70,7 @@ class FlatGroup:
             torch.empty(
                 layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device
             )
-            if planned.has_replica_shard
+            if self._gathers.splits_replicas and lender is None
             else None
         )
         """Shard of one replica, of which each replica has a slice as main shard; ``param_dtype``.
@@ -139,22 +120,10 @@ class FlatGroup:
 
     @property
     def needs_gather(self) -> bool:
-        """Whether unsharding has to fill the buffer, because it does not hold the values already.
-
-        A gather group of one rank has nothing to send, and only casts.
-        """
+        """Whether unsharding has to fill the buffer, because it does not hold the values already."""
         # Asked in each forward of a unit: only a retained one has to look at its versions.
-        has_values = self.planned.is_retained and (self.plan.resident or not self.stale)
-        return not (has_values or self._lender)
-
-    def _source(self) -> GatherSource:
-        if not self.needs_gather:
-            return GatherSource.NOTHING
-        if self._kept_part is not None and not self.stale:
-            return GatherSource.KEPT_PART
-        if self._replica_shard is None:
-            return GatherSource.MAIN_SHARD
-        return GatherSource.REPLICA_SLICES if self.stale else GatherSource.REPLICA_SHARD
+        gathers = self._gathers
+        return gathers.is_due(main_has_changed=gathers.is_retained and self.stale)
 
     @property
     def trainable(self) -> bool:
@@ -209,15 +178,17 @@ class FlatGroup:
         (``RELEASED_MEMORY`` of storage.py); device allocators do that themselves.
         """
         self.keep_writes()
-        source = self._source()
-        reads_main = source in (GatherSource.MAIN_SHARD, GatherSource.REPLICA_SLICES)
-        if self.plan.on_host and reads_main:
+        source = self._gathers.source(
+            main_has_changed=self.stale, has_kept_part=self._kept_part is not None
+        )
+        stages = self._gathers.stages(source)
+        if GatherStage.FROM_HOST in stages:
             # Allocated on the copy stream, so that the copy waits for no earlier gather.
             self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
-        if source is GatherSource.NOTHING:
-            handle = StreamHandle(CollectiveHandle(), None)
-        else:
+        if stages:
             handle = self._mesh.gather_stream.issue(partial(self._gather_from, source))
+        else:
+            handle = StreamHandle(CollectiveHandle(), None)
         if self.buffer.fills_outlived_memory:
             handle.wait()  # users may read or write their views at any time
         self._note_gather()
@@ -333,11 +304,11 @@ class FlatGroup:
         """
         self.keep_writes()
         self._keep_requires_grad()
-        if self.planned.is_retained:
+        if self._gathers.is_retained:
             if not self.plan.resident:
                 self.buffer.unbind()
             return
-        keep = before_backward and self.planned.keeps_part
+        keep = before_backward and self._gathers.keeps_part
         # Compute allocated the former part, and has waited for the gather that read it.
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:

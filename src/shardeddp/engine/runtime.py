@@ -41,7 +41,6 @@ from shardeddp.engine.states import EVENTS, Phase, UnitState, state_after
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
-from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import patch_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
 from shardeddp.tensor.collectives import patch_collectives
@@ -120,7 +119,7 @@ class Runtime:
         patch_functions()
         patch_collectives()
         self._saved = SavedTensors(self._restore)
-        self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
+        self._saves_views = sharding.reshard.in_turn and mesh.gather.size > 1
         for progress in self.progresses:
             progress.find_inner(self.progresses)
             # The root's parameters stay in memory until the backward ends anyway: views that graphs
@@ -536,11 +535,9 @@ class Runtime:
     def _reshards_after_forward(self, progress: UnitProgress) -> bool:
         if progress.unit.state is not UnitState.UNSHARDED:
             return False
-        if not progress.awaiting_backward:
-            return True
-        # The last unit of the forward begins the backward: a reshard would cost a gather at once.
-        return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(
-            self._forward
+        return self.sharding.reshard.ends_forward(
+            awaits_backward=progress.awaiting_backward,
+            begins_backward=self.agreement.at_end(self._forward),
         )
 
     def _announce_backward(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:

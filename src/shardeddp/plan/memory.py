@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 WAITING_UNITS = 4
 """Bound on the bytes of gradients that wait for replicas, in multiples of the largest unit's."""
@@ -409,6 +409,6 @@ def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: 
     inner = parameters[1:]
     if sharding.retains:
         return [0 for _ in inner]
-    if sharding.reshard is Reshard.AFTER_BACKWARD:
-        return [sum(inner[: place + 1]) for place in range(len(inner))]
-    return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]
+    if sharding.reshard.in_turn:
+        return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]
+    return [sum(inner[: place + 1]) for place in range(len(inner))]

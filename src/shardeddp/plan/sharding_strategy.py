@@ -19,6 +19,23 @@ class Reshard(Enum):
     NEVER = "never"
     """Gathered buffers are retained; they are gathered again only after the main shard changes."""
 
+    @property
+    def in_turn(self) -> bool:
+        """True if units have gathered memory in turn: each is gathered again for its backward."""
+        return self is Reshard.AFTER_FORWARD
+
+    def ends_forward(self, *, awaits_backward: bool, begins_backward: bool = False) -> bool:
+        """Return whether a unit is resharded at the end of its forward.
+
+        Args:
+            awaits_backward: True if a backward of the forward is expected.
+            begins_backward: True if the unit is the last of the forward: a backward begins with
+                it, and would gather it again at once.
+        """
+        if not awaits_backward:
+            return True
+        return self is not Reshard.AFTER_BACKWARD and not begins_backward
+
 
 class ShardSize(Enum):
     """Shard sizes that depend on the run."""
@@ -48,7 +65,7 @@ class ShardingStrategy:
     F, B: before a unit's forward, before its backward: ``Runtime._visit``, which also prefetches,
     lets ``FlatGroup.unshard`` issue an all-gather in the shard group (``Mesh.gather``). f, b: after
     them, ``Runtime.leave`` and ``Runtime._reshard_after_backward`` let ``FlatGroup.release`` free
-    the buffer. "If changed" is ``FlatGroup.needs_gather``.
+    the buffer. "If changed" is ``GatherPlan.is_due``.
 
     S: ``Reduction`` issues a reduce-scatter in the shard group (``Mesh.reduce``).
     R: it then issues an all-reduce of the output in the replicate group (``Mesh.replicate``), as
@@ -56,9 +73,9 @@ class ShardingStrategy:
     ``GradientMemory.keep_partial``.
 
     Under ``split_replicas`` shards are 1 / (shard group x replicate group): R is a reduce-scatter,
-    and a gather of a changed shard begins among its replicas (``Mesh.gather_slices``, in
-    ``FlatGroup._gather_from``). Under ``regather_size`` the gather of B is in a part of the shard
-    group (``Mesh.regather``, ``GatherSource.KEPT_PART``).
+    and a gather of a changed shard begins among its replicas (``Mesh.gather_slices``). Under
+    ``regather_size`` the gather of B is in a part of the shard group (``Mesh.regather``).
+    ``GatherPlan.stages`` has both.
     """
 
     shard_size: int | ShardSize

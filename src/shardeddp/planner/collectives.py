@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from shardeddp.plan.gather import GatherPlan, GatherStage
 from shardeddp.plan.memory import GroupCost
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 IssuedIn = Literal["forward", "backward", "step", "layer"]
 """Time of issue. ``step``: once per optimizer step, overlapped with the last backward or the first
@@ -65,7 +67,6 @@ def collectives_of_step(
     if usages is None:
         usages = [UnitUsage(ends_forward=it == len(units) - 1) for it in range(len(units))]
     found: list[Collective] = []
-    retained = sharding.retains
     reductions = micro_batches if sharding.reduce_every_backward else 1
 
     def add(kind: Kind, phase: IssuedIn, unit: int, nbytes: int, ranks: int, **more: int) -> None:
@@ -76,42 +77,41 @@ def collectives_of_step(
 
     phase: IssuedIn
     for index, (groups, usage) in enumerate(zip(units, usages, strict=True)):
-        regathers = sharding.reshard is Reshard.AFTER_FORWARD and index > 0 and usage.has_backward
-        again = regathers and not usage.ends_forward
-        calls = usage.calls
-        if sharding.reshard is Reshard.AFTER_BACKWARD and usage.has_backward:
-            calls = 1  # it stays unsharded
+        ends = partial(sharding.reshard.ends_forward, awaits_backward=usage.has_backward)
+        calls = usage.calls if ends() else min(usage.calls, 1)
+        again = index > 0 and usage.has_backward and ends(begins_backward=usage.ends_forward)
         for group in groups:
             shard, replicas, near = group.shard_size, group.replicas, group.tensor_size
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
-            full = 0 if group.plan.borrows else full  # the lender gathers
             is_trained = group.trainable and usage.has_backward
-            # Parameters that do not change are not gathered again where their values are retained.
-            if group.splitting_replicas > 1 and is_trained:
-                add("all_gather", "step", index, full // shard, replicas, stride=far)
-            if retained and is_trained:
-                add("all_gather", "step", index, full, shard, stride=near)
-            elif not retained and calls:
-                # Between its forwards a rank keeps the part that it is gathered from again.
-                parts = calls - 1 if regathers and sharding.regather_size else 0
-                times = (calls - parts) * micro_batches
-                add("all_gather", "forward", index, full, shard, stride=near, times=times)
-                if parts:
-                    size, times = sharding.regather_size or shard, parts * micro_batches
-                    add("all_gather", "forward", index, full, size, stride=near, times=times)
-            if again:
-                add(
-                    "all_gather",
-                    "backward",
-                    index,
-                    full,
-                    sharding.regather_size or shard,
-                    stride=near,
-                    times=micro_batches,
-                )
+            gathers = GatherPlan(
+                buffers=group.plan,
+                reshard=sharding.reshard,
+                splits_replicas=group.splitting_replicas > 1,
+                keeps_part=sharding.regather_size is not None,
+            )
+            keeps = gathers.keeps_part and index > 0 and usage.has_backward
+            uses: list[tuple[IssuedIn, bool, bool, int]] = [
+                # phase, main shard has changed, a part is kept, count of gathers
+                ("forward", is_trained, False, min(calls, 1)),
+                ("forward", False, False, min(calls, 1) * (micro_batches - 1)),
+                ("forward", False, keeps, max(0, calls - 1) * micro_batches),
+                ("backward", False, keeps, again * micro_batches),
+            ]
+            for phase, changed, kept, times in uses:
+                source = gathers.source(main_has_changed=changed, has_kept_part=kept)
+                for stage in gathers.stages(source) if times else ():
+                    if stage is GatherStage.AMONG_REPLICAS:
+                        add("all_gather", "step", index, full // shard, replicas, stride=far)
+                    elif stage is GatherStage.IN_SHARD_GROUP:
+                        issued = "step" if gathers.is_retained else phase
+                        add("all_gather", issued, index, full, shard, stride=near, times=times)
+                    elif stage is GatherStage.IN_REGATHER_GROUP:
+                        size = sharding.regather_size or shard
+                        add("all_gather", phase, index, full, size, stride=near, times=times)
             # Without gathers in the backward ranks do not tell each other which units they have used.
-            if not (is_trained or (group.trainable and retained)):
+            if not (is_trained or (group.trainable and sharding.retains)):
                 continue
             reduced = group.layout.padded_numel * group.reduce_itemsize
             phase = "backward" if reductions == micro_batches else "step"

@@ -26,7 +26,6 @@ from shardeddp.plan.memory import (
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import (
-    Reshard,
     ShardingStrategy,
     ShardSize,
     shard_sizes,
@@ -526,14 +525,13 @@ def in_forward(
     root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
     ahead, back = prefetch
     ends = range(1 + ahead, len(inner) + 1 + ahead)
-    unsharded = {
-        Reshard.NEVER: [0] * len(units),
-        Reshard.AFTER_BACKWARD: [root + sum(inner[:end]) for end in (*ends, None)],
-        Reshard.AFTER_FORWARD: [
-            *(root + sum(inner[end - 1 - ahead : end]) for end in ends),
-            root + sum(inner[-max(1, back) :]),
-        ],
-    }[sharding.reshard]
+    if sharding.retains:
+        unsharded = [0] * len(units)
+    elif sharding.reshard.in_turn:
+        unsharded = [root + sum(inner[end - 1 - ahead : end]) for end in ends]
+        unsharded.append(root + sum(inner[-max(1, back) :]))
+    else:
+        unsharded = [root + sum(inner[:end]) for end in (*ends, None)]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     return [waiting + nbytes for nbytes in unsharded]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardeddp.plan.gather import GatherPlan
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import BufferPlan, GroupCost
 from shardeddp.plan.sharding_strategy import Reshard
@@ -26,10 +27,7 @@ class PlannedGroup:
     """Time of resharding; costs of the buffers do not depend on it."""
 
     keeps_part: bool = False
-    """True if this rank keeps a part of what a forward has gathered, for the backward's gather.
-
-    See ``ShardingStrategy.regather_size`` (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
-    """
+    """See :class:`GatherPlan`."""
 
     lender: int | None = None
     """Index in the unit of the group that lends its memory to the only parameter of this group.
@@ -38,14 +36,14 @@ class PlannedGroup:
     """
 
     @property
-    def is_retained(self) -> bool:
-        """True if the gathered buffer keeps its memory and its values between steps."""
-        return self.plan.resident or self.reshard is Reshard.NEVER
-
-    @property
-    def has_replica_shard(self) -> bool:
-        """True if replicas split the shard, and each keeps its part in the compute dtype."""
-        return self.topology.split_replicas and self.lender is None
+    def gathers(self) -> GatherPlan:
+        """Decisions about the gathers."""
+        return GatherPlan(
+            buffers=self.plan,
+            reshard=self.reshard,
+            splits_replicas=self.topology.split_replicas,
+            keeps_part=self.keeps_part,
+        )
 
     def __post_init__(self) -> None:
         planned = [(slot.fqn, slot.shape) for slot in self.plan.layout.slots]

@@ -1,0 +1,112 @@
+"""Plan of the gathers of one group's parameters: whether one is due, from which memory, its stages."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.sharding_strategy import Reshard
+
+
+class GatherSource(Enum):
+    """Memory from which a gather fills the gathered buffer."""
+
+    NOTHING = "nothing"
+    """The buffer has the values already: it is the main shard, retained, or another group's."""
+
+    KEPT_PART = "kept part"
+    """This rank's part of the last gather, for the backward (hpZ)."""
+
+    MAIN_SHARD = "main shard"
+    """The main shard, cast to the dtype of the buffer."""
+
+    REPLICA_SHARD = "replica shard"
+    """The shard in the compute dtype, if replicas split it."""
+
+    REPLICA_SLICES = "replica slices"
+    """The same, after the main shards have changed: replicas exchange their slices of it first."""
+
+
+class GatherStage(Enum):
+    """Stage of a gather: a transfer, after which the next one begins."""
+
+    FROM_HOST = "from_host"
+    """Copy of a main shard in host memory to the device, on the copy-in stream."""
+
+    AMONG_REPLICAS = "among_replicas"
+    """All-gather of the slices of a shard that replicas split, on the gather stream."""
+
+    IN_SHARD_GROUP = "in_shard_group"
+    """All-gather of the shards, on the gather stream."""
+
+    IN_REGATHER_GROUP = "in_regather_group"
+    """All-gather of the kept parts in a part of the shard group, on the gather stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherPlan:
+    """Facts about the gathers of one group, and the decisions that follow from them.
+
+    Replicas that split a shard exchange their slices once after each optimizer step:
+
+    >>> from shardeddp.plan.layout import FlatLayout
+    >>> buffers = BufferPlan(layout=FlatLayout.build(["weight"], [(4, 2)], itemsize=4, num_slices=4))
+    >>> plan = GatherPlan(buffers=buffers, reshard=Reshard.AFTER_FORWARD, splits_replicas=True)
+    >>> first = plan.source(main_has_changed=True, has_kept_part=False)
+    >>> [stage.value for stage in plan.stages(first)]
+    ['among_replicas', 'in_shard_group']
+    >>> later = plan.source(main_has_changed=False, has_kept_part=False)
+    >>> [stage.value for stage in plan.stages(later)]
+    ['in_shard_group']
+    """
+
+    buffers: BufferPlan
+    reshard: Reshard
+    splits_replicas: bool = False
+    """True if replicas split the shard, and each keeps its part in the compute dtype."""
+
+    keeps_part: bool = False
+    """True if this rank keeps a part of what a forward has gathered, for the backward's gather.
+
+    See ``ShardingStrategy.regather_size`` (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
+    """
+
+    @property
+    def is_retained(self) -> bool:
+        """True if the gathered buffer keeps its memory and its values between steps."""
+        return self.buffers.resident or self.reshard is Reshard.NEVER
+
+    def is_due(self, *, main_has_changed: bool) -> bool:
+        """Return whether unsharding has to fill the buffer, as it does not hold the values already.
+
+        A gather group of one rank has nothing to send, and only casts.
+
+        Args:
+            main_has_changed: True if the main shard has changed since the last gather. Without
+                effect unless the buffer is retained.
+        """
+        if self.buffers.resident or self.buffers.borrows:
+            return False
+        return main_has_changed or not self.is_retained
+
+    def source(self, *, main_has_changed: bool, has_kept_part: bool) -> GatherSource:
+        """Return the memory from which a gather fills the buffer."""
+        if not self.is_due(main_has_changed=main_has_changed):
+            return GatherSource.NOTHING
+        if has_kept_part and not main_has_changed:
+            return GatherSource.KEPT_PART
+        if not self.splits_replicas:
+            return GatherSource.MAIN_SHARD
+        return GatherSource.REPLICA_SLICES if main_has_changed else GatherSource.REPLICA_SHARD
+
+    def stages(self, source: GatherSource) -> tuple[GatherStage, ...]:
+        """Return the stages of a gather, in order."""
+        if source is GatherSource.NOTHING:
+            return ()
+        if source is GatherSource.KEPT_PART:
+            return (GatherStage.IN_REGATHER_GROUP,)
+        stages: list[GatherStage] = []
+        if self.buffers.on_host and source is not GatherSource.REPLICA_SHARD:
+            stages.append(GatherStage.FROM_HOST)
+        if source is GatherSource.REPLICA_SLICES:
+            stages.append(GatherStage.AMONG_REPLICAS)
+        return (*stages, GatherStage.IN_SHARD_GROUP)

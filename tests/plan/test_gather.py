@@ -1,0 +1,90 @@
+"""Plan of gathers: whether one is due, its source and its stages."""
+
+import itertools
+
+import pytest
+
+from shardeddp.plan.gather import GatherPlan, GatherSource, GatherStage
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.sharding_strategy import Reshard
+
+
+def plan_of(
+    num_slices: int = 2, reshard: Reshard = Reshard.AFTER_FORWARD, **facts: bool
+) -> GatherPlan:
+    layout = FlatLayout.build(["weight"], [(4, 2)], itemsize=4, num_slices=num_slices)
+    of_buffers = {
+        name: facts.pop(name) for name in ("casts_params", "on_host", "borrows") & facts.keys()
+    }
+    return GatherPlan(buffers=BufferPlan(layout=layout, **of_buffers), reshard=reshard, **facts)
+
+
+@pytest.mark.parametrize(
+    ("plan", "unchanged", "changed"),
+    [
+        (plan_of(), True, True),
+        (plan_of(reshard=Reshard.AFTER_BACKWARD), True, True),
+        (plan_of(reshard=Reshard.NEVER), False, True),
+        (plan_of(reshard=Reshard.NEVER, casts_params=True, num_slices=1), False, True),
+        (plan_of(num_slices=1), False, False),  # the main shard is the buffer
+        (plan_of(num_slices=1, casts_params=True), True, True),
+        (plan_of(borrows=True), False, False),  # the lender gathers
+    ],
+)
+def test_a_gather_is_due_unless_the_buffer_has_the_values(
+    plan: GatherPlan, unchanged: bool, changed: bool
+) -> None:
+    assert plan.is_due(main_has_changed=False) == unchanged
+    assert plan.is_due(main_has_changed=True) == changed
+
+
+def test_each_source_has_its_stages_in_order() -> None:
+    host = plan_of(on_host=True, splits_replicas=True)
+    assert {source: host.stages(source) for source in GatherSource} == {
+        GatherSource.NOTHING: (),
+        GatherSource.KEPT_PART: (GatherStage.IN_REGATHER_GROUP,),
+        GatherSource.MAIN_SHARD: (GatherStage.FROM_HOST, GatherStage.IN_SHARD_GROUP),
+        GatherSource.REPLICA_SHARD: (GatherStage.IN_SHARD_GROUP,),
+        GatherSource.REPLICA_SLICES: (
+            GatherStage.FROM_HOST,
+            GatherStage.AMONG_REPLICAS,
+            GatherStage.IN_SHARD_GROUP,
+        ),
+    }
+    assert plan_of().stages(GatherSource.MAIN_SHARD) == (GatherStage.IN_SHARD_GROUP,)
+
+
+@pytest.mark.parametrize(
+    ("splits", "changed", "has_part", "expected"),
+    [
+        (False, False, False, GatherSource.MAIN_SHARD),
+        (False, True, False, GatherSource.MAIN_SHARD),
+        (False, False, True, GatherSource.KEPT_PART),
+        (False, True, True, GatherSource.MAIN_SHARD),  # the part has former values
+        (True, False, False, GatherSource.REPLICA_SHARD),
+        (True, True, False, GatherSource.REPLICA_SLICES),
+        (True, False, True, GatherSource.KEPT_PART),
+        (True, True, True, GatherSource.REPLICA_SLICES),
+    ],
+)
+def test_a_gather_reads_what_is_nearest_and_has_the_present_values(
+    splits: bool, changed: bool, has_part: bool, expected: GatherSource
+) -> None:
+    plan = plan_of(splits_replicas=splits)
+    assert plan.source(main_has_changed=changed, has_kept_part=has_part) is expected
+
+
+def test_a_unit_with_a_backward_ahead_is_resharded_only_if_units_have_memory_in_turn() -> None:
+    ends = {
+        (reshard, awaits, begins): reshard.ends_forward(
+            awaits_backward=awaits, begins_backward=begins
+        )
+        for reshard, awaits, begins in itertools.product(Reshard, (False, True), (False, True))
+    }
+    assert [key for key, resharded in ends.items() if not resharded] == [
+        (Reshard.AFTER_FORWARD, True, True),
+        (Reshard.AFTER_BACKWARD, True, False),
+        (Reshard.AFTER_BACKWARD, True, True),
+        (Reshard.NEVER, True, True),
+    ]
