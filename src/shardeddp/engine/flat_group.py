@@ -92,7 +92,7 @@ class FlatGroup:
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         if lender is not None:
             [own], [other] = self.sharded, lender.sharded
-            own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
+            own.share_memory_with(other)
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
         self.has_views = False

@@ -125,7 +125,7 @@ class Runtime:
             # The root's parameters stay in memory until the backward ends anyway: views that graphs
             # hold of them cost nothing.
             for group in progress.unit.groups if self._saves_views and progress.index else ():
-                group.buffer.saved_index = self._saved.buffers
+                group.buffer.enter_in(self._saved.buffers)
         self._progress_of = {
             id(group.buffer): progress
             for progress in self.progresses
@@ -698,10 +698,7 @@ class Runtime:
 
     def _ensure_unsharded(self, progress: UnitProgress) -> None:
         unit = progress.unit
-        if unit.state is UnitState.SHARDED:
-            unit.unshard()
-        if unit.state is UnitState.UNSHARDING:
-            unit.wait()
+        unit.make_unsharded()
         if unit.registration_pending:
             unit.restore_registration()
         if unit.stale:

@@ -3,12 +3,9 @@
 =================  ======================================  ==========  =========================
 from               verb or event                           to          called by
 =================  ======================================  ==========  =========================
-sharded            unshard                                 unsharding  _visit, _ensure_unsharded,
-                                                                       renew_views,
-                                                                       gather_with_others
-unsharding         wait                                    unsharded   _ensure_unsharded,
+sharded            unshard                                 unsharding  _visit, make_unsharded
+unsharding         wait                                    unsharded   make_unsharded,
                                                                        _reshard_unused,
-                                                                       renew_views,
                                                                        gather_with_others
 unsharded          refresh                                 unsharded   _ensure_unsharded,
                                                                        refresh, renew_views,
@@ -32,8 +29,8 @@ backward           a failed backward                       idle        _abort_ba
 any                a failure                               idle        reset
 =================  ======================================  ==========  =========================
 
-Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.renew_views``,
-``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer by ``FlatGroup``. A
+Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.make_unsharded``,
+``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer by ``FlatGroup``. A
 resident buffer is bound when it is made, for good. Events are of ``Runtime``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next

@@ -164,9 +164,8 @@ class GatheredBuffer:
         self.flat = memory
         """1D, padded_numel; None while released."""
 
-        self.saved_index: dict[int, GatheredBuffer] | None = None
-        """Index of buffers by storage address of their parameters, to identify views; or None."""
-
+        # See `enter_in`; None: graphs do not save views of this buffer.
+        self._index: dict[int, GatheredBuffer] | None = None
         self.wrapped: dict[int, torch.Tensor] = {}
         """Wrappers of parameters that modules compute with, by index of the parameter."""
 
@@ -215,6 +214,10 @@ class GatheredBuffer:
         self._in_turn = in_turn and device.type == "cpu"
         if memory is not None:
             self.bind()
+
+    def enter_in(self, index: dict[int, GatheredBuffer]) -> None:
+        """Keep the buffer in an index by storage address, which identifies views of parameters."""
+        self._index = index
 
     def count_references(self) -> None:
         """Count the references to each parameter, after hooks are set and before its first use."""
@@ -282,8 +285,8 @@ class GatheredBuffer:
             carrier.set_()  # pyright: ignore[reportCallIssue]
         self._storages = {storage: index for index, storage in enumerate(storages)}
         self._outlived = {}
-        if self.saved_index is not None:
-            self.saved_index.update(dict.fromkeys(storages, self))
+        if self._index is not None:
+            self._index.update(dict.fromkeys(storages, self))
 
     def wrap(self) -> None:
         """Make the wrappers of usable parameters, whose ``requires_grad`` may have changed."""
@@ -325,8 +328,8 @@ class GatheredBuffer:
                     # keeps the address from being used again.
                     index = self._storages[storage]
                     self._outlived[storage] = index, StorageWeakRef(parameter.untyped_storage())
-                elif self.saved_index is not None:
-                    del self.saved_index[storage]
+                elif self._index is not None:
+                    del self._index[storage]
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
@@ -380,8 +383,8 @@ class GatheredBuffer:
                 yield index, storage
                 continue
             del self._outlived[address]
-            if self.saved_index is not None:
-                del self.saved_index[address]
+            if self._index is not None:
+                del self._index[address]
 
     # -- Tensors saved by graphs
 

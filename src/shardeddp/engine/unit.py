@@ -229,13 +229,17 @@ class Unit:
         for _, copies in self._copies.values():
             copies.note_gather()
 
-    def renew_views(self) -> None:
-        """Gather into memory that views hold; a collective that keeps the unit's state."""
-        was_sharded = self.state is UnitState.SHARDED
-        if was_sharded:
+    def make_unsharded(self) -> None:
+        """Go through the states up to unsharded: :meth:`unshard`, :meth:`wait`, or neither."""
+        if self.state is UnitState.SHARDED:
             self.unshard()
         if self.state is UnitState.UNSHARDING:
             self.wait()
+
+    def renew_views(self) -> None:
+        """Gather into memory that views hold; a collective that keeps the unit's state."""
+        was_sharded = self.state is UnitState.SHARDED
+        self.make_unsharded()
         if self.stale:
             self.refresh()
         if was_sharded:
@@ -251,8 +255,7 @@ class Unit:
         for group in self.groups:
             group.forget()
         if self.state is UnitState.SHARDED:
-            self.unshard()
-            self.wait()
+            self.make_unsharded()
         else:
             self.refresh()
 

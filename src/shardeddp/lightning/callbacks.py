@@ -286,7 +286,9 @@ class CallbackAdapters:
         Returns:
             True if the returned number was wrong, because ranks have different numbers of batches.
         """
-        return self._training is not None and self._training.align(trainer)
+        if self._training is None or private.combined_loader(trainer.fit_loop) is None:
+            return False
+        return self._training.align(trainer)
 
     def begin_training(self, trainer: Trainer) -> None:
         """Prepare the start of training."""
@@ -314,11 +316,12 @@ class CallbackAdapters:
         if self._training is not None:
             self._training.zero_repeated_loss(loss)
 
-    def end_run(self, trainer: Trainer) -> None:
+    def end_run(self, trainer: Trainer | None) -> None:
         """Drop the state of a run that has ended or failed."""
         self.end_evaluation()
         self._training = self._evaluation = None
-        for summary in _summaries(trainer):  # the next run may use another strategy
+        # The next run may use another strategy.
+        for summary in () if trainer is None else _summaries(trainer):
             private.restore_summary(summary)
         self.averages.forget()
 

@@ -194,16 +194,17 @@ class Resume:
         loader, device = self._streams.defer(loader), self._group.device
         return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
 
-    def ask_loaders_again(self, loop: FitLoop) -> None:
-        """Drop training loaders that were created before Lightning restored the run's progress.
+    def ask_loaders_again(self, trainer: Trainer) -> None:
+        """Drop training loaders that were created before Lightning restores the run's progress.
 
         Stateful loaders would miss their state, and a finished epoch would continue. Other loaders
         start from their beginning in the middle of an epoch, as under every strategy.
         """
-        combined = private.combined_loader(loop)
-        loaders = [] if combined is None else combined.flattened
-        if self._streams.wait or any(isinstance(each, Stateful) for each in loaders):
-            private.drop_combined_loader(loop)
+        loaders = private.combined_loader(trainer.fit_loop)
+        if trainer.ckpt_path is None or loaders is None:
+            return
+        if self._streams.wait or any(isinstance(each, Stateful) for each in loaders.flattened):
+            private.drop_combined_loader(trainer.fit_loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
         """Put the user's own loaders back into the loop, before user hooks at training start."""

@@ -437,6 +437,11 @@ class RunGroup:
 
     # -- Errors
 
+    def end_steps(self) -> None:
+        """End the steps of a run: any thread may read parameters again."""
+        if self.current is not None:
+            self.current.end_run()
+
     def end_run(self) -> None:
         """End a run; its process groups serve later runs, unless a collective was incomplete."""
         if self.current is not None and not self._broken:

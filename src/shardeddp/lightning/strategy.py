@@ -43,6 +43,7 @@ from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
+    LightningModule,
     ParallelStrategy,
     Precision,
     Trainer,
@@ -525,29 +526,30 @@ class ShardedDP(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._checkpoints.begin_run(trainer, self.checkpoint_io)
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._model_sharding.recording.set_aside(self._callbacks.before_sharding(trainer, module))
-        self._runtime = self._model_sharding.shard(
-            module,
-            self.precision_plugin,
-            partial(private.replace_layers, self, module),
-            fitting=self._fitting,
-        )
-        self._restore.load(self._callbacks.after_sharding(trainer, module, self._runtime), module)
-        self._restore.load(self._resume.take_kept(module), module)
-        self._model_sharding.recording.forget_values()
+        self._shard_model(trainer, module)
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _shard_model(self, trainer: Trainer, module: LightningModule) -> None:
+        """Shard the model, and load what callbacks and checkpoints have for it."""
+        sharding, callbacks = self._model_sharding, self._callbacks
+        replace_layers = partial(private.replace_layers, self, module)
+        sharding.recording.set_aside(callbacks.before_sharding(trainer, module))
+        self._runtime = sharding.shard(
+            module, self.precision_plugin, replace_layers, fitting=self._fitting
+        )
+        self._restore.load(callbacks.after_sharding(trainer, module, self._runtime), module)
+        self._restore.load(self._resume.take_kept(module), module)
+        sharding.recording.forget_values()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         # `configure_optimizers` may read `trainer.estimated_stepping_batches`: loaders are set up.
-        if private.combined_loader(trainer.fit_loop) is not None:
-            if self._callbacks.align_loaders(trainer):
-                super().setup_optimizers(trainer)
-            if trainer.ckpt_path is not None:
-                self._resume.ask_loaders_again(trainer.fit_loop)
+        if self._callbacks.align_loaders(trainer):
+            super().setup_optimizers(trainer)
+        self._resume.ask_loaders_again(trainer)
         for optimizer in self.optimizers:
             refuse_beside_axes(optimizer, self.options)
         self._attach_optimizers()
@@ -858,17 +860,14 @@ class ShardedDP(ParallelStrategy):
 
         Shards and process group stay, so that saving and another run still work.
         """
-        if self._group.current is not None:
-            self._group.current.end_run()
+        self._group.end_steps()
         self._guards.end_run(self.trainer)
         self._resume.end_run()
-        if self.trainer is not None:
-            self._callbacks.end_run(self.trainer)
-        self._environment.teardown()
+        self._callbacks.end_run(self.trainer)
         leave_loopback()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
+        for plugin in (self._environment, self.precision_plugin, self.accelerator):
+            if plugin is not None:
+                plugin.teardown()
         self.checkpoint_io.teardown()
         self.wait_for_checkpoint()
         self._group.end_run()

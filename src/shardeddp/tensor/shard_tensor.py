@@ -385,6 +385,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
 
+    def share_memory_with(self, other: ShardTensor) -> None:
+        """Note that the two have the same memory, as their unit has planned."""
+        self.memory_of, other.memory_of = other._spec.fqn, self._spec.fqn
+
     def note_memory_of(self, data: torch.Tensor) -> None:
         """Note whether ``.data = ...`` assigns another parameter's memory to this one.
 
