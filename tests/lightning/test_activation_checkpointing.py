@@ -386,3 +386,30 @@ def test_a_layer_of_transformers_fills_its_cache_only_without_gradients() -> Non
     with torch.no_grad():
         layer(x, past_key_values=cache)
     assert len(cache) == 1
+
+
+def keeps_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op is torch.ops.aten.addmm.default
+
+
+@pytest.mark.parametrize("save_ops", ["matmul", keeps_products], ids=["preset", "policy"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell, nn.LSTMCell])
+def test_kept_results_that_are_changed_unseen_are_refused(kind: Any, save_ops: Any) -> None:
+    model = nn.Sequential(kind(4, 4))
+    checkpoint_activations(model, ActivationCheckpointing(modules=[kind], save_ops=save_ops))
+    # torch refuses cells of LSTM itself: they change results of matmuls by operations that it sees.
+    with pytest.raises((ConfigurationError, RuntimeError), match=r"in place|mutated"):
+        found = model(torch.randn(2, 4))
+        torch.stack([it.sum() for it in found]).sum().backward()
+
+
+def test_modules_that_change_results_in_place_are_recomputed_whole() -> None:
+    torch.manual_seed(0)
+    layer, inputs = nn.GRU(4, 4), torch.randn(3, 2, 4)
+    model = nn.Sequential(layer)
+    model(inputs)[0].square().sum().backward()
+    expected = [it.grad.clone() for it in model.parameters() if it.grad is not None]
+    model.zero_grad()
+    checkpoint_activations(model, ActivationCheckpointing(modules=[nn.GRU], save_ops="attention"))
+    model(inputs)[0].square().sum().backward()
+    torch.testing.assert_close([it.grad for it in model.parameters()], expected)

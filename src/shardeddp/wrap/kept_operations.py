@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.torch_private import (
@@ -49,12 +49,58 @@ _EXPECTED = (
 def selective_contexts(save_ops: object) -> ContextFunction | None:
     """Return the context function that keeps results of some operations; None: of none."""
     policy = _policy_of(save_ops)
-    if policy is not None:
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-    operations = find_operations(_entries(save_ops))
-    return (
-        functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
-    )
+    if policy is None:
+        operations = find_operations(_entries(save_ops))
+        if not operations:
+            return None
+        policy = functools.partial(_keep, frozenset(operations))
+    return functools.partial(_contexts, policy)
+
+
+def _contexts(policy: Callable[..., Any]) -> Any:
+    return create_selective_checkpoint_contexts(_Checked(policy))
+
+
+def _keep(operations: frozenset[Operation], _: Any, op: Operation, *args: Any, **kw: Any) -> Any:
+    return CheckpointPolicy.MUST_SAVE if op in operations else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Checked:
+    """Policy for one forward and its recomputation that refuses views past torch's checks.
+
+    torch refuses kept results that are changed in place. It does not see changes through views that
+    have versions of their own: the recomputation would compute with changed values.
+    """
+
+    def __init__(self, policy: Callable[..., Any]) -> None:
+        self._policy = policy
+        self._keeps_products = False
+
+    def __call__(self, context: Any, op: Operation, *args: Any, **kwargs: Any) -> Any:
+        decision = self._policy(context, op, *args, **kwargs)
+        if op in _products():
+            self._keeps_products |= decision in _KEPT
+        elif self._keeps_products and op in _UNSAFE_VIEWS:
+            raise ConfigurationError(
+                f"ActivationCheckpointing.save_ops keeps matmul results, and a module in the "
+                f"recomputed one changes them in place, unseen by autograd ({op.name()}; nn.GRU on "
+                f"CPUs does): gradients would be wrong. Leave such modules out of "
+                f"activation_checkpointing, or keep no matmul results there"
+            )
+        return decision
+
+
+_KEPT = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+_UNSAFE_VIEWS = (
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+)
+
+
+@functools.cache
+def _products() -> frozenset[Operation]:
+    return frozenset(find_operations(["matmul"]))
 
 
 def check_save_ops(save_ops: object) -> None:
