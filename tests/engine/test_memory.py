@@ -239,6 +239,11 @@ def test_it_is_in_one_shard_group_of_several(world: Worlds) -> None:
     world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS))
 
 
+@pytest.mark.parametrize("regather", [2, 4])
+def test_it_is_where_ranks_keep_parts_of_what_forwards_gather(world: Worlds, regather: int) -> None:
+    world(4).run(check_peak, Sharding(units=BLOCKS, regather=regather))
+
+
 @pytest.mark.parametrize("units", [(), ("blocks.1",)])
 def test_it_is_with_hardly_any_units(world: Worlds, units: tuple[str, ...]) -> None:
     world(2).run(check_peak, Sharding(units=units))

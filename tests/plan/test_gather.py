@@ -4,20 +4,26 @@ import itertools
 
 import pytest
 
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.gather import GatherPlan, GatherSource, GatherStage
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import BufferPlan
 from shardeddp.plan.sharding_strategy import Reshard
 
 
 def plan_of(
-    num_slices: int = 2, reshard: Reshard = Reshard.AFTER_FORWARD, **facts: bool
+    num_slices: int = 2,
+    reshard: Reshard = Reshard.AFTER_FORWARD,
+    shard_size: int | None = None,
+    regather_size: int | None = None,
+    **facts: bool,
 ) -> GatherPlan:
     layout = FlatLayout.build(["weight"], [(4, 2)], itemsize=4, num_slices=num_slices)
-    of_buffers = {
-        name: facts.pop(name) for name in ("casts_params", "on_host", "borrows") & facts.keys()
-    }
-    return GatherPlan(buffers=BufferPlan(layout=layout, **of_buffers), reshard=reshard, **facts)
+    return GatherPlan(
+        buffers=BufferPlan(layout=layout, **facts),
+        reshard=reshard,
+        shard_size=shard_size or num_slices,
+        regather_size=regather_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ def test_a_gather_is_due_unless_the_buffer_has_the_values(
 
 
 def test_each_source_has_its_stages_in_order() -> None:
-    host = plan_of(on_host=True, splits_replicas=True)
+    host = plan_of(4, shard_size=2, on_host=True)
     assert {source: host.stages(source) for source in GatherSource} == {
         GatherSource.NOTHING: (),
         GatherSource.KEPT_PART: (GatherStage.IN_REGATHER_GROUP,),
@@ -71,7 +77,7 @@ def test_each_source_has_its_stages_in_order() -> None:
 def test_a_gather_reads_what_is_nearest_and_has_the_present_values(
     splits: bool, changed: bool, has_part: bool, expected: GatherSource
 ) -> None:
-    plan = plan_of(splits_replicas=splits)
+    plan = plan_of(4, shard_size=2 if splits else 4)
     assert plan.source(main_has_changed=changed, has_kept_part=has_part) is expected
 
 
@@ -88,3 +94,19 @@ def test_a_unit_with_a_backward_ahead_is_resharded_only_if_units_have_memory_in_
         (Reshard.AFTER_BACKWARD, True, True),
         (Reshard.NEVER, True, True),
     ]
+
+
+@pytest.mark.parametrize(("size", "is_kept"), [(None, False), (2, True), (4, False)])
+def test_a_rank_keeps_a_part_if_fewer_ranks_gather_for_the_backward(
+    size: int | None, is_kept: bool
+) -> None:
+    plan = plan_of(4, regather_size=size)
+    assert plan.kept_numel == (plan.buffers.layout.padded_numel // 2 if is_kept else 0)
+    assert plan_of(4, regather_size=size, borrows=True).kept_numel == 0
+
+
+def test_facts_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="divides"):
+        plan_of(4, shard_size=3)
+    with pytest.raises(ValueError, match="regather"):
+        plan_of(4, Reshard.NEVER, regather_size=2)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import BufferPlan, GroupCost, MemoryPlan, plan_memory
+from shardeddp.plan.memory import GroupCost, MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.timeout(30)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import BufferPlan
 from shardeddp.plan.reduction import ReduceOver, ReductionPlan
 from shardeddp.plan.topology import Topology
 

@@ -13,9 +13,10 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.states import BufferState
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.gather import GatherSource, GatherStage
 from shardeddp.plan.layout import OwnedIntervals
-from shardeddp.plan.memory import BufferPlan, HeldMemory
+from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import SHARDED, derived_class, divide_gradients, swap_bodies
@@ -308,7 +309,7 @@ class FlatGroup:
             if not self.plan.resident:
                 self.buffer.unbind()
             return
-        keep = before_backward and self._gathers.keeps_part
+        keep = before_backward and self._gathers.kept_numel
         # Compute allocated the former part, and has waited for the gather that read it.
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:

@@ -11,7 +11,8 @@ from torch import nn
 from shardeddp.comm import Mesh
 from shardeddp.engine.reduction import GradientMemory, Reduction
 from shardeddp.engine.storage import local_view
-from shardeddp.plan.memory import BufferPlan, HeldMemory
+from shardeddp.plan.buffers import BufferPlan
+from shardeddp.plan.memory import HeldMemory
 from shardeddp.plan.reduction import ReduceOver, ReductionPlan
 from shardeddp.tensor.backward import (
     running_backward,

@@ -14,7 +14,7 @@ from shardeddp.engine.storage import (
     local_view,
     release_storage,
 )
-from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.reduction import ReductionPlan, ReductionStage
 from shardeddp.torch_private import storage_of
 

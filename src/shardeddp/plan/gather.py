@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.sharding_strategy import Reshard
 
 
@@ -50,7 +50,7 @@ class GatherPlan:
 
     >>> from shardeddp.plan.layout import FlatLayout
     >>> buffers = BufferPlan(layout=FlatLayout.build(["weight"], [(4, 2)], itemsize=4, num_slices=4))
-    >>> plan = GatherPlan(buffers=buffers, reshard=Reshard.AFTER_FORWARD, splits_replicas=True)
+    >>> plan = GatherPlan(buffers=buffers, reshard=Reshard.AFTER_FORWARD, shard_size=2)
     >>> first = plan.source(main_has_changed=True, has_kept_part=False)
     >>> [stage.value for stage in plan.stages(first)]
     ['among_replicas', 'in_shard_group']
@@ -61,14 +61,36 @@ class GatherPlan:
 
     buffers: BufferPlan
     reshard: Reshard
-    splits_replicas: bool = False
-    """True if replicas split the shard, and each keeps its part in the compute dtype."""
+    shard_size: int
+    regather_size: int | None = None
+    """Number of ranks in the backward's all-gather; None: the shard group.
 
-    keeps_part: bool = False
-    """True if this rank keeps a part of what a forward has gathered, for the backward's gather.
-
-    See ``ShardingStrategy.regather_size`` (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
+    ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209.
     """
+
+    def __post_init__(self) -> None:
+        if self.buffers.layout.num_slices % self.shard_size:
+            raise ValueError(
+                f"expected a shard_size that divides the {self.buffers.layout.num_slices} slices, "
+                f"found {self.shard_size}"
+            )
+        if self.regather_size is not None and not self.reshard.in_turn:
+            raise ValueError(
+                f"expected no regather_size under {self.reshard}: nothing is regathered"
+            )
+
+    @property
+    def splits_replicas(self) -> bool:
+        """True if replicas split the shard, and each keeps its part in the compute dtype."""
+        return self.buffers.layout.num_slices > self.shard_size
+
+    @property
+    def kept_numel(self) -> int:
+        """Number of gathered elements that a rank keeps, for the backward's gather; 0: none."""
+        if self.regather_size is None or self.regather_size >= self.shard_size:
+            return 0
+        due = self.is_due(main_has_changed=False)
+        return self.buffers.layout.padded_numel // self.regather_size if due else 0
 
     @property
     def is_retained(self) -> bool:

@@ -3,44 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardeddp.plan.buffers import BufferPlan
+from shardeddp.plan.gather import GatherPlan
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 WAITING_UNITS = 4
 """Bound on the bytes of gradients that wait for replicas, in multiples of the largest unit's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferPlan:
-    """Decisions about one group's buffers, by which the engine allocates and plans count."""
-
-    layout: FlatLayout
-    casts_params: bool = False
-    """True if parameters are gathered in another dtype than that of the main shard."""
-
-    casts_gradients: bool = False
-    """True if gradients are reduced in another dtype than that of the main shard."""
-
-    on_host: bool = False
-    """True if main shard and gradient shard are in host memory while another device computes."""
-
-    borrows: bool = False
-    """True if main shard and gathered buffer are those of another group, which lends them."""
-
-    @property
-    def resident(self) -> bool:
-        """True if the main shard is the whole flat buffer: nothing is ever gathered or released."""
-        return self.layout.num_slices == 1 and not (self.casts_params or self.on_host)
-
-    @property
-    def averages_in_shard(self) -> bool:
-        """True if averages are computed in the gradient shard, neither cast nor moved after."""
-        return not (self.casts_gradients or self.on_host)
-
-    @property
-    def packs_into_shard(self) -> bool:
-        """True if gradients can be packed into the gradient shard, without a gradient buffer."""
-        return self.layout.num_slices == 1 and self.averages_in_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +54,15 @@ class GroupCost:
                 f"expected that all {self.replicas} replicas split a shard or none does, and that "
                 f"they divide the {plan.layout.num_slices} slices, found splitting_replicas={self.splitting_replicas}"
             )
+
+    def gathers(self, sharding: ShardingStrategy) -> GatherPlan:
+        """Return the plan of the gathers under a sharding strategy."""
+        return GatherPlan(
+            buffers=self.plan,
+            reshard=sharding.reshard,
+            shard_size=self.shard_size,
+            regather_size=sharding.regather_size,
+        )
 
     @property
     def layout(self) -> FlatLayout:
@@ -376,7 +354,11 @@ def backward_moments(
             for place, (buffer, more) in enumerate(zip(buffers, reduced, strict=True))
         ]
         return running + packing
-    unsharded = _unsharded(parameters, sharding, prefetch)
+    kept = kept_parts(units, sharding)
+    unsharded = [
+        gathered + sum(kept[: place + 1])
+        for place, gathered in enumerate(_unsharded(parameters, sharding, prefetch), start=1)
+    ]
     sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
 
     def waiting_behind(place: int) -> int:
@@ -402,6 +384,18 @@ def backward_moments(
             )
         )
     return moments
+
+
+def kept_parts(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> list[int]:
+    """Return bytes of the part of each unit that a rank keeps from its forward to its backward.
+
+    The last unit begins the backward and is not released before; the root is not, either.
+    """
+    kept = [
+        sum(group.gathers(sharding).kept_numel * group.param_itemsize for group in unit)
+        for unit in units
+    ]
+    return [nbytes if 0 < at < len(kept) - 1 else 0 for at, nbytes in enumerate(kept)]
 
 
 def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from shardeddp.plan.memory import BufferPlan
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.topology import Topology
 
 

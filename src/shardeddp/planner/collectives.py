@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from shardeddp.plan.gather import GatherPlan, GatherStage
+from shardeddp.plan.gather import GatherStage
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
@@ -85,13 +85,8 @@ def collectives_of_step(
             far = near * shard
             full = group.layout.padded_numel * group.param_itemsize
             is_trained = group.trainable and usage.has_backward
-            gathers = GatherPlan(
-                buffers=group.plan,
-                reshard=sharding.reshard,
-                splits_replicas=group.splitting_replicas > 1,
-                keeps_part=sharding.regather_size is not None,
-            )
-            keeps = gathers.keeps_part and index > 0 and usage.has_backward
+            gathers = group.gathers(sharding)
+            keeps = gathers.kept_numel > 0 and index > 0 and usage.has_backward
             uses: list[tuple[IssuedIn, bool, bool, int]] = [
                 # phase, main shard has changed, a part is kept, count of gathers
                 ("forward", is_trained, False, min(calls, 1)),

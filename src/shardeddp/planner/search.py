@@ -22,6 +22,7 @@ from shardeddp.plan.memory import (
     GroupCost,
     MemoryPlan,
     backward_moments,
+    kept_parts,
     plan_memory,
     waiting_gradients,
 )
@@ -533,7 +534,12 @@ def in_forward(
     else:
         unsharded = [root + sum(inner[:end]) for end in (*ends, None)]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
-    return [waiting + nbytes for nbytes in unsharded]
+    # A unit keeps its part before it is released.
+    kept = [*accumulate(kept_parts(units, sharding))][1:]
+    return [
+        waiting + nbytes + parts
+        for nbytes, parts in zip(unsharded, (*kept, *kept[-1:]), strict=True)
+    ]
 
 
 def memory_of(

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.gather import GatherPlan
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import BufferPlan, GroupCost
+from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -26,8 +27,8 @@ class PlannedGroup:
     reshard: Reshard = Reshard.AFTER_FORWARD
     """Time of resharding; costs of the buffers do not depend on it."""
 
-    keeps_part: bool = False
-    """See :class:`GatherPlan`."""
+    regather_size: int | None = None
+    """Number of ranks in the backward's all-gather; None: the shard group."""
 
     lender: int | None = None
     """Index in the unit of the group that lends its memory to the only parameter of this group.
@@ -41,8 +42,8 @@ class PlannedGroup:
         return GatherPlan(
             buffers=self.plan,
             reshard=self.reshard,
-            splits_replicas=self.topology.split_replicas,
-            keeps_part=self.keeps_part,
+            shard_size=self.topology.shard_size,
+            regather_size=self.regather_size,
         )
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ def plan_unit(
             plan=plan,
             topology=own,
             reshard=reshard,
-            keeps_part=not experts and (regather_size or own.shard_size) < own.shard_size,
+            regather_size=None if experts else regather_size,
             lender=lenders.get(first.memory),
         )
         lenders.setdefault(first.memory, len(groups))
