@@ -1,11 +1,11 @@
-"""Plan of gathers: whether one is due, its source and its stages."""
+"""Plan of gathers: whether one is due, and its stages."""
 
 import itertools
 
 import pytest
 
 from shardeddp.plan.buffers import BufferPlan
-from shardeddp.plan.gather import GatherPlan, GatherSource, GatherStage
+from shardeddp.plan.gather import GatherPlan, GatherStage
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.sharding_strategy import Reshard
 
@@ -45,40 +45,38 @@ def test_a_gather_is_due_unless_the_buffer_has_the_values(
     assert plan.is_due(main_has_changed=True) == changed
 
 
-def test_each_source_has_its_stages_in_order() -> None:
-    host = plan_of(4, shard_size=2, on_host=True)
-    assert {source: host.stages(source) for source in GatherSource} == {
-        GatherSource.NOTHING: (),
-        GatherSource.KEPT_PART: (GatherStage.IN_REGATHER_GROUP,),
-        GatherSource.MAIN_SHARD: (GatherStage.FROM_HOST, GatherStage.IN_SHARD_GROUP),
-        GatherSource.REPLICA_SHARD: (GatherStage.IN_SHARD_GROUP,),
-        GatherSource.REPLICA_SLICES: (
-            GatherStage.FROM_HOST,
-            GatherStage.AMONG_REPLICAS,
-            GatherStage.IN_SHARD_GROUP,
-        ),
-    }
-    assert plan_of().stages(GatherSource.MAIN_SHARD) == (GatherStage.IN_SHARD_GROUP,)
+HOST, REPLICAS, SHARDS, PARTS = (
+    GatherStage.FROM_HOST,
+    GatherStage.AMONG_REPLICAS,
+    GatherStage.IN_SHARD_GROUP,
+    GatherStage.IN_REGATHER_GROUP,
+)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(
     ("splits", "changed", "has_part", "expected"),
     [
-        (False, False, False, GatherSource.MAIN_SHARD),
-        (False, True, False, GatherSource.MAIN_SHARD),
-        (False, False, True, GatherSource.KEPT_PART),
-        (False, True, True, GatherSource.MAIN_SHARD),  # the part has former values
-        (True, False, False, GatherSource.REPLICA_SHARD),
-        (True, True, False, GatherSource.REPLICA_SLICES),
-        (True, False, True, GatherSource.KEPT_PART),
-        (True, True, True, GatherSource.REPLICA_SLICES),
+        (False, False, False, (HOST, SHARDS)),
+        (False, True, False, (HOST, SHARDS)),
+        (False, False, True, (PARTS,)),
+        (False, True, True, (HOST, SHARDS)),  # the part has former values
+        (True, False, False, (SHARDS,)),
+        (True, True, False, (HOST, REPLICAS, SHARDS)),
+        (True, False, True, (PARTS,)),
+        (True, True, True, (HOST, REPLICAS, SHARDS)),
     ],
 )
 def test_a_gather_reads_what_is_nearest_and_has_the_present_values(
-    splits: bool, changed: bool, has_part: bool, expected: GatherSource
+    splits: bool, changed: bool, has_part: bool, expected: tuple[GatherStage, ...], on_host: bool
 ) -> None:
-    plan = plan_of(4, shard_size=2 if splits else 4)
-    assert plan.source(main_has_changed=changed, has_kept_part=has_part) is expected
+    plan = plan_of(4, shard_size=2 if splits else 4, on_host=on_host)
+    found = plan.stages(main_has_changed=changed, has_kept_part=has_part)
+    assert found == tuple(it for it in expected if on_host or it is not HOST)
+
+
+def test_a_buffer_that_has_the_values_takes_no_stage() -> None:
+    assert plan_of(reshard=Reshard.NEVER).stages(main_has_changed=False, has_kept_part=False) == ()
 
 
 def test_a_unit_with_a_backward_ahead_is_resharded_only_if_units_have_memory_in_turn() -> None:

@@ -107,7 +107,7 @@ def stream_full(
     same sharded tensors are in the checkpoint in the same order on every rank.
 
     Raises:
-        RankError: Some rank could not pickle the state or write the file; raised on all ranks.
+        CheckpointError: Some rank could not pickle the state or write the file; on all ranks.
         Exception: A gather has failed on this rank. The others wait in it until the process group
             ends it, with this rank's error as the reason if they have received it
             (comm/propagation.py).

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 
 from shardeddp.comm.consistency import WriteDigest
@@ -39,6 +42,15 @@ class RunState:
 
         self.clock: StepClock | None = None
         """Measures steps; None: no measurement."""
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Surround a step of the user's module; may be nested."""
+        former, self.in_step = self.in_step, True
+        try:
+            yield
+        finally:
+            self.in_step = former
 
     def observe(self, name: str, gradient: torch.Tensor) -> None:
         """Add the whole gradient of a use of a split parameter, or of a layer's output."""

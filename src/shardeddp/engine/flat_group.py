@@ -14,7 +14,7 @@ from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.states import BufferState
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.buffers import BufferPlan
-from shardeddp.plan.gather import GatherSource, GatherStage
+from shardeddp.plan.gather import GatherStage
 from shardeddp.plan.layout import OwnedIntervals
 from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor.gradient_hooks import take_hooks
@@ -179,15 +179,14 @@ class FlatGroup:
         (``RELEASED_MEMORY`` of storage.py); device allocators do that themselves.
         """
         self.keep_writes()
-        source = self._gathers.source(
+        stages = self._gathers.stages(
             main_has_changed=self.stale, has_kept_part=self._kept_part is not None
         )
-        stages = self._gathers.stages(source)
         if GatherStage.FROM_HOST in stages:
             # Allocated on the copy stream, so that the copy waits for no earlier gather.
             self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
         if stages:
-            handle = self._mesh.gather_stream.issue(partial(self._gather_from, source))
+            handle = self._mesh.gather_stream.issue(partial(self._gather, stages))
         else:
             handle = StreamHandle(CollectiveHandle(), None)
         if self.buffer.fills_outlived_memory:
@@ -247,22 +246,29 @@ class FlatGroup:
         if is_released:
             lender.release(before_backward=lender._kept_part is not None)
 
-    def _gather_from(self, source: GatherSource) -> CollectiveHandle:
-        # Allocation and copy run on the gather stream, after compute's last use of the buffer.
-        flat, mesh = self.buffer.allocate(), self._mesh
-        if source is GatherSource.KEPT_PART:
+    def _gather(self, stages: Sequence[GatherStage]) -> CollectiveHandle:
+        # Allocation and copies run on the gather stream, after compute's last use of the buffer.
+        flat, handle = self.buffer.allocate(), CollectiveHandle()
+        for stage in stages:
+            if stage is not GatherStage.FROM_HOST:  # on a stream of its own
+                handle = handle.then(partial(self._all_gather, stage, flat))
+        return handle
+
+    def _all_gather(self, stage: GatherStage, flat: torch.Tensor) -> CollectiveHandle:
+        """Copy what this rank has to its place, and issue the all-gather."""
+        mesh, shard = self._mesh, self._replica_shard
+        if stage is GatherStage.IN_REGATHER_GROUP:
             assert self._kept_part is not None
             self._part_of_gathered().copy_(self._kept_part)
             return mesh.regather.all_gather_(flat)
-        if source is GatherSource.MAIN_SHARD:
-            self._copy_main_shard(self._own_shard())
-            return mesh.gather.all_gather_(flat)
-        shard, slices = self._replica_shard, mesh.gather_slices
-        assert shard is not None
-        if source is GatherSource.REPLICA_SHARD:
-            return self._gather_split(flat, shard)
-        self._copy_main_shard(shard.view(slices.size, -1)[slices.rank])
-        return slices.all_gather_(shard).then(partial(self._gather_split, flat, shard))
+        if stage is GatherStage.AMONG_REPLICAS:
+            assert shard is not None
+            slices = mesh.gather_slices
+            self._copy_main_shard(shard.view(slices.size, -1)[slices.rank])
+            return slices.all_gather_(shard)
+        own = self.buffer.part_of(mesh.shard_rank, mesh.gather.size)
+        self._copy_main_shard(own) if shard is None else own.copy_(shard)
+        return mesh.gather.all_gather_(flat)
 
     def _copy_in(self) -> CollectiveHandle:
         self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)
@@ -279,15 +285,8 @@ class FlatGroup:
         self._mesh.copy_in_stream.follow_compute()
         self._arriving = None
 
-    def _gather_split(self, flat: torch.Tensor, part: torch.Tensor) -> CollectiveHandle:
-        self._own_shard().copy_(part)
-        return self._mesh.gather.all_gather_(flat)
-
     def _part_of_gathered(self) -> torch.Tensor:
         return self.buffer.part_of(self._mesh.regather.rank, self._mesh.regather.size)
-
-    def _own_shard(self) -> torch.Tensor:
-        return self.buffer.part_of(self._mesh.shard_rank, self._mesh.gather.size)
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
@@ -298,7 +297,10 @@ class FlatGroup:
         self.buffer.wrap()
 
     def release(self, before_backward: bool) -> None:
-        """Drop the gathered buffer's memory; unsharded parameters stand for the sharded ones then.
+        """Drop the gathered buffer's memory, unless it is retained.
+
+        Unsharded parameters stand for the sharded ones then; those of a resident buffer are the
+        sharded ones' memory.
 
         Before a backward they are gathered again before they change: this rank keeps a part if the
         plan says so.

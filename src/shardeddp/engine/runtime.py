@@ -131,7 +131,6 @@ class Runtime:
             for progress in self.progresses
             for group in progress.unit.groups
         }
-        _RUNTIMES[id(self.root_module)] = self
         self.is_passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit gathers or reduces: training on one rank."""
 
@@ -147,6 +146,7 @@ class Runtime:
         self._seen_steps: set[str] = set()  # kinds of steps that have run once
         # The objects are kept alive, so that their ids are not used again.
         self._structure, self._objects = _structure_of(self.root_module, {})
+        _RUNTIMES[id(self.root_module)] = self
 
     def _attach(self) -> None:
         """Hook the modules and parameters of the units."""
@@ -266,19 +266,16 @@ class Runtime:
         self._forward = PassKind(name)
         if self.mesh.run.untied:
             self._warn_of_untied()
-        self._enter(self._root)
-        self.mesh.run.in_step = True
         try:
-            with guard:
+            self._enter(self._root)
+            with self.mesh.run.step(), guard:
                 yield outputs
+            self.leave(self._root, (), outputs)
         except BaseException as error:
             # After a transfer error no collective completes: a wait would last until its timeout.
             if not is_transfer_error(error):
                 self.reset()
             raise
-        finally:
-            self.mesh.run.in_step = False
-        self.leave(self._root, (), outputs)
         self._forward = _OUTSIDE
 
     @property
@@ -744,7 +741,7 @@ def _structure_of(
 # -- All runtimes of this process
 
 _RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-"""Runtimes by ``id`` of the root module; the module's hooks keep a runtime alive."""
+"""Runtimes by ``id`` of the root module; the strategy keeps a runtime alive, and so do hooks."""
 
 
 def all_runtimes() -> list[Runtime]:

@@ -15,7 +15,7 @@ unsharded          reshard                                 sharded     _leave, r
                                                                        _reshard_after_backward,
                                                                        _reshard_unused, _gather,
                                                                        renew_views
-released           allocate                                allocated   _gather_from, activate
+released           allocate                                allocated   _gather, activate
 allocated, bound   bind                                    bound       activate
 allocated, bound   unbind                                  allocated   release
 any                release                                 released    release

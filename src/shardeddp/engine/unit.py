@@ -237,7 +237,7 @@ class Unit:
             self.wait()
 
     def renew_views(self) -> None:
-        """Gather into memory that views hold; a collective that keeps the unit's state."""
+        """Gather into memory that views hold; a collective. A sharded unit is sharded afterwards."""
         was_sharded = self.state is UnitState.SHARDED
         self.make_unsharded()
         if self.stale:

@@ -617,10 +617,4 @@ def by_states(
     )
 
 
-_BY_COMMUNICATION: Sequence[str] = (
-    "no_shard",
-    "shard_optimizer",
-    "shard_grad_op",
-    "hybrid_shard",
-    "full_shard",
-)
+_BY_COMMUNICATION = tuple(reversed(SHARDING_STRATEGIES))

@@ -174,7 +174,7 @@ class RunGroup:
     # -- Set-up
 
     def set_ranks(self, environment: ClusterEnvironment, is_distributed: bool) -> None:
-        """Find out whether the environment of a run knows ranks; else the run is ``alone``."""
+        """Find out whether the environment of a run knows ranks; else set ``single_rank_environment``."""
         if self.single_rank_environment is None and not is_distributed:
             self.single_rank_environment = environment_without_ranks(environment)
 

@@ -1,29 +1,10 @@
-"""Plan of the gathers of one group's parameters: whether one is due, from which memory, its stages."""
+"""Plan of the gathers of one group's parameters: whether one is due, and its stages."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.sharding_strategy import Reshard
-
-
-class GatherSource(Enum):
-    """Memory from which a gather fills the gathered buffer."""
-
-    NOTHING = "nothing"
-    """The buffer has the values already: it is the main shard, retained, or another group's."""
-
-    KEPT_PART = "kept part"
-    """This rank's part of the last gather, for the backward (hpZ)."""
-
-    MAIN_SHARD = "main shard"
-    """The main shard, cast to the dtype of the buffer."""
-
-    REPLICA_SHARD = "replica shard"
-    """The shard in the compute dtype, if replicas split it."""
-
-    REPLICA_SLICES = "replica slices"
-    """The same, after the main shards have changed: replicas exchange their slices of it first."""
 
 
 class GatherStage(Enum):
@@ -33,13 +14,14 @@ class GatherStage(Enum):
     """Copy of a main shard in host memory to the device, on the copy-in stream."""
 
     AMONG_REPLICAS = "among_replicas"
-    """All-gather of the slices of a shard that replicas split, on the gather stream."""
+    """All-gather of the main shards of replicas that split a shard, cast, on the gather stream."""
 
     IN_SHARD_GROUP = "in_shard_group"
-    """All-gather of the shards, on the gather stream."""
+    """All-gather of the main shards, cast; or of those that replicas have gathered: each keeps its
+    own. On the gather stream."""
 
     IN_REGATHER_GROUP = "in_regather_group"
-    """All-gather of the kept parts in a part of the shard group, on the gather stream."""
+    """All-gather of the parts that ranks have kept of the forward's gather, on the gather stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +33,9 @@ class GatherPlan:
     >>> from shardeddp.plan.layout import FlatLayout
     >>> buffers = BufferPlan(layout=FlatLayout.build(["weight"], [(4, 2)], itemsize=4, num_slices=4))
     >>> plan = GatherPlan(buffers=buffers, reshard=Reshard.AFTER_FORWARD, shard_size=2)
-    >>> first = plan.source(main_has_changed=True, has_kept_part=False)
-    >>> [stage.value for stage in plan.stages(first)]
+    >>> [stage.value for stage in plan.stages(main_has_changed=True, has_kept_part=False)]
     ['among_replicas', 'in_shard_group']
-    >>> later = plan.source(main_has_changed=False, has_kept_part=False)
-    >>> [stage.value for stage in plan.stages(later)]
+    >>> [stage.value for stage in plan.stages(main_has_changed=False, has_kept_part=False)]
     ['in_shard_group']
     """
 
@@ -110,25 +90,15 @@ class GatherPlan:
             return False
         return main_has_changed or not self.is_retained
 
-    def source(self, *, main_has_changed: bool, has_kept_part: bool) -> GatherSource:
-        """Return the memory from which a gather fills the buffer."""
+    def stages(self, *, main_has_changed: bool, has_kept_part: bool) -> tuple[GatherStage, ...]:
+        """Return the stages of a gather, in order; none if the buffer has the values already."""
         if not self.is_due(main_has_changed=main_has_changed):
-            return GatherSource.NOTHING
-        if has_kept_part and not main_has_changed:
-            return GatherSource.KEPT_PART
-        if not self.splits_replicas:
-            return GatherSource.MAIN_SHARD
-        return GatherSource.REPLICA_SLICES if main_has_changed else GatherSource.REPLICA_SHARD
-
-    def stages(self, source: GatherSource) -> tuple[GatherStage, ...]:
-        """Return the stages of a gather, in order."""
-        if source is GatherSource.NOTHING:
             return ()
-        if source is GatherSource.KEPT_PART:
+        if has_kept_part and not main_has_changed:
             return (GatherStage.IN_REGATHER_GROUP,)
         stages: list[GatherStage] = []
-        if self.buffers.on_host and source is not GatherSource.REPLICA_SHARD:
+        if self.buffers.on_host and (main_has_changed or not self.splits_replicas):
             stages.append(GatherStage.FROM_HOST)
-        if source is GatherSource.REPLICA_SLICES:
+        if self.splits_replicas and main_has_changed:
             stages.append(GatherStage.AMONG_REPLICAS)
         return (*stages, GatherStage.IN_SHARD_GROUP)

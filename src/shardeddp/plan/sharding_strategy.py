@@ -59,13 +59,14 @@ class ShardingStrategy:
                                                                          of the step: then R
     shard_grad_op     all ranks     this rank        F; b                each micro-batch: S
     shard_optimizer   all ranks     this rank        F if changed; never last of the step: S
-    no_shard          this rank     all ranks        never; never        last of the step: R
+    no_shard          this rank     all ranks        F if changed; never last of the step: R
     ================  ============  ===============  ==================  =========================
 
     F, B: before a unit's forward, before its backward: ``Runtime._visit``, which also prefetches,
     lets ``FlatGroup.unshard`` issue an all-gather in the shard group (``Mesh.gather``). f, b: after
     them, ``Runtime.leave`` and ``Runtime._reshard_after_backward`` let ``FlatGroup.release`` free
-    the buffer. "If changed" is ``GatherPlan.is_due``.
+    the buffer. "If changed" is ``GatherPlan.is_due``; a
+    shard group of one rank only casts, or does nothing.
 
     S: ``Reduction`` issues a reduce-scatter in the shard group (``Mesh.reduce``).
     R: it then issues an all-reduce of the output in the replicate group (``Mesh.replicate``), as

@@ -95,8 +95,8 @@ def collectives_of_step(
                 ("backward", False, keeps, again * micro_batches),
             ]
             for phase, changed, kept, times in uses:
-                source = gathers.source(main_has_changed=changed, has_kept_part=kept)
-                for stage in gathers.stages(source) if times else ():
+                stages = gathers.stages(main_has_changed=changed, has_kept_part=kept)
+                for stage in stages if times else ():
                     if stage is GatherStage.AMONG_REPLICAS:
                         add("all_gather", "step", index, full // shard, replicas, stride=far)
                     elif stage is GatherStage.IN_SHARD_GROUP:
