@@ -656,9 +656,9 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
         ("bf16", "bf16"),
         ("fp16", "fp16"),
         ("float32", "32-true"),
-        ("float64", "torch.float64"),
     ):
         assert planned_precision("32-true", MixedPrecision(param_dtype=dtype)) == name
+    assert planned_precision("bf16-mixed", MixedPrecision(param_dtype="fp16")) == "bf16-mixed"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from lightning import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
+from shardeddp.config import MixedPrecision
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import tokens_of
@@ -274,7 +275,8 @@ def test_float_inputs_are_cast_as_a_run_casts_them(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_inputs_are_not_cast_where_the_run_casts_none(precision: str) -> None:
     inputs = ["float32:B,3,8,8", "int64:B"]
-    options: dict[str, Any] = {"precisions": precision, "cast_forward_inputs": False}
+    uncast = MixedPrecision(cast_forward_inputs=False)
+    options: dict[str, Any] = {"precisions": precision, "mixed_precision": uncast}
     with pytest.raises(ConfigurationError, match="does not run without values"):
         make_plan(Images, gpus=2, inputs=inputs, **options)
 
@@ -334,15 +336,38 @@ def test_the_yaml_of_a_plan_says_what_it_cannot_have() -> None:
     assert "auto_wrap_policy:" not in plan.yaml.partition("#")[0]
 
 
-def test_the_yaml_of_a_plan_has_inputs_that_are_not_cast() -> None:
-    options = option_of(
-        "auto", precisions="bf16", inputs=f"bfloat16:B,{WIDTH}", cast_forward_inputs=False
-    )
-    fields = {"param_dtype": "bfloat16", "cast_forward_inputs": False}
+@pytest.mark.parametrize(
+    ("precision", "fields"),
+    [
+        ("bf16", {"cast_forward_inputs": False}),
+        ("32-true", {"reduce_dtype": "bfloat16"}),
+        ("bf16", {"reduce_dtype": "float16", "keep_fp32": ["Linear"]}),
+        ("bf16-mixed", {"buffer_dtype": "bfloat16", "output_dtype": "float32"}),
+    ],
+)
+def test_the_yaml_of_a_plan_has_its_dtypes(precision: str, fields: dict[str, Any]) -> None:
+    given = {"inputs": f"bfloat16:B,{WIDTH}"} if "cast_forward_inputs" in fields else {}
+    options = option_of("auto", precisions=precision, mixed_precision=fields, **given)
+    made = {**fields, **({"param_dtype": "bfloat16"} if precision == "bf16" else {})}
     assert options["mixed_precision"] == {
         "class_path": "shardeddp.MixedPrecision",
-        "init_args": fields,
+        "init_args": made,
     }
+    assert option_of("auto", precisions="bf16")["mixed_precision"] == "bfloat16"
+
+
+def test_the_dtype_that_computes_decides_how_fast_matmuls_are() -> None:
+    def peak_of(precision: str, dtype: str | None) -> float:
+        inputs = f"float32:B,{WIDTH}"
+        plan = make_plan(Chain, inputs=inputs, precisions=precision, mixed_precision=dtype)
+        return plan.best.peak_flops
+
+    half, full = peak_of("bf16-mixed", None), peak_of("32-true", None)
+    assert half > full
+    assert peak_of("32-true", "bfloat16") == peak_of("bf16-mixed", "float32") == half
+    assert peak_of("32-true", "float32") == peak_of("bf16-true", "float32") == full
+    with pytest.raises(UsageError, match=r"param_dtype=torch\.float64: expected"):
+        peak_of("32-true", "float64")
 
 
 @pytest.mark.parametrize(

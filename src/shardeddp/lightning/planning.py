@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -76,10 +76,7 @@ class RunSetting:
     def unplanned(self) -> list[str]:
         """Settings that plans do not know, as they are written."""
         found = ["uneven_units=True"] if self.options.uneven_units else []
-        known = ["param_dtype"]
-        if (dtypes := self.options.mixed_precision) is not None:
-            known += ["reduce_dtype"] if dtypes.reduce_dtype is torch.float32 else []
-            found += _changed(dtypes, known)
+        known: list[str] = []
         if (recompute := self.options.activation_checkpointing) is not None:
             kept = recompute.save_ops
             if not kept or (isinstance(kept, Sequence) and {*kept} == _SELECTIVE):
@@ -158,15 +155,16 @@ def _are_units(modules: PolicyLike, units: Policy) -> bool:
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
-    """Return the planner's name of a precision, or the name of one that it cannot plan.
+    """Return the planner's name of a Trainer's precision, or the name of one that it cannot plan.
 
-    The ``param_dtype`` of ``mixed_precision`` overrides the Trainer's precision.
+    ``bf16`` and ``fp16`` are the ``param_dtype`` of ``mixed_precision`` under ``32-true``.
     """
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    if dtype is not None:
-        found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "32-true"}
-        return found.get(cast("torch.dtype", dtype), str(dtype))
-    return str(precision)
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return next(
+        (name for it, name in names.items() if precision == "32-true" and it is dtype),
+        str(precision),
+    )
 
 
 @contextmanager
@@ -250,9 +248,7 @@ def _plan_with(
             experts=axes.experts,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.options.auto_wrap_policy,
-            cast_forward_inputs=(
-                setting.options.mixed_precision or MixedPrecision()
-            ).cast_forward_inputs,
+            mixed_precision=setting.options.mixed_precision,
             forward_prefetch=setting.options.forward_prefetch,
             backward_prefetch=setting.options.backward_prefetch,
             **options,

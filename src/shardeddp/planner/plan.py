@@ -10,7 +10,13 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from shardeddp.config import check_size, resolve_prefetch
+from shardeddp.config import (
+    DTypeLike,
+    MixedPrecision,
+    check_size,
+    resolve_mixed_precision,
+    resolve_prefetch,
+)
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
@@ -41,8 +47,8 @@ class Plan:
     """Report lines of the calibration: files used, and their figures."""
     policy: Policy | None = None
     """Wrap policy of the model; None: the default one."""
-    casts_inputs: bool = True
-    """``cast_forward_inputs`` of ``MixedPrecision``."""
+    mixed_precision: MixedPrecision | None = None
+    """Dtypes of gathers, reductions and casts; None: those of the precision."""
     axes: ModelAxes = WHOLE
     """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
@@ -63,7 +69,7 @@ class Plan:
     @property
     def yaml(self) -> str:
         """Configuration of the Trainer for the best combination."""
-        return self.best.choice.yaml(self.cluster, self.axes, self.policy, self.casts_inputs)
+        return self.best.choice.yaml(self.cluster, self.axes, self.policy, self.mixed_precision)
 
     def why(self) -> list[str]:
         """Return lines that explain the best combination."""
@@ -119,7 +125,7 @@ def make_plan(
     experts: PolicyLike = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
-    cast_forward_inputs: bool = True,
+    mixed_precision: MixedPrecision | Mapping[str, Any] | DTypeLike = None,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -163,7 +169,8 @@ def make_plan(
         experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
         forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
-        cast_forward_inputs: Option of :class:`shardeddp.MixedPrecision`, for ``bf16`` and ``fp16``.
+        mixed_precision: Dtypes as in :class:`shardeddp.ShardedDP`; its ``param_dtype`` is that of
+            ``bf16`` and ``fp16`` among ``precisions``.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -210,6 +217,7 @@ def make_plan(
         chosen = resolve_experts(experts, max(expert_parallel_sizes, default=1))
         ahead = resolve_prefetch("forward_prefetch", forward_prefetch)
         back = resolve_prefetch("backward_prefetch", backward_prefetch)
+        dtypes = resolve_mixed_precision(mixed_precision)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
@@ -234,7 +242,7 @@ def make_plan(
         axes=axes,
         forward_prefetch=ahead,
         backward_prefetch=back,
-        casts_inputs=cast_forward_inputs,
+        mixed_precision=dtypes,
     )
     plans = planner.plans()
     return Plan(
@@ -243,7 +251,7 @@ def make_plan(
         plans=plans,
         calibrated=calibration.lines,
         policy=planner.policy,
-        casts_inputs=cast_forward_inputs,
+        mixed_precision=dtypes,
         axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=chosen),
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,

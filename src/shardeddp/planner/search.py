@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
 from types import FunctionType
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import yaml
 
-from shardeddp.config import find_sharding
+from shardeddp.config import MixedPrecision, ModuleClasses, find_sharding
 from shardeddp.errors import UsageError
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
@@ -36,7 +36,7 @@ from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import ModelProfile, PlannedPrecision, profile
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -96,7 +96,7 @@ class Choice:
         cluster: Cluster,
         axes: ModelAxes = WHOLE,
         policy: Policy | None = None,
-        casts_inputs: bool = True,
+        mixed_precision: MixedPrecision | None = None,
     ) -> str:
         """Return the configuration of the Trainer with these settings.
 
@@ -122,11 +122,13 @@ class Choice:
                 options["experts"] = experts
             elif axes.experts is not None:
                 notes.append("# and experts: as it was given, which has no name")
+        dtypes = _written_dtypes(mixed_precision or MixedPrecision())
         param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if param_dtype:
-            fields = {"param_dtype": param_dtype, "cast_forward_inputs": False}
+            dtypes["param_dtype"] = param_dtype
+        if dtypes:
             options["mixed_precision"] = (
-                param_dtype if casts_inputs else _made("MixedPrecision", fields)
+                param_dtype if len(dtypes) == 1 and param_dtype else _made("MixedPrecision", dtypes)
             )
         if self.recompute == "full":
             options["activation_checkpointing"] = "auto"
@@ -163,18 +165,37 @@ def _written(policy: Policy) -> dict[str, Any]:
     if kind in (AutoPolicy, SizePolicy, NamePolicy):
         return {"auto_wrap_policy": _made(kind.__name__, fields)}
     if isinstance(policy, ClassPolicy):
-        # A class that cannot be imported is found in the model by its own name.
-        names = [
-            it if isinstance(it, str) else path if imported(path) is it else it.__name__
-            for it in policy.classes
-            for path in ["" if isinstance(it, str) else import_path(it)]
-        ]
+        names = _names(policy.classes)
         return {"auto_wrap_policy": names[0] if len(names) == 1 else names}
     if isinstance(policy, PredicatePolicy) and isinstance(policy.predicate, FunctionType):
         path = f"{policy.predicate.__module__}.{policy.predicate.__qualname__}"
         if imported(path) is policy.predicate:
             return {"auto_wrap_policy": path}
     raise LookupError(policy)
+
+
+def _names(classes: ModuleClasses) -> list[str]:
+    """Return classes of modules as a configuration file has them."""
+    # A class that cannot be imported is found in the model by its own name.
+    return [
+        it if isinstance(it, str) else path if imported(path) is it else it.__name__
+        for it in classes
+        for path in ["" if isinstance(it, str) else import_path(it)]
+    ]
+
+
+def _written_dtypes(options: MixedPrecision) -> dict[str, Any]:
+    """Return the fields of mixed precision that differ from their defaults, as in a file."""
+    changed = {it.name: vars(options)[it.name] for it in fields(options)}
+    changed = {name: it for name, it in changed.items() if it != vars(MixedPrecision())[name]}
+    return {
+        name: str(it).removeprefix("torch.")
+        if isinstance(it, torch.dtype)
+        else _names(it)
+        if name == "keep_fp32"
+        else it
+        for name, it in changed.items()
+    }
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +289,7 @@ class Planner:
     axes: Sequence[ModelAxes] = (WHOLE,)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
-    casts_inputs: bool = True
+    mixed_precision: MixedPrecision | None = None
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -325,7 +346,7 @@ class Planner:
         with torch.device("meta"):
             module = self.source.build()
         # Lightning casts the batch, the strategy the inputs of modules.
-        dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else None
+        dtype = self._dtypes(precision).stored
         return profile(
             module,
             lambda module, samples: self.source.step(module, samples, dtype),
@@ -334,8 +355,11 @@ class Planner:
             micro_batch=micro_batch,
             tokens=micro_batch * self.source.tokens_of(module, self.length),
             axes=axes,
-            casts_inputs=self.casts_inputs,
+            mixed_precision=self.mixed_precision,
         )
+
+    def _dtypes(self, precision: str) -> PlannedPrecision:
+        return PlannedPrecision.of(precision, self.mixed_precision)
 
     def plans(self) -> list[Planned]:
         """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
@@ -473,7 +497,7 @@ class Planner:
         trained_nbytes: int,
     ) -> Planned:
         """Predict the time of one choice; a host step includes transfers to and from the host."""
-        on_host = choice.offload != "none"
+        on_host, is_fp32 = choice.offload != "none", self._dtypes(choice.precision).is_fp32
         task = Task(
             work=work.total,
             inner=work.inner,
@@ -482,7 +506,7 @@ class Planner:
                 micro_batches=choice.micro_batches,
                 recomputes=_products(RECOMPUTES[choice.recompute], work.recomputed_shares),
                 trained=work.trained_shares,
-                fp32=choice.precision == "32-true",
+                fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
@@ -495,7 +519,7 @@ class Planner:
         whole = self.profile(choice.precision, choice.micro_batch)  # ranks repeat some work
         flops = whole.model_flops / size * choice.micro_batches
         gpu = self.cluster.gpu
-        peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
+        peak = (gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops) * 1e12
         return Planned(
             choice=choice,
             memory=memory,
