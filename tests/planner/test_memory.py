@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
-from shardeddp.config import resolve_activation_checkpointing
+from shardeddp.config import MixedPrecision, resolve_activation_checkpointing
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations
@@ -108,6 +108,26 @@ def test_each_unit_that_is_gathered_ahead_is_in_the_planned_peak(name: str, reco
     assert grown[1] > grown[0]
 
 
+@pytest.mark.parametrize("name", ["gated", "logits"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        MixedPrecision(reduce_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16", reduce_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16", keep_fp32=["_RmsNorm"]),
+    ],
+    ids=["reduce", "param", "both", "kept"],
+)
+def test_the_planned_peak_has_the_dtypes_of_the_run(
+    dtypes: MixedPrecision, strategy: str, micro_batches: int, name: str
+) -> None:
+    added, moving, error = peaks(strategy, "none", micro_batches, name, dtypes=dtypes)
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+
+
 def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
     model = Decoder(MODELS["gated"], LENGTH)
     units = build_units(model, resolve_policy("auto"))
@@ -124,7 +144,12 @@ def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
 
 
 def peaks(
-    strategy: str, recompute: str, micro_batches: int, name: str, prefetch: int = 1
+    strategy: str,
+    recompute: str,
+    micro_batches: int,
+    name: str,
+    prefetch: int = 1,
+    dtypes: MixedPrecision | None = None,
 ) -> tuple[int, int, float]:
     """The most that a step adds, and as planned; relative error of the whole plan."""
     policy, dimensions = resolve_policy("auto"), MODELS[name]
@@ -135,6 +160,7 @@ def peaks(
         precision="32-true",
         micro_batch=SAMPLES,
         tokens=SAMPLES * LENGTH,
+        mixed_precision=dtypes,
     )
     names = tuple(unit.name for unit in build_units(Decoder(dimensions, LENGTH), policy)[1:])
     sharding = Sharding(
@@ -149,7 +175,7 @@ def peaks(
         checkpoint_activations(model, recomputed)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     try:
-        runtime = sharding.apply(model)
+        runtime = sharding.apply(model, options=dtypes)
         topology = runtime.mesh.topology
         added = added_at_worst(model, runtime, micro_batches)
     finally:
