@@ -19,6 +19,8 @@ from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.plan import make_plan
+from shardeddp.planner.source import Source
 from shardeddp.planner.trace import profile
 from shardeddp.wrap import NamePolicy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
@@ -308,3 +310,35 @@ def test_the_plan_has_the_dtypes_of_gathers_and_reductions(
     units = assign_dtypes(model, units, dtypes, torch.bfloat16 if autocast else None)
     found = sent_by_engine(model, units, topology, asked, dtypes, 2, autocast)
     assert found == sent_by_kind(expected)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 3]])
+def test_the_plan_has_the_gathers_of_ranks_that_may_use_different_units(
+    order: Sequence[int], strategy: str
+) -> None:
+    asked = parse_options({"sharding_strategy": strategy, "uneven_units": True})
+    policy = NamePolicy(("blocks.*", "blocks.2.inside.*"))
+
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> torch.Tensor:
+        return module(torch.ones(samples, 3)).square().mean()
+
+    source = Source(name="routed", build=lambda: Routed(order), step=step, tokens_of=lambda *_: 1)
+    plan = make_plan(
+        source,
+        gpus=8,
+        per_node=4,
+        strategies=[(strategy, asked.sharding)],
+        precisions="32-true",
+        recomputes="none",
+        micro_batches=2,
+        global_batch=48,
+        auto_wrap_policy=policy,
+        uneven_units=True,
+    )
+    topology = asked.sharding.topology(2, 4)
+    model = Routed(order)
+    found = sent_by_engine(model, build_units(model, policy), topology, asked, None, 3)
+    assert found == sent_by_kind(plan.best.task.collectives)
+    assert plan.best.task.setting.forward_prefetch == 0
+    assert "uneven_units: true" in plan.yaml

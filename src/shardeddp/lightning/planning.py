@@ -75,7 +75,7 @@ class RunSetting:
     @property
     def unplanned(self) -> list[str]:
         """Settings that plans do not know, as they are written."""
-        found = ["uneven_units=True"] if self.options.uneven_units else []
+        found: list[str] = []
         known: list[str] = []
         if (recompute := self.options.activation_checkpointing) is not None:
             kept = recompute.save_ops
@@ -251,6 +251,7 @@ def _plan_with(
             mixed_precision=setting.options.mixed_precision,
             forward_prefetch=setting.options.forward_prefetch,
             backward_prefetch=setting.options.backward_prefetch,
+            uneven_units=setting.options.uneven_units,
             **options,
         )
 

@@ -126,6 +126,7 @@ def make_plan(
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
     mixed_precision: MixedPrecision | Mapping[str, Any] | DTypeLike = None,
+    uneven_units: bool = False,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -171,6 +172,8 @@ def make_plan(
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
         mixed_precision: Dtypes as in :class:`shardeddp.ShardedDP`; its ``param_dtype`` is that of
             ``bf16`` and ``fp16`` among ``precisions``.
+        uneven_units: Option of :class:`shardeddp.ShardedDP`. All ranks are assumed to use the same
+            units; without prefetches, compute waits for each gather.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -243,6 +246,7 @@ def make_plan(
         forward_prefetch=ahead,
         backward_prefetch=back,
         mixed_precision=dtypes,
+        uneven_units=uneven_units,
     )
     plans = planner.plans()
     return Plan(

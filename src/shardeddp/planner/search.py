@@ -90,6 +90,7 @@ class Choice:
     expert_parallel_size: int = 1
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    uneven_units: bool = False
 
     def yaml(
         self,
@@ -138,6 +139,8 @@ class Choice:
         for option in ("forward_prefetch", "backward_prefetch"):
             if vars(self)[option] != 1:
                 options[option] = vars(self)[option]
+        if self.uneven_units:
+            options["uneven_units"] = True
         if self.offload != "none":
             options["cpu_offload"] = _made("CPUOffload", {self.offload: True})
         trainer: dict[str, Any] = {
@@ -290,6 +293,7 @@ class Planner:
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     mixed_precision: MixedPrecision | None = None
+    uneven_units: bool = False
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -409,6 +413,8 @@ class Planner:
         )
         traced = self.profile(precision, 1, axes)
         specs, usages = traced.units, traced.usages
+        if self.uneven_units:  # ranks do not know which unit is the last
+            usages = [replace(it, ends_forward=False) for it in usages]
         costs = {
             on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
             for on_host in (False, True)
@@ -453,6 +459,7 @@ class Planner:
                         expert_parallel_size=axes.expert_size,
                         forward_prefetch=self.forward_prefetch,
                         backward_prefetch=self.backward_prefetch,
+                        uneven_units=self.uneven_units,
                     )
                     memory = memory_of(work, recompute, *memory_plans(offload, count > 1))
                     yield self._timed(choice, memory, work, issued, trained)
@@ -469,7 +476,7 @@ class Planner:
 
         ``used`` has the same without those of units that no forward gathers.
         """
-        back = self.backward_prefetch
+        ahead, back = self._prefetched()
         return (
             plan_memory(
                 units,
@@ -481,12 +488,20 @@ class Planner:
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
-                used, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
+                used,
+                sharding,
+                prefetch=(ahead, back),
+                accumulates=accumulates,
+                keeps_last=not self.uneven_units,
             ),
             backward_moments(
                 used, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
             ),
         )
+
+    def _prefetched(self) -> tuple[int, int]:
+        """Return the numbers of units gathered ahead, in forward and in backward."""
+        return (0, 0) if self.uneven_units else (self.forward_prefetch, self.backward_prefetch)
 
     def _timed(
         self,
@@ -497,6 +512,7 @@ class Planner:
         trained_nbytes: int,
     ) -> Planned:
         """Predict the time of one choice; a host step includes transfers to and from the host."""
+        ahead, back = self._prefetched()
         on_host, is_fp32 = choice.offload != "none", self._dtypes(choice.precision).is_fp32
         task = Task(
             work=work.total,
@@ -510,8 +526,8 @@ class Planner:
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
-                forward_prefetch=choice.forward_prefetch,
-                backward_prefetch=choice.backward_prefetch,
+                forward_prefetch=ahead,
+                backward_prefetch=back,
             ),
         )
         step = task.time(self.cluster, self.calibration.constants)
@@ -540,12 +556,14 @@ def in_forward(
     *,
     prefetch: tuple[int, int],
     accumulates: bool,
+    keeps_last: bool = True,
 ) -> list[int]:
     """Return bytes of unsharded parameters and waiting gradients in forwards and at the loss.
 
     One figure for the forward of each inner unit; the last is for the backward of the loss, when
     the last unit is still unsharded and those before it are prefetched.
-    ``prefetch`` has the depths of the forward and of the backward prefetch.
+    ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
+    if the last unit is released as all others are.
     """
     root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
     ahead, back = prefetch
@@ -555,7 +573,7 @@ def in_forward(
         Reshard.AFTER_BACKWARD: [root + sum(inner[:end]) for end in (*ends, None)],
         Reshard.AFTER_FORWARD: [
             *(root + sum(inner[end - 1 - ahead : end]) for end in ends),
-            root + sum(inner[-max(1, back) :]),
+            root + sum(inner[len(inner) - max(int(keeps_last), back) :]),
         ],
     }[sharding.reshard]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
