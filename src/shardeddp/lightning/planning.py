@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -44,7 +44,7 @@ from shardeddp.planner.source import (
     without_weights,
 )
 from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
-from shardeddp.wrap import Policy, PolicyLike, build_units, resolve_policy
+from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
 _DIFFERS = "memory and time are those without"
@@ -71,20 +71,6 @@ class RunSetting:
         """Recomputation by the planner's name."""
         asked = self.options.activation_checkpointing
         return "none" if asked is None else "selective" if asked.save_ops else "full"
-
-    @property
-    def unplanned(self) -> list[str]:
-        """Settings that plans do not know, as they are written."""
-        found: list[str] = []
-        known: list[str] = []
-        if (recompute := self.options.activation_checkpointing) is not None:
-            kept = recompute.save_ops
-            if not kept or (isinstance(kept, Sequence) and {*kept} == _SELECTIVE):
-                known.append("save_ops")
-            if _are_units(recompute.modules, self.options.auto_wrap_policy):
-                known.append("modules")
-            found += _changed(recompute, known)
-        return found
 
     @property
     def offload(self) -> str:
@@ -130,28 +116,6 @@ class RunSetting:
                 self.topology(sharding)
                 found.append((name, sharding))
         return found
-
-
-_SELECTIVE = {"matmul", "attention"}
-"""Operations whose results planned selective checkpointing keeps."""
-
-
-def _changed(options: Any, known: Sequence[str]) -> list[str]:
-    """Return fields of a dataclass that differ from the defaults, ``Class(name=value)``."""
-    return [
-        f"{type(options).__name__}({it.name}={vars(options)[it.name]!r})"
-        for it in fields(options)
-        if it.name not in known and vars(options)[it.name] != it.default
-    ]
-
-
-def _are_units(modules: PolicyLike, units: Policy) -> bool:
-    """Return whether modules to recompute are chosen as units are; plans recompute units."""
-    chosen = resolve_policy(modules)
-    return any(
-        type(chosen) is type(it) and vars(chosen) == vars(it)
-        for it in (resolve_policy(AUTO), units)
-    )
 
 
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
@@ -252,6 +216,7 @@ def _plan_with(
             forward_prefetch=setting.options.forward_prefetch,
             backward_prefetch=setting.options.backward_prefetch,
             uneven_units=setting.options.uneven_units,
+            activation_checkpointing=setting.options.activation_checkpointing or False,
             **options,
         )
 
@@ -347,8 +312,8 @@ def plan_of_run(
         micro_batches=sorted(sizes),
     )
     own: list[str] = []
-    if setting.unplanned:
-        lines.append(f"The plan does not know {', '.join(setting.unplanned)}: {_DIFFERS}.")
+    if plan.unplanned:
+        lines.append(f"The plan does not know {', '.join(plan.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
         it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
@@ -533,16 +498,16 @@ def _fastest(
     chosen = Chosen(
         sharding_strategy=best.strategy,
         shard_size=best.shard_size,
-        reason=_reason(plan, gpu, setting),
+        reason=_reason(plan, gpu),
     )
     return chosen, ""
 
 
-def _reason(plan: Plan, gpu: str, setting: RunSetting) -> str:
+def _reason(plan: Plan, gpu: str) -> str:
     best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
-    without = f", which does not know {', '.join(setting.unplanned)}" if setting.unplanned else ""
+    without = f", which does not know {', '.join(plan.unplanned)}" if plan.unplanned else ""
     return (
         f"the fastest that fits {machines} by the plan{without} ({needs}, {best.step.total:.3g} s)"
         if best.fits

@@ -14,8 +14,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 import yaml
 
-from shardeddp.config import MixedPrecision, ModuleClasses, find_sharding
-from shardeddp.errors import UsageError
+from shardeddp.config import (
+    ActivationCheckpointing,
+    MixedPrecision,
+    ModuleClasses,
+    find_sharding,
+    resolve_modules,
+)
+from shardeddp.errors import UsageError, first_three
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
     BackwardMemory,
@@ -36,7 +42,7 @@ from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
-from shardeddp.planner.trace import ModelProfile, PlannedPrecision, profile
+from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -62,12 +68,7 @@ PCIE_GBS = 20.0
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
-RECOMPUTES = {
-    "none": (0.0, 0.0, 0.0),
-    "selective": (0.0, 0.0, 1.0),
-    "full": (1.0, 1.0, 1.0),
-}
-"""Recomputed fractions of inner units' matmuls, attention and other kernels, by setting."""
+RECOMPUTES = ("none", "selective", "full")
 
 OFFLOADS = ("none", "optimizer", "params")
 
@@ -98,6 +99,7 @@ class Choice:
         axes: ModelAxes = WHOLE,
         policy: Policy | None = None,
         mixed_precision: MixedPrecision | None = None,
+        recomputation: ActivationCheckpointing | None = None,
     ) -> str:
         """Return the configuration of the Trainer with these settings.
 
@@ -131,11 +133,12 @@ class Choice:
             options["mixed_precision"] = (
                 param_dtype if len(dtypes) == 1 and param_dtype else _made("MixedPrecision", dtypes)
             )
-        if self.recompute == "full":
-            options["activation_checkpointing"] = "auto"
-        if self.recompute == "selective":
-            kept = {"save_ops": ["matmul", "attention"]}
-            options["activation_checkpointing"] = _made("ActivationCheckpointing", kept)
+        if self.recompute != "none":
+            asked = recomputation or ActivationCheckpointing()
+            try:
+                options["activation_checkpointing"] = _recomputing(asked, self.recompute)
+            except LookupError:
+                notes.append("# and activation_checkpointing: as it was given, which has no name")
         for option in ("forward_prefetch", "backward_prefetch"):
             if vars(self)[option] != 1:
                 options[option] = vars(self)[option]
@@ -175,6 +178,30 @@ def _written(policy: Policy) -> dict[str, Any]:
         if imported(path) is policy.predicate:
             return {"auto_wrap_policy": path}
     raise LookupError(policy)
+
+
+def _recomputing(options: ActivationCheckpointing, recompute: str) -> str | dict[str, Any]:
+    """Return activation checkpointing as a configuration file has it.
+
+    Raises:
+        LookupError: Its modules or operations have no name that another process could find.
+    """
+    chosen = _written(resolve_modules(options.modules))
+    fields: dict[str, Any] = {"modules": chosen["auto_wrap_policy"]} if chosen else {}
+    if options.every > 1:
+        fields["every"] = options.every
+    if recompute == "selective":
+        fields["save_ops"] = _named_operations(options.save_ops or SELECTIVE)
+    return _made("ActivationCheckpointing", fields) if fields else "auto"
+
+
+def _named_operations(save_ops: Any) -> str | list[str]:
+    if isinstance(save_ops, FunctionType):
+        path = f"{save_ops.__module__}.{save_ops.__qualname__}"
+        if imported(path) is not save_ops:
+            raise LookupError(save_ops)
+        return path
+    return save_ops if isinstance(save_ops, str) else [*map(str, save_ops)]
 
 
 def _names(classes: ModuleClasses) -> list[str]:
@@ -294,6 +321,7 @@ class Planner:
     backward_prefetch: int = 1
     mixed_precision: MixedPrecision | None = None
     uneven_units: bool = False
+    recomputation: ActivationCheckpointing | None = None
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -309,6 +337,16 @@ class Planner:
     def is_routed(self) -> bool:
         """True if a router is assumed to choose experts evenly."""
         return any(it.is_routed for it in self._profiles.values())
+
+    @property
+    def unplanned(self) -> list[str]:
+        """Settings that the plan does not know."""
+        names = next(iter(self._profiles.values())).others_recomputed
+        found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
+        found = found if names else []
+        if self.recomputation is not None and self.recomputation.cpu_offload:
+            found.append("ActivationCheckpointing(cpu_offload=True)")
+        return found
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
@@ -360,6 +398,7 @@ class Planner:
             tokens=micro_batch * self.source.tokens_of(module, self.length),
             axes=axes,
             mixed_precision=self.mixed_precision,
+            recomputation=self.recomputation,
         )
 
     def _dtypes(self, precision: str) -> PlannedPrecision:
@@ -368,7 +407,7 @@ class Planner:
     def plans(self) -> list[Planned]:
         """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
         for option, values, known in (
-            ("recomputes", self.recomputes, tuple(RECOMPUTES)),
+            ("recomputes", self.recomputes, RECOMPUTES),
             ("offloads", self.offloads, OFFLOADS),
         ):
             for value in set(values) - set(known):
@@ -443,7 +482,10 @@ class Planner:
             work = self.profile(precision, micro_batch, axes)
             for recompute in self.recomputes:
                 exchanges = exchanges_of_step(
-                    work.exchanges, axes.size, count, recomputes=recompute != "none"
+                    work.exchanges,
+                    axes.size,
+                    count,
+                    recomputed=[it and recompute != "none" for it in work.recomputed],
                 )
                 issued = [*transfers(count), *combined(exchanges)]
                 for offload in offloads:
@@ -520,7 +562,7 @@ class Planner:
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=_products(RECOMPUTES[choice.recompute], work.recomputed_shares),
+                recomputes=work.recomputed_shares(choice.recompute),
                 trained=work.trained_shares,
                 fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
@@ -634,21 +676,17 @@ def memory_of(
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
     """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
-    for own, usage in zip(work.work[1:], work.usages[1:], strict=True):
+    flags = zip(work.work[1:], work.usages[1:], work.recomputed[1:], strict=True)
+    for own, usage, is_recomputed in flags:
+        how = recompute if is_recomputed else "none"
         keeps = {
             "none": own.saved_nbytes,
             "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
             "full": min(own.input_nbytes, own.saved_nbytes),
-        }[recompute]
+        }[how]
         kept.append(keeps)
-        again.append(0 if recompute == "none" else max(0, own.saved_nbytes - keeps))
+        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps))
     return kept, again
-
-
-def _products(
-    ones: tuple[float, float, float], others: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    return ones[0] * others[0], ones[1] * others[1], ones[2] * others[2]
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from shardeddp.config import MixedPrecision
+from shardeddp.config import ActivationCheckpointing, MixedPrecision
+from shardeddp.engine.activation_checkpointing import recomputed_modules
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
@@ -51,6 +52,7 @@ from shardeddp.torch_private import (
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units, require_parameters
+from shardeddp.wrap.kept_operations import is_kept_by
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 # -- counted work
@@ -71,7 +73,13 @@ class UnitWork:
     saved_nbytes: int = 0
     """Bytes saved for the backward: each storage once, without parameters and their copies."""
     costly_nbytes: int = 0
-    """Bytes of all results of matmuls and attention, which selective checkpointing keeps."""
+    """Bytes of all results that selective checkpointing keeps."""
+    kept_matmul_flops: float = 0.0
+    """Part of ``matmul_flops`` whose results it keeps."""
+    kept_attention_flops: float = 0.0
+    """The same of ``attention_flops``."""
+    kept_moved_nbytes: float = 0.0
+    """The same of ``moved_nbytes``."""
     input_nbytes: int = 0
     """Bytes of the module's input tensors, without those that are inputs of earlier units."""
 
@@ -104,6 +112,10 @@ class ModelProfile:
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
     """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    recomputed: list[bool]
+    """True for units that activation checkpointing recomputes."""
+    others_recomputed: list[str] = field(default_factory=list[str])
+    """Names of other modules than units that it recomputes, which is not planned."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -124,11 +136,19 @@ class ModelProfile:
         """Fractions of matmuls, attention and other kernels that have a backward."""
         return _shares(_sum(self.trained), self.total)
 
-    @cached_property
-    def recomputed_shares(self) -> tuple[float, float, float]:
-        """The same of inner units, as far as a recomputation repeats it: whole units."""
-        run_again = [it for it, use in zip(self.work, self.usages, strict=True) if use.has_backward]
-        return _shares(_sum(run_again[1:]), self.inner)
+    def recomputed_shares(self, recompute: str) -> tuple[float, float, float]:
+        """Return the same of inner units, as far as a recomputation repeats them."""
+        if recompute == "none":
+            return 0.0, 0.0, 0.0
+        flags = zip(self.work, self.usages, self.recomputed, strict=True)
+        again = _sum([it for it, use, is_again in flags if is_again and use.has_backward])
+        shares = _shares(again, self.inner)
+        if recompute == "full":
+            return shares
+        kept = again.kept_matmul_flops, again.kept_attention_flops, again.kept_moved_nbytes
+        whole = self.inner.matmul_flops, self.inner.attention_flops, self.inner.moved_nbytes
+        parts = zip(shares, kept, whole, strict=True)
+        return tuple(share - part / of if of else 0.0 for share, part, of in parts)  # pyright: ignore[reportReturnType]  # of three
 
     @property
     def model_flops(self) -> float:
@@ -170,6 +190,8 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            recomputed=self.recomputed,
+            others_recomputed=self.others_recomputed,
             buffers_nbytes=self.buffers_nbytes,
             is_routed=self.is_routed,
         )
@@ -201,6 +223,8 @@ class _Recorder:
     work: list[UnitWork]
     head: UnitWork
     free: set[int]  # storages of parameters, and of their casts and views
+    is_kept: Callable[..., bool]
+    """Whether selective checkpointing keeps the results of an operation and its arguments."""
     inside: list[int] = field(default_factory=lambda: [0])
     seen: set[int] = field(default_factory=set[int])
     inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
@@ -404,8 +428,11 @@ class _Recorder:
             trained.matmul_flops = flops * sum(factors) / 2
         else:
             done.moved_nbytes = nbytes
-        if not done.moved_nbytes:
+        if self.is_kept(func, *args, **kwargs):
             done.costly_nbytes = sum(it.nbytes for it in results)
+            done.kept_matmul_flops = done.matmul_flops
+            done.kept_attention_flops = done.attention_flops
+            done.kept_moved_nbytes = done.moved_nbytes
         for work in self.targets():
             work.add(done)
         for work in self.trained_targets():
@@ -826,6 +853,9 @@ def _runs_unit(forward: object) -> TypeGuard[partial[Any]]:
 # -- a module without memory, and its step
 
 
+SELECTIVE = ("matmul", "attention")
+"""Operations whose results selective checkpointing keeps unless others are named."""
+
 PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
 """Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype)``."""
 
@@ -916,13 +946,15 @@ def profile(
     tokens: int,
     axes: ModelAxes = WHOLE,
     mixed_precision: MixedPrecision | None = None,
+    recomputation: ActivationCheckpointing | None = None,
 ) -> ModelProfile:
     """Run one forward of a module on fake tensors, and count its work by unit.
 
     The tensors of the module, on any device, are replaced by ones without memory: it is not usable
     afterwards. ``step`` gets the module and the number of samples, makes its inputs and returns the
     loss. ``tokens`` are those of the micro-batch. If ranks split the model, the part of the first
-    one runs.
+    one runs. ``recomputation`` says which modules can be recomputed, None: all units; and what
+    selective checkpointing keeps, matmuls and attention if it says nothing.
 
     Raises:
         UsageError: The precision is not planned, or the model cannot be split over the axes.
@@ -947,6 +979,8 @@ def profile(
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
     units = with_dtypes(module, build_units(module, policy, split), dtypes.options, dtypes.autocast)
+    is_kept = is_kept_by((recomputation and recomputation.save_ops) or SELECTIVE)
+    recomputed, others = _recomputed(module, units, recomputation)
     with mode:
         cast_at_boundaries(module, units, dtypes.options)
         if dtypes.options.param_dtype is not None:
@@ -961,7 +995,7 @@ def profile(
         truth: bool = False, *, reuses: bool = True
     ) -> tuple[_Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
-        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free))
+        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free), is_kept)
         recorders.append(recorder)
         mixed = torch.autocast("cpu", torch.bfloat16, enabled=dtypes.autocast is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
@@ -1018,6 +1052,8 @@ def profile(
         buffers_nbytes=buffers_nbytes,
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        recomputed=[recomputed[it] for it in order],
+        others_recomputed=others,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
@@ -1093,6 +1129,25 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
         f"Without a step it can be said that {numel:,} parameters, their gradients and AdamW's states "
         f"take {human_bytes(nbytes)} over the ranks that share them, besides activations"
     )
+
+
+def _recomputed(
+    module: nn.Module, units: Sequence[UnitSpec], options: ActivationCheckpointing | None
+) -> tuple[list[bool], list[str]]:
+    """Return which units are recomputed, and the names of other modules that are.
+
+    Units inside of a recomputed one are recomputed with it.
+    """
+    if options is None:
+        return [bool(index) for index in range(len(units))], []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    own = {id(unit.module) for unit in units[1:]}
+    names = recomputed_modules(module, options)
+    inside = {
+        id(inner) for name in names if id(modules[name]) in own for inner in modules[name].modules()
+    }
+    others = [name for name in names if id(modules[name]) not in own]
+    return [id(unit.module) in inside for unit in units], others
 
 
 def _gather_parameters(units: Sequence[UnitSpec]) -> None:

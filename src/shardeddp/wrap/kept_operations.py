@@ -6,7 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.torch_private import (
@@ -55,6 +59,24 @@ def selective_contexts(save_ops: object) -> ContextFunction | None:
     return (
         functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
     )
+
+
+def is_kept_by(save_ops: object) -> Callable[..., bool]:
+    """Return a function of an operation and its arguments: True if its results are kept."""
+    policy = _policy_of(save_ops)
+    operations = set(find_operations(_entries(save_ops))) if policy is None else set[Operation]()
+    in_forward = SelectiveCheckpointContext(is_recompute=False)
+
+    def is_kept(operation: Operation, *args: Any, **kwargs: Any) -> bool:
+        if policy is None:
+            return operation in operations
+        return policy(in_forward, operation, *args, **kwargs) in (
+            CheckpointPolicy.MUST_SAVE,
+            CheckpointPolicy.PREFER_SAVE,
+            True,
+        )
+
+    return is_kept
 
 
 def check_save_ops(save_ops: object) -> None:
