@@ -23,8 +23,8 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, parse_options
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, build_units

@@ -418,9 +418,7 @@ def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
             problem = ""
             if name.is_under(*LIGHTNING):
                 problem = f"both namespaces have to work: import it from {LIGHTNING_API}"
-            elif name.is_under(LIGHTNING_API, "lightning_utilities") and not file.inner.startswith(
-                LIGHTNING_USERS
-            ):
+            elif name.is_under(LIGHTNING_API) and not file.inner.startswith(LIGHTNING_USERS):
                 problem = f"Lightning is known only to {' and '.join(LIGHTNING_USERS)}"
             if problem:
                 yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)

@@ -18,11 +18,11 @@ from torch import nn, optim
 
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, OptimizerScope, Options, parse_options
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, ShardSize
 from shardeddp.plan.topology import Topology

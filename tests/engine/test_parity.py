@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from shardeddp.config import ActivationCheckpointing
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations
+from shardeddp.engine.activation_checkpointing import checkpoint_activations
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.optim.clip import clip_grad_norm_
 from training import STRATEGIES, Sharding, full

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardeddp.config import ActivationCheckpointing
-from shardeddp.lightning import activation_checkpointing
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations
+from shardeddp.engine import activation_checkpointing
+from shardeddp.engine.activation_checkpointing import checkpoint_activations
 
 ROWS, WIDTH = 4, 16
 

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shardeddp import ConfigurationError, MixedPrecision, ReshardSchedule, ShardedDP, StepMonitor
+from shardeddp import ConfigurationError, ReshardSchedule, ShardedDP, StepMonitor
 from shardeddp.comm.step_clock import PARTS, HostTimer
 from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
@@ -543,12 +543,11 @@ def test_traces_have_the_whole_name_of_their_path(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_record_has_no_plan_that_is_not_of_the_run(tmp_path: Path) -> None:
-    unknown = MixedPrecision(reduce_dtype="bfloat16")
     monitor = StepMonitor(record=tmp_path / "run.json")
-    strategy = ShardedDP(auto_wrap_policy={Block}, mixed_precision=unknown)
+    strategy = ShardedDP(auto_wrap_policy={Block}, activation_checkpointing={"Linear"})
     trainer = make_trainer(strategy, callbacks=[monitor], max_steps=3)
     with pytest.warns(
-        UserWarning, match=r"not written: the plan does not know MixedPrecision\(red"
+        UserWarning, match="not written: the plan does not know activation_checkpointing of mod"
     ):
         trainer.fit(Takes(), token_loader(16))
     assert not (tmp_path / "run.json").exists()

@@ -14,11 +14,13 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, Options, parse_options
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.plan import make_plan
+from shardeddp.planner.source import Source
 from shardeddp.planner.trace import profile
 from shardeddp.wrap import NamePolicy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
@@ -124,6 +126,7 @@ def sent_by_engine(
     asked: Options,
     precision: MixedPrecision | None,
     micro_batches: int,
+    autocast: bool = False,
 ) -> tuple[Counter[str], Counter[str]]:
     """What the engine sends in the third step."""
     with fake_world(topology.world_size):
@@ -138,8 +141,10 @@ def sent_by_engine(
             mesh.traffic.reset()
             for micro_batch in range(micro_batches):
                 runtime.sync_gradients = micro_batch == micro_batches - 1
-                with runtime.step("training_step") as outputs:
-                    outputs.append(model(torch.ones(2, 3)).float().square().mean())
+                mixed = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+                with mixed, runtime.step("training_step") as outputs:
+                    inputs = torch.ones(2, 3, dtype=next(model.parameters()).dtype)
+                    outputs.append(model(inputs).float().square().mean())
                 outputs[0].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -246,3 +251,94 @@ def test_the_plan_follows_the_forwards_of_units(
     units = build_units(model, policy)
     found = sent_by_engine(model, units, topology, asked, None, 3)
     assert found == sent_by_kind(expected)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("full_shard", {}),
+        ("shard_grad_op", {"reduce_every_backward": False}),
+        ("shard_optimizer", {}),
+        ("no_shard", {}),
+        ("hybrid_shard", {}),
+        ("hybrid_shard", {"optimizer_shard": "world"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("precision", "fields"),
+    [
+        ("32-true", {"reduce_dtype": "bf16"}),
+        ("32-true", {"reduce_dtype": "float64"}),
+        ("bf16", {"reduce_dtype": "bf16", "output_dtype": "fp32"}),
+        ("bf16", {"keep_fp32": ["LayerNorm"]}),
+        ("bf16", {"keep_fp32": ["Block"], "reduce_dtype": "bf16", "buffer_dtype": "bf16"}),
+        ("fp16", {"cast_forward_inputs": True}),
+        ("bf16-mixed", {}),
+        ("bf16-mixed", {"reduce_dtype": "bf16"}),
+        ("bf16-mixed", {"param_dtype": "fp32"}),
+        ("bf16-true", {}),
+        ("bf16-true", {"param_dtype": "fp32", "reduce_dtype": "bf16"}),
+    ],
+)
+def test_the_plan_has_the_dtypes_of_gathers_and_reductions(
+    precision: str, fields: dict[str, Any], strategy: str, options: dict[str, Any]
+) -> None:
+    asked = parse_options({"sharding_strategy": strategy, **options})
+    topology = asked.sharding.topology(2, 4)
+    policy, dtypes = NamePolicy(("blocks.*",)), MixedPrecision(**fields)
+    stored = torch.bfloat16 if precision == "bf16-true" else torch.float32
+
+    def step(module: nn.Module, samples: int) -> torch.Tensor:
+        return module(torch.ones(samples, 3, dtype=stored)).float().square().mean()
+
+    traced = profile(
+        Stack(frozen=True),
+        step,
+        policy=policy,
+        precision=precision,
+        micro_batch=2,
+        tokens=2,
+        mixed_precision=dtypes,
+    )
+    costs = [costs_of(unit, topology) for unit in traced.units]
+    expected = collectives_of_step(costs, asked.sharding, 2, traced.usages)
+    model = Stack(frozen=True).to(stored)
+    if precision in ("bf16", "fp16"):
+        dtypes = MixedPrecision(**{**fields, "param_dtype": precision})
+    units = build_units(model, policy)
+    autocast = precision == "bf16-mixed"
+    units = assign_dtypes(model, units, dtypes, torch.bfloat16 if autocast else None)
+    found = sent_by_engine(model, units, topology, asked, dtypes, 2, autocast)
+    assert found == sent_by_kind(expected)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 3]])
+def test_the_plan_has_the_gathers_of_ranks_that_may_use_different_units(
+    order: Sequence[int], strategy: str
+) -> None:
+    asked = parse_options({"sharding_strategy": strategy, "uneven_units": True})
+    policy = NamePolicy(("blocks.*", "blocks.2.inside.*"))
+
+    def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> torch.Tensor:
+        return module(torch.ones(samples, 3)).square().mean()
+
+    source = Source(name="routed", build=lambda: Routed(order), step=step, tokens_of=lambda *_: 1)
+    plan = make_plan(
+        source,
+        gpus=8,
+        per_node=4,
+        strategies=[(strategy, asked.sharding)],
+        precisions="32-true",
+        recomputes="none",
+        micro_batches=2,
+        global_batch=48,
+        auto_wrap_policy=policy,
+        uneven_units=True,
+    )
+    topology = asked.sharding.topology(2, 4)
+    model = Routed(order)
+    found = sent_by_engine(model, build_units(model, policy), topology, asked, None, 3)
+    assert found == sent_by_kind(plan.best.task.collectives)
+    assert plan.best.task.setting.forward_prefetch == 0
+    assert "uneven_units: true" in plan.yaml

@@ -1,16 +1,17 @@
 """The plan's peak of a step, activations among it, is what the engine allocates: counted on the CPU in a fake world."""
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
-from shardeddp.config import resolve_activation_checkpointing
+from shardeddp.config import MixedPrecision, resolve_activation_checkpointing
+from shardeddp.engine.activation_checkpointing import checkpoint_activations
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.storage import ReleasedMemory
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -40,11 +41,26 @@ MODELS = {
     ),
     "wide": Dimensions(layers=3, width=256, heads=8, kv_heads=2, vocabulary=256, hidden=1024),
 }
-RECOMPUTES = {
+RECOMPUTES: dict[str, Any] = {
     "none": None,
     "selective": {"modules": "auto", "save_ops": ["matmul", "attention"]},
     "full": "auto",
 }
+
+
+def keep_wide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    """Keep products with more columns than rows of the second factor."""
+    is_product = operation is torch.ops.aten.mm.default
+    return is_product and args[1].shape[1] > args[1].shape[0]
+
+
+PARTLY: dict[str, Any] = {
+    "second": {"every": 2},
+    "third, selective": {"every": 3, "save_ops": ["matmul", "attention"]},
+    "attention": {"save_ops": "attention"},
+    "policy": {"save_ops": keep_wide},
+}
+"""Recomputation of some units, or of other operations than usual."""
 LENGTH, SAMPLES, RANKS = 64, 4, 4
 TOLERANCE = 0.01
 """Bound of relative errors of the whole peak."""
@@ -108,6 +124,36 @@ def test_each_unit_that_is_gathered_ahead_is_in_the_planned_peak(name: str, reco
     assert grown[1] > grown[0]
 
 
+@pytest.mark.parametrize("name", ["gated", "logits"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        MixedPrecision(reduce_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16", reduce_dtype="bf16"),
+        MixedPrecision(param_dtype="bf16", keep_fp32=["_RmsNorm"]),
+    ],
+    ids=["reduce", "param", "both", "kept"],
+)
+def test_the_planned_peak_has_the_dtypes_of_the_run(
+    dtypes: MixedPrecision, strategy: str, micro_batches: int, name: str
+) -> None:
+    added, moving, error = peaks(strategy, "none", micro_batches, name, dtypes=dtypes)
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+
+
+@pytest.mark.parametrize("name", ["gated", "eager"])
+@pytest.mark.parametrize("recompute", PARTLY)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_the_planned_peak_has_the_modules_and_operations_that_are_recomputed(
+    strategy: str, recompute: str, name: str
+) -> None:
+    added, moving, error = peaks(strategy, recompute, 1, name)
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+
+
 def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
     model = Decoder(MODELS["gated"], LENGTH)
     units = build_units(model, resolve_policy("auto"))
@@ -124,10 +170,16 @@ def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
 
 
 def peaks(
-    strategy: str, recompute: str, micro_batches: int, name: str, prefetch: int = 1
+    strategy: str,
+    recompute: str,
+    micro_batches: int,
+    name: str,
+    prefetch: int = 1,
+    dtypes: MixedPrecision | None = None,
 ) -> tuple[int, int, float]:
     """The most that a step adds, and as planned; relative error of the whole plan."""
     policy, dimensions = resolve_policy("auto"), MODELS[name]
+    recomputed = resolve_activation_checkpointing({**RECOMPUTES, **PARTLY}[recompute])
     traced = profile(
         Decoder(dimensions, LENGTH),
         loss_of,
@@ -135,6 +187,8 @@ def peaks(
         precision="32-true",
         micro_batch=SAMPLES,
         tokens=SAMPLES * LENGTH,
+        mixed_precision=dtypes,
+        recomputation=recomputed,
     )
     names = tuple(unit.name for unit in build_units(Decoder(dimensions, LENGTH), policy)[1:])
     sharding = Sharding(
@@ -144,12 +198,11 @@ def peaks(
         prefetch=prefetch,
     )
     model = Decoder(dimensions, LENGTH)
-    recomputed = resolve_activation_checkpointing(RECOMPUTES[recompute])  # type: ignore[arg-type]
     if recomputed is not None:
         checkpoint_activations(model, recomputed)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     try:
-        runtime = sharding.apply(model)
+        runtime = sharding.apply(model, options=dtypes)
         topology = runtime.mesh.topology
         added = added_at_worst(model, runtime, micro_batches)
     finally:
@@ -159,7 +212,7 @@ def peaks(
     resting = plan_memory(units, sharding.sharding, prefetch=prefetch, **options)
     planned = memory_of(
         traced,
-        recompute,
+        "none" if recomputed is None else "selective" if recomputed.save_ops else "full",
         resting,
         in_forward(
             units,

@@ -10,6 +10,7 @@ from lightning import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
+from shardeddp.config import MixedPrecision
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import tokens_of
@@ -274,7 +275,8 @@ def test_float_inputs_are_cast_as_a_run_casts_them(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_inputs_are_not_cast_where_the_run_casts_none(precision: str) -> None:
     inputs = ["float32:B,3,8,8", "int64:B"]
-    options: dict[str, Any] = {"precisions": precision, "cast_forward_inputs": False}
+    uncast = MixedPrecision(cast_forward_inputs=False)
+    options: dict[str, Any] = {"precisions": precision, "mixed_precision": uncast}
     with pytest.raises(ConfigurationError, match="does not run without values"):
         make_plan(Images, gpus=2, inputs=inputs, **options)
 
@@ -286,8 +288,11 @@ class Chain(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).tanh()
+
     def training_step(self, batch: Any) -> torch.Tensor:
-        return self.layers(batch).mean()
+        return self(batch).mean()
 
 
 def is_linear(name: str, module: nn.Module) -> bool:
@@ -297,7 +302,8 @@ def is_linear(name: str, module: nn.Module) -> bool:
 def option_of(policy: Any, **options: Any) -> dict[str, Any]:
     """The strategy's options in the YAML of a plan."""
     given: dict[str, Any] = {"inputs": f"float32:B,{WIDTH}", "strategies": "full_shard", **options}
-    plan = make_plan(Chain, gpus=2, auto_wrap_policy=policy, recomputes="none", **given)
+    given = {"recomputes": "none", **given}
+    plan = make_plan(Chain, gpus=2, auto_wrap_policy=policy, **given)
     return yaml.safe_load(plan.yaml)["trainer"]["strategy"]["init_args"]
 
 
@@ -334,15 +340,38 @@ def test_the_yaml_of_a_plan_says_what_it_cannot_have() -> None:
     assert "auto_wrap_policy:" not in plan.yaml.partition("#")[0]
 
 
-def test_the_yaml_of_a_plan_has_inputs_that_are_not_cast() -> None:
-    options = option_of(
-        "auto", precisions="bf16", inputs=f"bfloat16:B,{WIDTH}", cast_forward_inputs=False
-    )
-    fields = {"param_dtype": "bfloat16", "cast_forward_inputs": False}
+@pytest.mark.parametrize(
+    ("precision", "fields"),
+    [
+        ("bf16", {"cast_forward_inputs": False}),
+        ("32-true", {"reduce_dtype": "bfloat16"}),
+        ("bf16", {"reduce_dtype": "float16", "keep_fp32": ["Linear"]}),
+        ("bf16-mixed", {"buffer_dtype": "bfloat16", "output_dtype": "float32"}),
+    ],
+)
+def test_the_yaml_of_a_plan_has_its_dtypes(precision: str, fields: dict[str, Any]) -> None:
+    given = {"inputs": f"bfloat16:B,{WIDTH}"} if "cast_forward_inputs" in fields else {}
+    options = option_of("auto", precisions=precision, mixed_precision=fields, **given)
+    made = {**fields, **({"param_dtype": "bfloat16"} if precision == "bf16" else {})}
     assert options["mixed_precision"] == {
         "class_path": "shardeddp.MixedPrecision",
-        "init_args": fields,
+        "init_args": made,
     }
+    assert option_of("auto", precisions="bf16")["mixed_precision"] == "bfloat16"
+
+
+def test_the_dtype_that_computes_decides_how_fast_matmuls_are() -> None:
+    def peak_of(precision: str, dtype: str | None) -> float:
+        inputs = f"float32:B,{WIDTH}"
+        plan = make_plan(Chain, inputs=inputs, precisions=precision, mixed_precision=dtype)
+        return plan.best.peak_flops
+
+    half, full = peak_of("bf16-mixed", None), peak_of("32-true", None)
+    assert half > full
+    assert peak_of("32-true", "bfloat16") == peak_of("bf16-mixed", "float32") == half
+    assert peak_of("32-true", "float32") == peak_of("bf16-true", "float32") == full
+    with pytest.raises(UsageError, match=r"param_dtype=torch\.float64: expected"):
+        peak_of("32-true", "float64")
 
 
 @pytest.mark.parametrize(
@@ -399,3 +428,69 @@ def test_figures_of_a_gpu_have_names() -> None:
     figures: Any = {1: 2}
     with pytest.raises(UsageError, match="expected gpu_figures to be figures by name"):
         make_plan(Chain, inputs=[f"float32:B,{WIDTH}"], gpu_figures=figures)
+
+
+def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    return operation is torch.ops.aten.mm.default
+
+
+@pytest.mark.parametrize(
+    ("recompute", "given", "written"),
+    [
+        ("full", True, "auto"),
+        ("full", {"modules": ["Linear"], "every": 2}, {"modules": "Linear", "every": 2}),
+        ("selective", False, {"save_ops": ["matmul", "attention"]}),
+        ("selective", {"save_ops": "mm"}, {"save_ops": "mm"}),
+        ("selective", {"save_ops": [torch.ops.aten.mm]}, {"save_ops": ["aten.mm"]}),
+        ("selective", {"save_ops": keep_products}, {"save_ops": f"{__name__}.keep_products"}),
+    ],
+)
+def test_the_yaml_of_a_plan_has_what_is_recomputed(
+    recompute: str, given: Any, written: Any
+) -> None:
+    options = option_of(nn.Linear, recomputes=recompute, activation_checkpointing=given)
+    if not isinstance(written, str):
+        written = {"class_path": "shardeddp.ActivationCheckpointing", "init_args": written}
+    assert options["activation_checkpointing"] == written
+
+
+def test_the_yaml_of_a_plan_says_which_operations_it_cannot_have() -> None:
+    plan = make_plan(
+        Chain,
+        inputs=[f"float32:B,{WIDTH}"],
+        auto_wrap_policy=nn.Linear,
+        recomputes="selective",
+        activation_checkpointing={"save_ops": lambda *_, **__: True},
+    )
+    assert "# and activation_checkpointing: as it was given, which has no name" in plan.yaml
+
+
+def test_half_of_the_units_take_half_of_the_time_to_recompute() -> None:
+    def seconds(**given: Any) -> float:
+        plan = make_plan(
+            Chains,
+            inputs=[f"float32:B,{WIDTH}"],
+            auto_wrap_policy=Chain,
+            recomputes="selective" if "save_ops" in given else "full",
+            strategies="no_shard",
+            micro_batches=4,
+            activation_checkpointing={"modules": Chain, **given},
+        )
+        return plan.best.step.recompute
+
+    assert seconds(every=2) == pytest.approx(seconds() / 2)
+    assert 0 < seconds(save_ops="matmul") < seconds(save_ops="tanh") < seconds()
+    assert seconds(save_ops="matmul", every=2) == pytest.approx(seconds(save_ops="matmul") / 2)
+
+
+class Chains(nn.Module):
+    """Four chains, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chains = nn.ModuleList([Chain() for _ in range(4)])
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        for chain in self.chains:
+            batch = chain(batch)
+        return batch.mean()

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from shardeddp.comm import Mesh
 from shardeddp.config import CPUOffload, MixedPrecision, Options, parse_options
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy

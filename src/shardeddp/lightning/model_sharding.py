@@ -12,22 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import AUTO, Options
+from shardeddp.engine.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.engine.deferred_init import record_resets
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries, forget_dtypes
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model, take_values
 from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError, RankError, first_three
 from shardeddp.lightning import private
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import Precision, Trainer, rank_zero_info, rank_zero_warn
 from shardeddp.lightning.axes import TENSOR_PARALLEL, refuse_untried
-from shardeddp.lightning.precision import (
-    ShardedPrecision,
-    assign_dtypes,
-    cast_at_boundaries,
-    forget_dtypes,
-)
+from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.run_group import Ranks, RunGroup
 from shardeddp.lightning.tensor_parallel import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -44,7 +44,7 @@ from shardeddp.planner.source import (
     without_weights,
 )
 from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
-from shardeddp.wrap import Policy, PolicyLike, build_units, resolve_policy
+from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
 _DIFFERS = "memory and time are those without"
@@ -71,23 +71,6 @@ class RunSetting:
         """Recomputation by the planner's name."""
         asked = self.options.activation_checkpointing
         return "none" if asked is None else "selective" if asked.save_ops else "full"
-
-    @property
-    def unplanned(self) -> list[str]:
-        """Settings that plans do not know, as they are written."""
-        found = ["uneven_units=True"] if self.options.uneven_units else []
-        known = ["param_dtype"]
-        if (dtypes := self.options.mixed_precision) is not None:
-            known += ["reduce_dtype"] if dtypes.reduce_dtype is torch.float32 else []
-            found += _changed(dtypes, known)
-        if (recompute := self.options.activation_checkpointing) is not None:
-            kept = recompute.save_ops
-            if not kept or (isinstance(kept, Sequence) and {*kept} == _SELECTIVE):
-                known.append("save_ops")
-            if _are_units(recompute.modules, self.options.auto_wrap_policy):
-                known.append("modules")
-            found += _changed(recompute, known)
-        return found
 
     @property
     def offload(self) -> str:
@@ -135,38 +118,17 @@ class RunSetting:
         return found
 
 
-_SELECTIVE = {"matmul", "attention"}
-"""Operations whose results planned selective checkpointing keeps."""
-
-
-def _changed(options: Any, known: Sequence[str]) -> list[str]:
-    """Return fields of a dataclass that differ from the defaults, ``Class(name=value)``."""
-    return [
-        f"{type(options).__name__}({it.name}={vars(options)[it.name]!r})"
-        for it in fields(options)
-        if it.name not in known and vars(options)[it.name] != it.default
-    ]
-
-
-def _are_units(modules: PolicyLike, units: Policy) -> bool:
-    """Return whether modules to recompute are chosen as units are; plans recompute units."""
-    chosen = resolve_policy(modules)
-    return any(
-        type(chosen) is type(it) and vars(chosen) == vars(it)
-        for it in (resolve_policy(AUTO), units)
-    )
-
-
 def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
-    """Return the planner's name of a precision, or the name of one that it cannot plan.
+    """Return the planner's name of a Trainer's precision, or the name of one that it cannot plan.
 
-    The ``param_dtype`` of ``mixed_precision`` overrides the Trainer's precision.
+    ``bf16`` and ``fp16`` are the ``param_dtype`` of ``mixed_precision`` under ``32-true``.
     """
     dtype = None if mixed_precision is None else mixed_precision.param_dtype
-    if dtype is not None:
-        found = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "32-true"}
-        return found.get(cast("torch.dtype", dtype), str(dtype))
-    return str(precision)
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return next(
+        (name for it, name in names.items() if precision == "32-true" and it is dtype),
+        str(precision),
+    )
 
 
 @contextmanager
@@ -250,11 +212,11 @@ def _plan_with(
             experts=axes.experts,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.options.auto_wrap_policy,
-            cast_forward_inputs=(
-                setting.options.mixed_precision or MixedPrecision()
-            ).cast_forward_inputs,
+            mixed_precision=setting.options.mixed_precision,
             forward_prefetch=setting.options.forward_prefetch,
             backward_prefetch=setting.options.backward_prefetch,
+            uneven_units=setting.options.uneven_units,
+            activation_checkpointing=setting.options.activation_checkpointing or False,
             **options,
         )
 
@@ -350,8 +312,8 @@ def plan_of_run(
         micro_batches=sorted(sizes),
     )
     own: list[str] = []
-    if setting.unplanned:
-        lines.append(f"The plan does not know {', '.join(setting.unplanned)}: {_DIFFERS}.")
+    if plan.unplanned:
+        lines.append(f"The plan does not know {', '.join(plan.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
         it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
@@ -536,16 +498,16 @@ def _fastest(
     chosen = Chosen(
         sharding_strategy=best.strategy,
         shard_size=best.shard_size,
-        reason=_reason(plan, gpu, setting),
+        reason=_reason(plan, gpu),
     )
     return chosen, ""
 
 
-def _reason(plan: Plan, gpu: str, setting: RunSetting) -> str:
+def _reason(plan: Plan, gpu: str) -> str:
     best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
-    without = f", which does not know {', '.join(setting.unplanned)}" if setting.unplanned else ""
+    without = f", which does not know {', '.join(plan.unplanned)}" if plan.unplanned else ""
     return (
         f"the fastest that fits {machines} by the plan{without} ({needs}, {best.step.total:.3g} s)"
         if best.fits

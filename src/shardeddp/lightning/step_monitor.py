@@ -337,20 +337,21 @@ class StepMonitor(Callback):
         strategy: Any = trainer.strategy
         self._gpu, self._expected, self._note = gpu_at(strategy.root_device), None, ""
         setting: RunSetting = strategy.setting(trainer)
-        options, self._unplanned = strategy.options, ", ".join(setting.unplanned)
+        options, self._unplanned = strategy.options, ""
         bare = self._bare.get(trainer.lightning_module, _SHARDED_BEFORE)
         if isinstance(bare, str):
             self._note = bare
             return
         try:
-            self._expected = plan_as_set(
+            plan = plan_as_set(
                 bare,
                 batch,
                 ((options.sharding_strategy, options.sharding),),
                 setting,
                 self._gpu or ASSUMED_GPU,
                 gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
-            ).best
+            )
+            self._expected, self._unplanned = plan.best, ", ".join(plan.unplanned)
         except ConfigurationError as error:
             self._note = _reason(error)
 

@@ -104,6 +104,15 @@ class GroupCost:
         return self.layout.padded_numel * self.param_itemsize if self.trainable else 0
 
     @property
+    def summed_nbytes(self) -> int:
+        """Bytes of unsharded gradients that autograd has added up over several backwards.
+
+        These are in the reduce dtype if parameters are cast.
+        """
+        itemsize = self.reduce_itemsize if self.plan.casts_params else self.param_itemsize
+        return self.layout.padded_numel * itemsize if self.trainable else 0
+
+    @property
     def largest_nbytes(self) -> int:
         """Bytes of the largest parameter's gradient; zero for frozen parameters."""
         numels = [slot.numel for slot in self.layout.slots if self.trainable]
@@ -314,9 +323,7 @@ def waiting_gradients(
         return 0
     reduced = sharding.reduce_every_backward
     return sum(
-        group.partial_nbytes if reduced else group.gradient_nbytes
-        for unit in units
-        for group in unit
+        group.partial_nbytes if reduced else group.summed_nbytes for unit in units for group in unit
     )
 
 
@@ -344,7 +351,8 @@ def backward_moments(
         # All gradients stay unsharded until each is packed. A new one exists beside the accumulated
         # one until it has been added; those of the next unit are being reduced meanwhile.
         base = kept_root + waiting
-        reduced = [max(0, more - own) for more, own in zip(packed, gradients, strict=True)]
+        summed = [sum(group.summed_nbytes for group in unit) for unit in units]
+        reduced = [max(0, more - own) for more, own in zip(packed, summed, strict=True)]
         running = [
             BackwardMemory(unit=place, nbytes=base + behind + own, own_nbytes=own, accumulates=True)
             for place, (own, behind) in enumerate(zip(largest, [*reduced[1:], 0], strict=True))

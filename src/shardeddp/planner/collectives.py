@@ -132,11 +132,11 @@ def exchanges_of_step(
     ranks: int,
     micro_batches: int = 1,
     *,
-    recomputes: bool,
+    recomputed: Sequence[bool],
 ) -> list[Collective]:
     """Return the exchanges of activations that a rank issues in one optimizer step.
 
-    ``units`` has those of each unit, the root unit first, which is not recomputed.
+    ``units`` has those of each unit, ``recomputed`` a flag for each that is recomputed.
     """
     return [
         Collective(
@@ -145,7 +145,7 @@ def exchanges_of_step(
             unit=index,
             nbytes=it.nbytes,
             ranks=ranks,
-            times=micro_batches * (1 + (recomputes and it.is_redone and index > 0)),
+            times=micro_batches * (1 + (recomputed[index] and it.is_redone)),
         )
         for index, exchanges in enumerate(units)
         for it in exchanges

@@ -10,7 +10,16 @@ from typing import Any, TypeAlias, cast
 
 from torch import nn
 
-from shardeddp.config import check_size, resolve_prefetch
+from shardeddp.config import (
+    ActivationCheckpointing,
+    ActivationCheckpointingLike,
+    DTypeLike,
+    MixedPrecision,
+    check_size,
+    resolve_activation_checkpointing,
+    resolve_mixed_precision,
+    resolve_prefetch,
+)
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
@@ -41,12 +50,16 @@ class Plan:
     """Report lines of the calibration: files used, and their figures."""
     policy: Policy | None = None
     """Wrap policy of the model; None: the default one."""
-    casts_inputs: bool = True
-    """``cast_forward_inputs`` of ``MixedPrecision``."""
+    mixed_precision: MixedPrecision | None = None
+    """Dtypes of gathers, reductions and casts; None: those of the precision."""
     axes: ModelAxes = WHOLE
     """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
     """Note on the split layers of the planner's own decoder; empty for other models."""
+    recomputation: ActivationCheckpointing | None = None
+    """Recomputed modules, and what selective checkpointing keeps; None: units, matmuls, attention."""
+    unplanned: Sequence[str] = ()
+    """Settings that the plan does not know."""
     is_routed: bool = False
     """True if tokens are assumed to be spread evenly over experts."""
 
@@ -63,7 +76,9 @@ class Plan:
     @property
     def yaml(self) -> str:
         """Configuration of the Trainer for the best combination."""
-        return self.best.choice.yaml(self.cluster, self.axes, self.policy, self.casts_inputs)
+        return self.best.choice.yaml(
+            self.cluster, self.axes, self.policy, self.mixed_precision, self.recomputation
+        )
 
     def why(self) -> list[str]:
         """Return lines that explain the best combination."""
@@ -109,7 +124,7 @@ def make_plan(
     global_batch: int | None = None,
     strategies: Strategies = tuple(SHARDING_STRATEGIES),
     precisions: Sequence[str] | None = None,
-    recomputes: Sequence[str] = tuple(RECOMPUTES),
+    recomputes: Sequence[str] = RECOMPUTES,
     offloads: Sequence[str] = ("none",),
     micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
     auto_wrap_policy: PolicyLike = "auto",
@@ -119,7 +134,9 @@ def make_plan(
     experts: PolicyLike = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
-    cast_forward_inputs: bool = True,
+    mixed_precision: MixedPrecision | Mapping[str, Any] | DTypeLike = None,
+    uneven_units: bool = False,
+    activation_checkpointing: ActivationCheckpointingLike = False,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -163,7 +180,13 @@ def make_plan(
         experts: Modules of experts, see :class:`shardeddp.ShardedDP`.
         forward_prefetch: Number of units gathered ahead of the current one in forward; 0: none.
         backward_prefetch: Number of units gathered ahead of the current one in backward; 0: none.
-        cast_forward_inputs: Option of :class:`shardeddp.MixedPrecision`, for ``bf16`` and ``fp16``.
+        mixed_precision: Dtypes as in :class:`shardeddp.ShardedDP`; its ``param_dtype`` is that of
+            ``bf16`` and ``fp16`` among ``precisions``.
+        uneven_units: Option of :class:`shardeddp.ShardedDP`. All ranks are assumed to use the same
+            units; without prefetches, compute waits for each gather.
+        activation_checkpointing: Modules that ``selective`` and ``full`` recompute, and operations
+            that ``selective`` keeps, as in :class:`shardeddp.ShardedDP`. False: units, and
+            matmuls and attention.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -210,6 +233,8 @@ def make_plan(
         chosen = resolve_experts(experts, max(expert_parallel_sizes, default=1))
         ahead = resolve_prefetch("forward_prefetch", forward_prefetch)
         back = resolve_prefetch("backward_prefetch", backward_prefetch)
+        recomputation = resolve_activation_checkpointing(activation_checkpointing)
+        dtypes = resolve_mixed_precision(mixed_precision)
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
@@ -234,7 +259,9 @@ def make_plan(
         axes=axes,
         forward_prefetch=ahead,
         backward_prefetch=back,
-        casts_inputs=cast_forward_inputs,
+        mixed_precision=dtypes,
+        uneven_units=uneven_units,
+        recomputation=recomputation,
     )
     plans = planner.plans()
     return Plan(
@@ -243,7 +270,9 @@ def make_plan(
         plans=plans,
         calibrated=calibration.lines,
         policy=planner.policy,
-        casts_inputs=cast_forward_inputs,
+        mixed_precision=dtypes,
+        recomputation=recomputation,
+        unplanned=planner.unplanned,
         axes=ModelAxes(tensor_plan="auto" if of_source else asked, experts=chosen),
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
 from types import FunctionType
@@ -14,8 +14,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 import yaml
 
-from shardeddp.config import find_sharding
-from shardeddp.errors import UsageError
+from shardeddp.config import (
+    ActivationCheckpointing,
+    MixedPrecision,
+    ModuleClasses,
+    find_sharding,
+    resolve_modules,
+)
+from shardeddp.errors import UsageError, first_three
 from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import (
     BackwardMemory,
@@ -36,7 +42,7 @@ from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -62,12 +68,7 @@ PCIE_GBS = 20.0
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
-RECOMPUTES = {
-    "none": (0.0, 0.0, 0.0),
-    "selective": (0.0, 0.0, 1.0),
-    "full": (1.0, 1.0, 1.0),
-}
-"""Recomputed fractions of inner units' matmuls, attention and other kernels, by setting."""
+RECOMPUTES = ("none", "selective", "full")
 
 OFFLOADS = ("none", "optimizer", "params")
 
@@ -90,13 +91,15 @@ class Choice:
     expert_parallel_size: int = 1
     forward_prefetch: int = 1
     backward_prefetch: int = 1
+    uneven_units: bool = False
 
     def yaml(
         self,
         cluster: Cluster,
         axes: ModelAxes = WHOLE,
         policy: Policy | None = None,
-        casts_inputs: bool = True,
+        mixed_precision: MixedPrecision | None = None,
+        recomputation: ActivationCheckpointing | None = None,
     ) -> str:
         """Return the configuration of the Trainer with these settings.
 
@@ -122,20 +125,25 @@ class Choice:
                 options["experts"] = experts
             elif axes.experts is not None:
                 notes.append("# and experts: as it was given, which has no name")
+        dtypes = _written_dtypes(mixed_precision or MixedPrecision())
         param_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(self.precision)
         if param_dtype:
-            fields = {"param_dtype": param_dtype, "cast_forward_inputs": False}
+            dtypes["param_dtype"] = param_dtype
+        if dtypes:
             options["mixed_precision"] = (
-                param_dtype if casts_inputs else _made("MixedPrecision", fields)
+                param_dtype if len(dtypes) == 1 and param_dtype else _made("MixedPrecision", dtypes)
             )
-        if self.recompute == "full":
-            options["activation_checkpointing"] = "auto"
-        if self.recompute == "selective":
-            kept = {"save_ops": ["matmul", "attention"]}
-            options["activation_checkpointing"] = _made("ActivationCheckpointing", kept)
+        if self.recompute != "none":
+            asked = recomputation or ActivationCheckpointing()
+            try:
+                options["activation_checkpointing"] = _recomputing(asked, self.recompute)
+            except LookupError:
+                notes.append("# and activation_checkpointing: as it was given, which has no name")
         for option in ("forward_prefetch", "backward_prefetch"):
             if vars(self)[option] != 1:
                 options[option] = vars(self)[option]
+        if self.uneven_units:
+            options["uneven_units"] = True
         if self.offload != "none":
             options["cpu_offload"] = _made("CPUOffload", {self.offload: True})
         trainer: dict[str, Any] = {
@@ -163,18 +171,61 @@ def _written(policy: Policy) -> dict[str, Any]:
     if kind in (AutoPolicy, SizePolicy, NamePolicy):
         return {"auto_wrap_policy": _made(kind.__name__, fields)}
     if isinstance(policy, ClassPolicy):
-        # A class that cannot be imported is found in the model by its own name.
-        names = [
-            it if isinstance(it, str) else path if imported(path) is it else it.__name__
-            for it in policy.classes
-            for path in ["" if isinstance(it, str) else import_path(it)]
-        ]
+        names = _names(policy.classes)
         return {"auto_wrap_policy": names[0] if len(names) == 1 else names}
     if isinstance(policy, PredicatePolicy) and isinstance(policy.predicate, FunctionType):
         path = f"{policy.predicate.__module__}.{policy.predicate.__qualname__}"
         if imported(path) is policy.predicate:
             return {"auto_wrap_policy": path}
     raise LookupError(policy)
+
+
+def _recomputing(options: ActivationCheckpointing, recompute: str) -> str | dict[str, Any]:
+    """Return activation checkpointing as a configuration file has it.
+
+    Raises:
+        LookupError: Its modules or operations have no name that another process could find.
+    """
+    chosen = _written(resolve_modules(options.modules))
+    fields: dict[str, Any] = {"modules": chosen["auto_wrap_policy"]} if chosen else {}
+    if options.every > 1:
+        fields["every"] = options.every
+    if recompute == "selective":
+        fields["save_ops"] = _named_operations(options.save_ops or SELECTIVE)
+    return _made("ActivationCheckpointing", fields) if fields else "auto"
+
+
+def _named_operations(save_ops: Any) -> str | list[str]:
+    if isinstance(save_ops, FunctionType):
+        path = f"{save_ops.__module__}.{save_ops.__qualname__}"
+        if imported(path) is not save_ops:
+            raise LookupError(save_ops)
+        return path
+    return save_ops if isinstance(save_ops, str) else [*map(str, save_ops)]
+
+
+def _names(classes: ModuleClasses) -> list[str]:
+    """Return classes of modules as a configuration file has them."""
+    # A class that cannot be imported is found in the model by its own name.
+    return [
+        it if isinstance(it, str) else path if imported(path) is it else it.__name__
+        for it in classes
+        for path in ["" if isinstance(it, str) else import_path(it)]
+    ]
+
+
+def _written_dtypes(options: MixedPrecision) -> dict[str, Any]:
+    """Return the fields of mixed precision that differ from their defaults, as in a file."""
+    changed = {it.name: vars(options)[it.name] for it in fields(options)}
+    changed = {name: it for name, it in changed.items() if it != vars(MixedPrecision())[name]}
+    return {
+        name: str(it).removeprefix("torch.")
+        if isinstance(it, torch.dtype)
+        else _names(it)
+        if name == "keep_fp32"
+        else it
+        for name, it in changed.items()
+    }
 
 
 def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +319,9 @@ class Planner:
     axes: Sequence[ModelAxes] = (WHOLE,)
     forward_prefetch: int = 1
     backward_prefetch: int = 1
-    casts_inputs: bool = True
+    mixed_precision: MixedPrecision | None = None
+    uneven_units: bool = False
+    recomputation: ActivationCheckpointing | None = None
     _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int, int, int], ModelProfile]
     )
@@ -284,6 +337,16 @@ class Planner:
     def is_routed(self) -> bool:
         """True if a router is assumed to choose experts evenly."""
         return any(it.is_routed for it in self._profiles.values())
+
+    @property
+    def unplanned(self) -> list[str]:
+        """Settings that the plan does not know."""
+        names = next(iter(self._profiles.values())).others_recomputed
+        found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
+        found = found if names else []
+        if self.recomputation is not None and self.recomputation.cpu_offload:
+            found.append("ActivationCheckpointing(cpu_offload=True)")
+        return found
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
@@ -325,7 +388,7 @@ class Planner:
         with torch.device("meta"):
             module = self.source.build()
         # Lightning casts the batch, the strategy the inputs of modules.
-        dtype = torch.bfloat16 if precision in ("bf16-true", "16-true") else None
+        dtype = self._dtypes(precision).stored
         return profile(
             module,
             lambda module, samples: self.source.step(module, samples, dtype),
@@ -334,13 +397,17 @@ class Planner:
             micro_batch=micro_batch,
             tokens=micro_batch * self.source.tokens_of(module, self.length),
             axes=axes,
-            casts_inputs=self.casts_inputs,
+            mixed_precision=self.mixed_precision,
+            recomputation=self.recomputation,
         )
+
+    def _dtypes(self, precision: str) -> PlannedPrecision:
+        return PlannedPrecision.of(precision, self.mixed_precision)
 
     def plans(self) -> list[Planned]:
         """Plan all combinations, sorted: fitting ones by tokens per second, then others by peak."""
         for option, values, known in (
-            ("recomputes", self.recomputes, tuple(RECOMPUTES)),
+            ("recomputes", self.recomputes, RECOMPUTES),
             ("offloads", self.offloads, OFFLOADS),
         ):
             for value in set(values) - set(known):
@@ -385,6 +452,8 @@ class Planner:
         )
         traced = self.profile(precision, 1, axes)
         specs, usages = traced.units, traced.usages
+        if self.uneven_units:  # ranks do not know which unit is the last
+            usages = [replace(it, ends_forward=False) for it in usages]
         costs = {
             on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
             for on_host in (False, True)
@@ -413,7 +482,10 @@ class Planner:
             work = self.profile(precision, micro_batch, axes)
             for recompute in self.recomputes:
                 exchanges = exchanges_of_step(
-                    work.exchanges, axes.size, count, recomputes=recompute != "none"
+                    work.exchanges,
+                    axes.size,
+                    count,
+                    recomputed=[it and recompute != "none" for it in work.recomputed],
                 )
                 issued = [*transfers(count), *combined(exchanges)]
                 for offload in offloads:
@@ -429,6 +501,7 @@ class Planner:
                         expert_parallel_size=axes.expert_size,
                         forward_prefetch=self.forward_prefetch,
                         backward_prefetch=self.backward_prefetch,
+                        uneven_units=self.uneven_units,
                     )
                     memory = memory_of(work, recompute, *memory_plans(offload, count > 1))
                     yield self._timed(choice, memory, work, issued, trained)
@@ -445,7 +518,7 @@ class Planner:
 
         ``used`` has the same without those of units that no forward gathers.
         """
-        back = self.backward_prefetch
+        ahead, back = self._prefetched()
         return (
             plan_memory(
                 units,
@@ -457,12 +530,20 @@ class Planner:
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
-                used, sharding, prefetch=(self.forward_prefetch, back), accumulates=accumulates
+                used,
+                sharding,
+                prefetch=(ahead, back),
+                accumulates=accumulates,
+                keeps_last=not self.uneven_units,
             ),
             backward_moments(
                 used, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
             ),
         )
+
+    def _prefetched(self) -> tuple[int, int]:
+        """Return the numbers of units gathered ahead, in forward and in backward."""
+        return (0, 0) if self.uneven_units else (self.forward_prefetch, self.backward_prefetch)
 
     def _timed(
         self,
@@ -473,21 +554,22 @@ class Planner:
         trained_nbytes: int,
     ) -> Planned:
         """Predict the time of one choice; a host step includes transfers to and from the host."""
-        on_host = choice.offload != "none"
+        ahead, back = self._prefetched()
+        on_host, is_fp32 = choice.offload != "none", self._dtypes(choice.precision).is_fp32
         task = Task(
             work=work.total,
             inner=work.inner,
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=_products(RECOMPUTES[choice.recompute], work.recomputed_shares),
+                recomputes=work.recomputed_shares(choice.recompute),
                 trained=work.trained_shares,
-                fp32=choice.precision == "32-true",
+                fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
-                forward_prefetch=choice.forward_prefetch,
-                backward_prefetch=choice.backward_prefetch,
+                forward_prefetch=ahead,
+                backward_prefetch=back,
             ),
         )
         step = task.time(self.cluster, self.calibration.constants)
@@ -495,7 +577,7 @@ class Planner:
         whole = self.profile(choice.precision, choice.micro_batch)  # ranks repeat some work
         flops = whole.model_flops / size * choice.micro_batches
         gpu = self.cluster.gpu
-        peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
+        peak = (gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops) * 1e12
         return Planned(
             choice=choice,
             memory=memory,
@@ -516,12 +598,14 @@ def in_forward(
     *,
     prefetch: tuple[int, int],
     accumulates: bool,
+    keeps_last: bool = True,
 ) -> list[int]:
     """Return bytes of unsharded parameters and waiting gradients in forwards and at the loss.
 
     One figure for the forward of each inner unit; the last is for the backward of the loss, when
     the last unit is still unsharded and those before it are prefetched.
-    ``prefetch`` has the depths of the forward and of the backward prefetch.
+    ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
+    if the last unit is released as all others are.
     """
     root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
     ahead, back = prefetch
@@ -530,15 +614,15 @@ def in_forward(
         unsharded = [0] * len(units)
     elif sharding.reshard.in_turn:
         unsharded = [root + sum(inner[end - 1 - ahead : end]) for end in ends]
-        unsharded.append(root + sum(inner[-max(1, back) :]))
+        unsharded.append(root + sum(inner[len(inner) - max(int(keeps_last), back) :]))
     else:
         unsharded = [root + sum(inner[:end]) for end in (*ends, None)]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     # A unit keeps its part before it is released.
-    kept = [*accumulate(kept_parts(units, sharding))][1:]
+    kept = [*accumulate(kept_parts(units, sharding))]
     return [
         waiting + nbytes + parts
-        for nbytes, parts in zip(unsharded, (*kept, *kept[-1:]), strict=True)
+        for nbytes, parts in zip(unsharded, (*kept[1:], kept[-1]), strict=True)
     ]
 
 
@@ -596,21 +680,17 @@ def memory_of(
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
     """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
     kept, again = [work.work[0].saved_nbytes], [0]
-    for own, usage in zip(work.work[1:], work.usages[1:], strict=True):
+    flags = zip(work.work[1:], work.usages[1:], work.recomputed[1:], strict=True)
+    for own, usage, is_recomputed in flags:
+        how = recompute if is_recomputed else "none"
         keeps = {
             "none": own.saved_nbytes,
             "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
             "full": min(own.input_nbytes, own.saved_nbytes),
-        }[recompute]
+        }[how]
         kept.append(keeps)
-        again.append(0 if recompute == "none" else max(0, own.saved_nbytes - keeps))
+        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps))
     return kept, again
-
-
-def _products(
-    ones: tuple[float, float, float], others: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    return ones[0] * others[0], ones[1] * others[1], ones[2] * others[2]
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:

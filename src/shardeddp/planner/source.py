@@ -19,6 +19,7 @@ import yaml
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardeddp.engine.dtypes import cast_tensors
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions, tensor_plan_of
@@ -257,7 +258,7 @@ def _training_step(
 
     def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> Any:
         batch = make_batch(samples) if make_batch else _batch(module, inputs, samples, length)
-        batch = batch if dtype is None else with_dtype(batch, dtype)
+        batch = batch if dtype is None else cast_tensors(batch, dtype)
         train = getattr(module, "training_step", None)
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
@@ -267,15 +268,6 @@ def _training_step(
             return train(*arguments)
 
     return step
-
-
-def with_dtype(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of tuples, lists, dicts and registered classes to a dtype."""
-
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return pytree.tree_map_only(torch.Tensor, cast_one, values)
 
 
 def _takes_two(train: Callable[..., Any]) -> bool:

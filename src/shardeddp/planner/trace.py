@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from types import MethodType
@@ -24,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
-from shardeddp.engine.forward_copies import is_cast_by_autocast
+from shardeddp.config import ActivationCheckpointing, MixedPrecision
+from shardeddp.engine.activation_checkpointing import recomputed_modules
+from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
@@ -37,7 +39,7 @@ from shardeddp.planner.backward import (
     with_form,
 )
 from shardeddp.planner.collectives import Exchange, UnitUsage
-from shardeddp.planner.source import replacement, with_dtype
+from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
@@ -50,12 +52,8 @@ from shardeddp.torch_private import (
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units, require_parameters
-from shardeddp.wrap.tree import (
-    ParameterSpec,
-    UnitSpec,
-    outermost_modules,
-    with_one_dtype_of_memory,
-)
+from shardeddp.wrap.kept_operations import is_kept_by
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 # -- counted work
 
@@ -75,7 +73,13 @@ class UnitWork:
     saved_nbytes: int = 0
     """Bytes saved for the backward: each storage once, without parameters and their copies."""
     costly_nbytes: int = 0
-    """Bytes of all results of matmuls and attention, which selective checkpointing keeps."""
+    """Bytes of all results that selective checkpointing keeps."""
+    kept_matmul_flops: float = 0.0
+    """Part of ``matmul_flops`` whose results it keeps."""
+    kept_attention_flops: float = 0.0
+    """The same of ``attention_flops``."""
+    kept_moved_nbytes: float = 0.0
+    """The same of ``moved_nbytes``."""
     input_nbytes: int = 0
     """Bytes of the module's input tensors, without those that are inputs of earlier units."""
 
@@ -108,6 +112,10 @@ class ModelProfile:
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
     """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    recomputed: list[bool]
+    """True for units that activation checkpointing recomputes."""
+    others_recomputed: list[str] = field(default_factory=list[str])
+    """Names of other modules than units that it recomputes, which is not planned."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -128,11 +136,19 @@ class ModelProfile:
         """Fractions of matmuls, attention and other kernels that have a backward."""
         return _shares(_sum(self.trained), self.total)
 
-    @cached_property
-    def recomputed_shares(self) -> tuple[float, float, float]:
-        """The same of inner units, as far as a recomputation repeats it: whole units."""
-        run_again = [it for it, use in zip(self.work, self.usages, strict=True) if use.has_backward]
-        return _shares(_sum(run_again[1:]), self.inner)
+    def recomputed_shares(self, recompute: str) -> tuple[float, float, float]:
+        """Return the same of inner units, as far as a recomputation repeats them."""
+        if recompute == "none":
+            return 0.0, 0.0, 0.0
+        flags = zip(self.work, self.usages, self.recomputed, strict=True)
+        again = _sum([it for it, use, is_again in flags if is_again and use.has_backward])
+        shares = _shares(again, self.inner)
+        if recompute == "full":
+            return shares
+        kept = again.kept_matmul_flops, again.kept_attention_flops, again.kept_moved_nbytes
+        whole = self.inner.matmul_flops, self.inner.attention_flops, self.inner.moved_nbytes
+        parts = zip(shares, kept, whole, strict=True)
+        return tuple(share - part / of if of else 0.0 for share, part, of in parts)  # pyright: ignore[reportReturnType]  # of three
 
     @property
     def model_flops(self) -> float:
@@ -174,6 +190,8 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            recomputed=self.recomputed,
+            others_recomputed=self.others_recomputed,
             buffers_nbytes=self.buffers_nbytes,
             is_routed=self.is_routed,
         )
@@ -205,6 +223,8 @@ class _Recorder:
     work: list[UnitWork]
     head: UnitWork
     free: set[int]  # storages of parameters, and of their casts and views
+    is_kept: Callable[..., bool]
+    """Whether selective checkpointing keeps the results of an operation and its arguments."""
     inside: list[int] = field(default_factory=lambda: [0])
     seen: set[int] = field(default_factory=set[int])
     inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
@@ -408,8 +428,11 @@ class _Recorder:
             trained.matmul_flops = flops * sum(factors) / 2
         else:
             done.moved_nbytes = nbytes
-        if not done.moved_nbytes:
+        if self.is_kept(func, *args, **kwargs):
             done.costly_nbytes = sum(it.nbytes for it in results)
+            done.kept_matmul_flops = done.matmul_flops
+            done.kept_attention_flops = done.attention_flops
+            done.kept_moved_nbytes = done.moved_nbytes
         for work in self.targets():
             work.add(done)
         for work in self.trained_targets():
@@ -830,11 +853,58 @@ def _runs_unit(forward: object) -> TypeGuard[partial[Any]]:
 # -- a module without memory, and its step
 
 
+SELECTIVE = ("matmul", "attention")
+"""Operations whose results selective checkpointing keeps unless others are named."""
+
 PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true", "16-mixed", "fp16", "16-true")
 """Values of the Trainer's ``precision``; ``bf16``, ``fp16``: ``MixedPrecision(param_dtype)``."""
 
-_IN_BF16 = {"16-mixed": "bf16-mixed", "fp16": "bf16", "16-true": "bf16-true"}
-"""Equivalents in bfloat16 of precisions in float16: the same bytes and matmul rates."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPrecision:
+    """Dtypes of a run; float16 is bfloat16 here, which takes the same bytes and matmul rates."""
+
+    stored: torch.dtype | None
+    """Dtype of the module's own tensors and of batches; None: as they are."""
+    autocast: torch.dtype | None
+    """Dtype of the autocast around the step; None: no autocast."""
+    options: MixedPrecision
+    """Dtypes of gathers, reductions and casts."""
+
+    @staticmethod
+    def of(precision: str, options: MixedPrecision | None = None) -> PlannedPrecision:
+        """Return the dtypes of a precision in :data:`PRECISIONS`, with the options of a strategy.
+
+        Raises:
+            UsageError: The precision is unknown, or the options compute in float64 or 8 bits.
+        """
+        if precision not in PRECISIONS:
+            raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+        options, half = options or MixedPrecision(), torch.bfloat16
+        if precision in ("bf16", "fp16"):
+            options = replace(options, param_dtype=half)
+        narrow = {
+            it.name: half for it in fields(options) if vars(options)[it.name] is torch.float16
+        }
+        options = replace(options, **narrow)  # pyright: ignore[reportArgumentType]  # of dtypes
+        if options.param_dtype not in (None, half, torch.float32):
+            raise UsageError(
+                f"MixedPrecision.param_dtype={options.param_dtype}: expected bfloat16, float16 or "
+                f"float32, as no rates of matmuls in others are known"
+            )
+        return PlannedPrecision(
+            stored=half if precision.endswith("16-true") else None,
+            autocast=half if precision.endswith("-mixed") else None,
+            options=options,
+        )
+
+    @property
+    def is_fp32(self) -> bool:
+        """True if matmuls are in float32."""
+        return (
+            self.autocast is None
+            and (self.options.param_dtype or self.stored or torch.float32) is torch.float32
+        )
 
 
 def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
@@ -875,21 +945,22 @@ def profile(
     micro_batch: int,
     tokens: int,
     axes: ModelAxes = WHOLE,
-    casts_inputs: bool = True,
+    mixed_precision: MixedPrecision | None = None,
+    recomputation: ActivationCheckpointing | None = None,
 ) -> ModelProfile:
     """Run one forward of a module on fake tensors, and count its work by unit.
 
     The tensors of the module, on any device, are replaced by ones without memory: it is not usable
     afterwards. ``step`` gets the module and the number of samples, makes its inputs and returns the
     loss. ``tokens`` are those of the micro-batch. If ranks split the model, the part of the first
-    one runs. ``casts_inputs`` is ``cast_forward_inputs`` of ``MixedPrecision``.
+    one runs. ``recomputation`` says which modules can be recomputed, None: all units; and what
+    selective checkpointing keeps, matmuls and attention if it says nothing.
 
     Raises:
-        UsageError: The precision is unknown, or the model cannot be split over the axes.
+        UsageError: The precision is not planned, or the model cannot be split over the axes.
         ConfigurationError: Parameters are lazy, or the step fails on tensors without values.
     """
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
+    dtypes = PlannedPrecision.of(precision, mixed_precision)
     if lazy := [name for name, it in module.named_parameters() if is_lazy(it)]:
         raise ConfigurationError(
             f"{type(module).__name__} has parameters that get their shapes from data (nn.Lazy...: "
@@ -902,18 +973,18 @@ def profile(
             f"step with something to train, found that all is frozen. requires_grad_(True) of a part "
             f"trains it; forwards alone are not planned"
         )
-    precision = _IN_BF16.get(precision, precision)
     mode = FakeTensorMode()
-    computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
-    without_memory(module, mode, computes)
+    without_memory(module, mode, dtypes.stored)
     recorders: list[_Recorder] = []
     with mode:
         policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
-    units = [_with_dtypes(unit, precision) for unit in build_units(module, policy, split)]
-    if precision == "bf16" and casts_inputs:  # as cast_at_boundaries of the strategy
-        inner = [unit.module for unit in units[1:]]
-        for each in {id(it): it for it in (module, *outermost_modules(module), *inner)}.values():
-            each.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    units = with_dtypes(module, build_units(module, policy, split), dtypes.options, dtypes.autocast)
+    is_kept = is_kept_by((recomputation and recomputation.save_ops) or SELECTIVE)
+    recomputed, others = _recomputed(module, units, recomputation)
+    with mode:
+        cast_at_boundaries(module, units, dtypes.options)
+        if dtypes.options.param_dtype is not None:
+            _gather_parameters(units)
     free = {storage_of(it) for it in module.parameters()}
     buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
     buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
@@ -924,9 +995,9 @@ def profile(
         truth: bool = False, *, reuses: bool = True
     ) -> tuple[_Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
-        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free))
+        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free), is_kept)
         recorders.append(recorder)
-        mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+        mixed = torch.autocast("cpu", torch.bfloat16, enabled=dtypes.autocast is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
         recording = _Recording(recorder, truth)
         try:
@@ -981,13 +1052,11 @@ def profile(
         buffers_nbytes=buffers_nbytes,
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        recomputed=[recomputed[it] for it in order],
+        others_recomputed=others,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
-
-
-def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return with_dtype(args, torch.bfloat16), with_dtype(kwargs, torch.bfloat16)
 
 
 def _usage(index: int, units: Sequence[UnitSpec], recorder: _Recorder) -> UnitUsage:
@@ -1062,25 +1131,31 @@ def _of_states(units: Sequence[UnitSpec]) -> str:
     )
 
 
-def _with_dtypes(unit: UnitSpec, precision: str) -> UnitSpec:
-    """Set the engine's main and compute dtype of parameters; gradients are reduced in float32.
+def _recomputed(
+    module: nn.Module, units: Sequence[UnitSpec], options: ActivationCheckpointing | None
+) -> tuple[list[bool], list[str]]:
+    """Return which units are recomputed, and the names of other modules that are.
 
-    The main dtype is that of the parameter; with ``bf16`` it is float32, and the compute dtype is
-    bfloat16.
+    Units inside of a recomputed one are recomputed with it.
     """
-    mains: dict[int, nn.Parameter] = {}  # in float32, by parameter
+    if options is None:
+        return [bool(index) for index in range(len(units))], []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    own = {id(unit.module) for unit in units[1:]}
+    names = recomputed_modules(module, options)
+    inside = {
+        id(inner) for name in names if id(modules[name]) in own for inner in modules[name].modules()
+    }
+    others = [name for name in names if id(modules[name]) not in own]
+    return [id(unit.module) in inside for unit in units], others
 
-    def assigned(spec: ParameterSpec) -> ParameterSpec:
-        if precision == "bf16" and spec.dtype.is_floating_point:
-            main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
-            parameter = nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
-            mains[id(spec.parameter)] = parameter
-            first = spec.shares_memory_with
-            lender = None if first is None else mains[id(first)]
-            return replace(
-                spec, parameter=parameter, shares_memory_with=lender, compute_in=torch.bfloat16
-            )
-        is_cast = precision == "bf16-mixed" and is_cast_by_autocast(spec)
-        return replace(spec, compute_in=torch.bfloat16 if is_cast else None)
 
-    return replace(unit, parameters=with_one_dtype_of_memory(map(assigned, unit.parameters)))
+def _gather_parameters(units: Sequence[UnitSpec]) -> None:
+    """Let modules compute with parameters in the dtype in which they are gathered."""
+    for spec in (it for unit in units for it in unit.parameters):
+        if spec.param_dtype is spec.dtype:
+            continue
+        gathered = torch.empty(spec.parameter.shape, dtype=spec.param_dtype)
+        made = nn.Parameter(gathered, requires_grad=spec.parameter.requires_grad)
+        for module, name in spec.registrations:
+            module._parameters[name] = made

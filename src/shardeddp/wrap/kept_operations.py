@@ -6,7 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from shardeddp.errors import ConfigurationError, nearest
 from shardeddp.torch_private import (
@@ -49,12 +53,16 @@ _EXPECTED = (
 def selective_contexts(save_ops: object) -> ContextFunction | None:
     """Return the context function that keeps results of some operations; None: of none."""
     policy = _policy_of(save_ops)
-    if policy is None:
-        operations = find_operations(_entries(save_ops))
-        if not operations:
-            return None
-        policy = functools.partial(_keep, frozenset(operations))
-    return functools.partial(_contexts, policy)
+    return None if policy is None else functools.partial(_contexts, policy)
+
+
+def _policy_of(save_ops: object) -> Callable[..., Any] | None:
+    """Return the policy function; None if no operation is kept."""
+    policy = _given_policy(save_ops)
+    if policy is not None:
+        return policy
+    operations = find_operations(_entries(save_ops))
+    return functools.partial(_keep, frozenset(operations)) if operations else None
 
 
 def _contexts(policy: Callable[..., Any]) -> Any:
@@ -103,9 +111,20 @@ def _products() -> frozenset[Operation]:
     return frozenset(find_operations(["matmul"]))
 
 
+def is_kept_by(save_ops: object) -> Callable[..., bool]:
+    """Return a function of an operation and its arguments: True if its results are kept."""
+    policy = _policy_of(save_ops)
+    in_forward = SelectiveCheckpointContext(is_recompute=False)
+
+    def is_kept(operation: Operation, *args: Any, **kwargs: Any) -> bool:
+        return policy is not None and policy(in_forward, operation, *args, **kwargs) in _KEPT
+
+    return is_kept
+
+
 def check_save_ops(save_ops: object) -> None:
     """Refuse wrong entries, before libraries with their own operations are imported."""
-    if _policy_of(save_ops) is None:
+    if _given_policy(save_ops) is None:
         find_operations(
             entry
             for entry in _entries(save_ops)
@@ -147,7 +166,7 @@ def find_operations(entries: Iterable[object]) -> list[Operation]:
     return list(found)
 
 
-def _policy_of(save_ops: object) -> Callable[..., Any] | None:
+def _given_policy(save_ops: object) -> Callable[..., Any] | None:
     """Return the policy function, given directly or by import path; None if there is none."""
     if isinstance(save_ops, str) and save_ops not in PRESETS:
         target = imported(save_ops)

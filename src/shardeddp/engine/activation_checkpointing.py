@@ -226,20 +226,29 @@ def _refuse_compiled_offload() -> None:
 # -- Activation checkpointing: the modules that are recomputed
 
 
+def recomputed_modules(root: nn.Module, options: ActivationCheckpointing) -> list[str]:
+    """Return the names of the modules that are recomputed, in module order.
+
+    A module inside another chosen one is left out: it is recomputed with the outer one. ``every``
+    counts the remaining modules.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    chosen = _outermost(_select(root, resolve_modules(options.modules)), modules)
+    return chosen[:: options.every]
+
+
 def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) -> list[str]:
     """Let the chosen modules of a model recompute their activations in backward.
 
-    Names of modules and parameters do not change. A module inside another chosen one is left out:
-    it is recomputed with the outer one, and would otherwise be recomputed twice. ``every`` counts
-    the remaining modules. A second call replaces the options of a module; with equal options it
-    changes nothing.
+    Names of modules and parameters do not change. A second call replaces the options of a module;
+    with equal options it changes nothing.
 
     Returns:
         Names of the chosen modules, in module order.
     """
     context_fn = selective_contexts(options.save_ops)
     modules = dict(root.named_modules(remove_duplicate=False))
-    chosen = _outermost(_select(root, resolve_modules(options.modules)), modules)[:: options.every]
+    chosen = recomputed_modules(root, options)
     shells = compiled_shells(root)
     for name in chosen:
         _, module = uncompiled(name, modules[name])

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardeddp.config import ActivationCheckpointing, resolve_activation_checkpointing
+from shardeddp.engine.activation_checkpointing import checkpoint_activations
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, PredicatePolicy
 from training import RUNTIMES, WIDTH, Sharding, Trial, batch
 from world import on_ranks

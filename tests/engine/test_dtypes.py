@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardeddp import MixedPrecision
 from shardeddp.config import parse_options, resolve_mixed_precision
+from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries
 from shardeddp.wrap import NamePolicy, build_units
 from training import RUNTIMES, Sharding, Trial, batch, full
 from world import on_ranks
