@@ -186,6 +186,26 @@ def test_rank_0_stays_with_its_store_until_the_others_have_read_why_it_ends(
     assert time.monotonic() - began < 0.2, "waited, though another process hosts the store"
 
 
+def test_an_error_reaches_the_others_at_the_exit_if_what_ran_until_then_has_failed_too(
+    store: MemoryStore, at_exit: dict[str, Callable[[], None]]
+) -> None:
+    first, second = (
+        ErrorPropagation(0, 2, LivenessProbe(0)),
+        ErrorPropagation(1, 2, LivenessProbe(1)),
+    )
+    second.explain_at_exit(LookupError("no such token"))
+    assert list(at_exit) == ["_explain_and_leave"]
+    at_exit["_explain_and_leave"]()
+    interrupted = RuntimeError(BROKEN)
+    first.explain(interrupted)
+    assert str(interrupted).startswith("rank 1 failed: LookupError: no such token")
+    second.explain_at_exit(LookupError("another one"))
+    second.explain(LookupError("another one"))
+    assert list(at_exit) == ["_leave"]
+    ErrorPropagation(0, 1, LivenessProbe(0)).explain_at_exit(LookupError())
+    assert "_explain_and_leave" not in at_exit
+
+
 def test_a_rank_that_ends_because_of_others_lets_them_read_why_and_one_that_is_alone_does_nothing(
     store: MemoryStore, at_exit: dict[str, Callable[[], None]]
 ) -> None:

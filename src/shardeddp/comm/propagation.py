@@ -58,12 +58,16 @@ class ErrorPropagation:
         """Forget the errors of an earlier run; all ranks call it when a run begins."""
         self._client = StoreClient("failures", self._rank)
         self._explained = False
+        self._forget_exit()
+
+    def _forget_exit(self) -> None:
         atexit.unregister(_leave)
+        atexit.unregister(self._explain_and_leave)
 
     def leave_to_parent(self) -> None:
         """Publish nothing any more, in a process that was forked from the rank."""
         self._world_size = 1
-        atexit.unregister(_leave)
+        self._forget_exit()
 
     def is_known(self) -> bool:
         """Return whether a rank has published an error in this run, while this one has none."""
@@ -111,10 +115,23 @@ class ErrorPropagation:
             if broken and self._rank and not _is_explained(error):
                 _explain_by(error, LostRankError([0], ended=not isinstance(lost, SilentStoreError)))
         self._explained = True
-        atexit.unregister(_leave)
+        self._forget_exit()
         lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
         hosts = self._rank == 0 and not has_agent_store()
         atexit.register(_leave, self._client, self._world_size - len(lost_ranks) if hosts else 0)
+
+    def explain_at_exit(self, error: BaseException) -> None:
+        """Call :meth:`explain` when the process exits, unless it is called or a run begins before.
+
+        Code that runs until then may fail itself: callbacks are told of an error first.
+        """
+        self._forget_exit()
+        if self._world_size > 1:
+            atexit.register(self._explain_and_leave, error)
+
+    def _explain_and_leave(self, error: BaseException) -> None:
+        self.explain(error)
+        self.leave()  # handlers that are registered during the exit are not called
 
     def leave(self) -> None:
         """Do now the work that :meth:`explain` has registered for the exit of the process.

@@ -50,7 +50,7 @@ def resolve_last(trainer: Trainer) -> None:
 class ShardedScriptLauncher(SubprocessScriptLauncher):
     """Lightning's script launcher, with checkpoint lookup by the strategy.
 
-    After a failed run it calls ``end``, before ``on_exception`` of the callbacks.
+    After a failed run it calls ``on_error``, before ``on_exception`` of the callbacks.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
         environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        end: Callable[[], None],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
-        self._end = end
+        self._on_error = on_error
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop started processes from copies."""
@@ -79,8 +79,8 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
             resolve_last(trainer)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._on_error(error)
             raise
 
 
@@ -147,9 +147,12 @@ def make_launcher(
     if options.plan_only:
         return PlanLauncher(strategy)
     if options.start_method == "popen":
-        return ShardedScriptLauncher(
-            environment, strategy.num_processes, strategy.num_nodes, sharding.hooks.close
-        )
+
+        def end(error: BaseException) -> None:
+            sharding.hooks.close()
+            group.explain_at_exit(error)
+
+        return ShardedScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, end)
     return ShardedMultiProcessingLauncher(
         strategy, options.start_method, sharding.recording, group.explain_and_leave
     )

@@ -458,6 +458,11 @@ class RunGroup:
         if is_transfer_error(error):
             self.explain(error)
 
+    def explain_at_exit(self, error: BaseException) -> None:
+        """Report this rank's error when the process exits, unless it is reported before."""
+        if self.current is not None:
+            self.current.error_propagation.explain_at_exit(error)
+
     def explain_and_leave(self, error: BaseException) -> None:
         """Report an error that ends a forked or spawned rank; its exit handlers may not run."""
         if self.current is not None:
