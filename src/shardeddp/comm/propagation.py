@@ -53,10 +53,12 @@ class ErrorPropagation:
         self._liveness_probe = liveness_probe
         self._client = StoreClient("failures", rank)
         self._explained = False
+        self._has_failed_before = False  # in an earlier run of this process
 
     def begin_run(self) -> None:
         """Forget the errors of an earlier run; all ranks call it when a run begins."""
         self._client = StoreClient("failures", self._rank)
+        self._has_failed_before |= self._explained
         self._explained = False
         self._forget_exit()
 
@@ -185,6 +187,12 @@ class ErrorPropagation:
         listed = ", ".join(
             f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks
         )
+        if self._has_failed_before:
+            return DesyncError(
+                f"an earlier run of these processes has failed in the middle of a collective, and "
+                f"their process group does not work since then: {listed}. Start new processes for "
+                f"another run"
+            )
         return DesyncError(
             f"data that ranks sent each other did not match or did not arrive, and no rank has "
             f"an error of its own: {listed}. If these are different lines, move the call that only "
