@@ -1,5 +1,6 @@
 """The plan's peak of a step, activations among it, is what the engine allocates: counted on the CPU in a fake world."""
 
+import gc
 from itertools import accumulate
 from typing import Any
 
@@ -13,14 +14,15 @@ from shardeddp.engine.activation_checkpointing import checkpoint_activations
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.memory import backward_moments, plan_memory
+from shardeddp.plan.memory import MemoryPlan, backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.search import in_forward, memory_of
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import build_units, resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
-from support.allocations import record_allocations
+from support.allocations import HostMemory, record_allocations
 from training import STRATEGIES, Sharding
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -76,25 +78,28 @@ def loss_of(model: torch.nn.Module, samples: int) -> torch.Tensor:
     return model(torch.zeros(samples, LENGTH, dtype=torch.long))
 
 
-def added_at_worst(model: Decoder, runtime: Runtime, micro_batches: int) -> int:
-    """Most bytes that a step holds beside those that are there between steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    attach_optimizer(optimizer)
+class Run:
+    """Steps of a model that is sharded already."""
 
-    def step() -> None:
-        for micro_batch in range(micro_batches):
-            runtime.sync_gradients = micro_batch == micro_batches - 1
-            with runtime.step("training_step") as outputs:
-                outputs.append(loss_of(model, SAMPLES))
+    def __init__(self, model: Decoder, runtime: Runtime, micro_batches: int, offload: bool) -> None:
+        self.model, self.runtime, self.micro_batches = model, runtime, micro_batches
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        attach_optimizer(self.optimizer, offload)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        for micro_batch in range(self.micro_batches):
+            self.runtime.sync_gradients = micro_batch == self.micro_batches - 1
+            with self.runtime.step("training_step") as outputs:
+                outputs.append(loss_of(self.model, SAMPLES))
             outputs.pop().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    step()
-    step()
-    with record_allocations() as sizes:
-        step()
-    return max(accumulate(sizes))
+    def states_nbytes(self) -> int:
+        """Bytes of the optimizer's states, without the numbers of steps."""
+        found = [it for state in self.optimizer.state.values() for it in state.values()]
+        return sum(it.to_local().nbytes for it in found if isinstance(it, ShardTensor))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,6 +159,34 @@ def test_the_planned_peak_has_the_modules_and_operations_that_are_recomputed(
     assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
 
 
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+    """Host memory that is not the device's."""
+    return HostMemory(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("gated", "none"), ("logits", "none"), ("eager", "full"), ("wide", "full")],
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_planned_memory_of_device_and_host_is_what_an_offloaded_run_allocates(
+    host: HostMemory, strategy: str, offload: str, micro_batches: int, recompute: str, name: str
+) -> None:
+    host.has_params = offload == "params"
+    resting, added, plan, moving, states = measured(
+        strategy, recompute, micro_batches, name, offload=offload
+    )
+    on_device, on_host = resting - states + added, host.nbytes + states
+    error = (plan.resting_nbytes + moving) / on_device - 1
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {on_device:,} bytes"
+    # An optimizer's copies may be of parts of what the plan has as one block.
+    most = on_host if offload == "params" else 1.05 * on_host
+    assert on_host <= plan.host_nbytes <= most
+
+
 def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
     model = Decoder(MODELS["gated"], LENGTH)
     units = build_units(model, resolve_policy("auto"))
@@ -178,6 +211,21 @@ def peaks(
     dtypes: MixedPrecision | None = None,
 ) -> tuple[int, int, float]:
     """The most that a step adds, and as planned; relative error of the whole plan."""
+    found = measured(strategy, recompute, micro_batches, name, prefetch, dtypes)
+    _, added, plan, moving, _ = found
+    return added, moving, (plan.resting_nbytes + moving) / (plan.resting_nbytes + added) - 1
+
+
+def measured(
+    strategy: str,
+    recompute: str,
+    micro_batches: int,
+    name: str,
+    prefetch: int = 1,
+    dtypes: MixedPrecision | None = None,
+    offload: str = "none",
+) -> tuple[int, int, MemoryPlan, int, int]:
+    """Bytes that are there between steps, and that a step adds; both as planned; and states."""
     policy, dimensions = resolve_policy("auto"), MODELS[name]
     recomputed = resolve_activation_checkpointing({**RECOMPUTES, **PARTLY}[recompute])
     traced = profile(
@@ -197,19 +245,33 @@ def peaks(
         shard_size=2 if strategy == "hybrid_shard" else None,
         prefetch=prefetch,
     )
-    model = Decoder(dimensions, LENGTH)
-    if recomputed is not None:
-        checkpoint_activations(model, recomputed)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
+    gc.collect()
+    gc.disable()  # nothing of an earlier model is freed meanwhile
     try:
-        runtime = sharding.apply(model, options=dtypes)
-        topology = runtime.mesh.topology
-        added = added_at_worst(model, runtime, micro_batches)
+        with record_allocations() as before:
+            model = Decoder(dimensions, LENGTH)
+            if recomputed is not None:
+                checkpoint_activations(model, recomputed)
+            runtime = sharding.apply(model, options=dtypes)
+            run = Run(model, runtime, micro_batches, offload == "optimizer")
+            run.step()
+            run.step()
+        with record_allocations() as sizes:
+            run.step()
     finally:
+        gc.enable()
         dist.destroy_process_group()
-    units = [costs_of(unit, topology) for unit in traced.units]
+    topology = runtime.mesh.topology
+    units = [costs_of(unit, topology, on_host=offload == "params") for unit in traced.units]
     options = {"needs_receive_buffer": True, "accumulates": micro_batches > 1}
-    resting = plan_memory(units, sharding.sharding, prefetch=prefetch, **options)
+    resting = plan_memory(
+        units,
+        sharding.sharding,
+        prefetch=prefetch,
+        offload_optimizer=offload == "optimizer",
+        **options,
+    )
     planned = memory_of(
         traced,
         "none" if recomputed is None else "selective" if recomputed.save_ops else "full",
@@ -223,5 +285,4 @@ def peaks(
         backward_moments(units, sharding.sharding, prefetch=prefetch, **options),
     )
     moving = planned.in_flight + planned.activations + planned.logits
-    error = (resting.resting_nbytes + moving) / (resting.resting_nbytes + added) - 1
-    return added, moving, error
+    return sum(before), max(accumulate(sizes)), resting, moving, run.states_nbytes()

@@ -131,8 +131,12 @@ class GroupCost:
 
         These are in the reduce dtype if parameters are cast.
         """
-        itemsize = self.reduce_itemsize if self.plan.casts_params else self.param_itemsize
-        return self.layout.padded_numel * itemsize if self.trainable else 0
+        return self.layout.padded_numel * self.summed_itemsize if self.trainable else 0
+
+    @property
+    def summed_itemsize(self) -> int:
+        """Bytes per element of gradients that autograd has added up."""
+        return self.reduce_itemsize if self.plan.casts_params else self.param_itemsize
 
     @property
     def largest_nbytes(self) -> int:
@@ -190,7 +194,7 @@ class MemoryPlan:
     """Unsharded parameters and gradients at the peak of a step."""
 
     host_nbytes: int = 0
-    """State offloaded to host memory."""
+    """State offloaded to host memory, of which what a device copies from or to is pinned."""
 
     @property
     def resting_nbytes(self) -> int:
@@ -317,12 +321,14 @@ def plan_memory(
         accumulates=accumulates,
     )
     in_flight = max((moment.nbytes for moment in worst), default=0)
+    host = 0
     if any(group.plan.on_host for group in groups):
-        host, main, gradient, states = main + gradient + states, 0, 0, 0
+        own = sum(_pinned(group.main_nbytes) for group in groups)
+        own += sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        host, main, gradient, states = own + states, 0, 0, 0
     elif offload_optimizer:
-        host, states = states + 2 * gradient, 0
-    else:
-        host = 0
+        copies = sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        host, states = states + 2 * copies, 0
     return MemoryPlan(
         main_shard_nbytes=main,
         gradient_shard_nbytes=gradient,
@@ -331,6 +337,11 @@ def plan_memory(
         in_flight_nbytes=in_flight,
         host_nbytes=host,
     )
+
+
+def _pinned(nbytes: int) -> int:
+    """Return the bytes of a block of pinned memory: torch's allocator takes powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def waiting_gradients(
@@ -359,7 +370,7 @@ def backward_moments(
 ) -> list[BackwardMemory]:
     """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`."""
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
-    largest = [max((group.largest_nbytes for group in unit), default=0) for unit in units]
+    largest = [max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [
         sum(group.receive_nbytes for group in unit) if needs_receive_buffer else 0 for unit in units
@@ -367,6 +378,13 @@ def backward_moments(
     parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.retains else sum(parameters[:1])
+    sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
+    # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
+    # and a group of one rank has nothing to wait for.
+    early = [
+        sum(it.averages_nbytes for it in unit if not needs_receive_buffer or it.shard_size == 1)
+        for unit in units
+    ]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     root = kept_root + sum(gradients[:1]) + waiting
     if accumulates and not sharding.reduce_every_backward:
@@ -374,26 +392,41 @@ def backward_moments(
         # one until it has been added; those of the next unit are being reduced meanwhile.
         base = kept_root + waiting
         summed = [sum(group.summed_nbytes for group in unit) for unit in units]
-        reduced = [max(0, more - own) for more, own in zip(packed, summed, strict=True)]
+        reduced = [more - own for more, own in zip(packed, summed, strict=True)]
+        behind = [max(0, more + its) for more, its in zip(reduced[1:], early[1:], strict=True)]
         running = [
-            BackwardMemory(unit=place, nbytes=base + behind + own, own_nbytes=own, accumulates=True)
-            for place, (own, behind) in enumerate(zip(largest, [*reduced[1:], 0], strict=True))
+            BackwardMemory(
+                unit=place,
+                # Cast before it is added.
+                nbytes=base + more + its.largest_nbytes // its.param_itemsize * its.summed_itemsize,
+                own_nbytes=its.largest_nbytes,
+                accumulates=True,
+            )
+            for place, (its, more) in enumerate(zip(largest, [*behind, 0], strict=True))
+            if its is not None
         ]
         packing = [
-            BackwardMemory(unit=place, nbytes=base + max(buffer, more), is_over=True)
-            for place, (buffer, more) in enumerate(zip(buffers, reduced, strict=True))
+            # The averages are copied out of the buffer before that is released.
+            BackwardMemory(unit=place, nbytes=base + max(buffer, more + averages), is_over=True)
+            for place, (buffer, more, averages) in enumerate(
+                zip(buffers, reduced, sharing, strict=True)
+            )
         ]
         return running + packing
     unsharded = _unsharded(parameters, sharding, prefetch)
-    sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
+
+    # After the reduce-scatter averages are in the place of partial sums.
+    partial = [sum(it.partial_nbytes for it in unit) if accumulates else 0 for unit in units]
+    late = [max(0, more - former) for more, former in zip(sharing, partial, strict=True)]
 
     def waiting_behind(place: int) -> int:
         """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""
-        behind = sharing[place + 1 :]
-        if needs_receive_buffer:
-            return sum(behind[:1])
+        own = sum(early[place : place + 1])
+        if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
+            return own or sum(late[place + 1 : place + 2])
         # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
-        return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
+        waiting = own + sum(late[place + 1 :])
+        return min(waiting, (WAITING_UNITS + 1) * max(sharing, default=0))
 
     # The root's reduction, after the last inner unit.
     last = root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0)

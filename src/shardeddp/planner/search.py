@@ -658,7 +658,6 @@ def memory_of(
         nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
         candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
     in_flight, activations, logits = max(candidates, key=sum)
-    device = between_steps.resting_nbytes
     return Memory(
         parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
         gradients=between_steps.gradient_shard_nbytes,
@@ -666,7 +665,7 @@ def memory_of(
         in_flight=in_flight,
         activations=activations,
         logits=logits,
-        slack=int(SLACK * (device and in_flight + activations + logits)),
+        slack=int(SLACK * (in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
         host=between_steps.host_nbytes,
         buffers=work.buffers_nbytes,
