@@ -39,7 +39,12 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.axes import WHOLE, ModelAxes, names_of
 from shardeddp.planner.calibration import Calibration
-from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
+from shardeddp.planner.collectives import (
+    Collective,
+    broadcasts_of_step,
+    collectives_of_step,
+    exchanges_of_step,
+)
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
@@ -464,7 +469,9 @@ class Planner:
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            return combined(collectives_of_step(costs[False], sharding, count, usages))
+            found = collectives_of_step(costs[False], sharding, count, usages)
+            ranks, stride = topology.data_size, axes.tensor_size
+            return combined([*found, *broadcasts_of_step(traced.broadcast_nbytes, ranks, stride)])
 
         @cache
         def memory_plans(
