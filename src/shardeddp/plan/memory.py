@@ -219,6 +219,9 @@ class BackwardMemory:
     unit: int
     """Index of the running unit."""
 
+    position: int = 0
+    """Number of forwards of inner units before the one whose backward this is."""
+
     nbytes: int
     """Bytes of unsharded parameters and of gradients that are not reduced yet."""
 
@@ -367,9 +370,15 @@ def backward_moments(
     prefetch: int,
     needs_receive_buffer: bool = True,
     accumulates: bool = False,
+    uses: Sequence[int] | None = None,
 ) -> list[BackwardMemory]:
-    """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`."""
+    """Return candidates for the memory peak of a backward.
+
+    ``uses`` has the index of the inner unit of each forward, in their order; None: each runs once.
+    Other arguments are as in :func:`plan_memory`.
+    """
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
+    summed = [sum(group.summed_nbytes for group in unit) for unit in units]
     largest = [max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [
@@ -386,70 +395,125 @@ def backward_moments(
         for unit in units
     ]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
-    root = kept_root + sum(gradients[:1]) + waiting
-    if accumulates and not sharding.reduce_every_backward:
-        # All gradients stay unsharded until each is packed. A new one exists beside the accumulated
-        # one until it has been added; those of the next unit are being reduced meanwhile.
-        base = kept_root + waiting
-        summed = [sum(group.summed_nbytes for group in unit) for unit in units]
-        reduced = [more - own for more, own in zip(packed, summed, strict=True)]
-        behind = [max(0, more + its) for more, its in zip(reduced[1:], early[1:], strict=True)]
-        running = [
-            BackwardMemory(
-                unit=place,
-                # Cast before it is added.
-                nbytes=base + more + its.largest_nbytes // its.param_itemsize * its.summed_itemsize,
-                own_nbytes=its.largest_nbytes,
-                accumulates=True,
-            )
-            for place, (its, more) in enumerate(zip(largest, [*behind, 0], strict=True))
-            if its is not None
-        ]
-        packing = [
-            # The averages are copied out of the buffer before that is released.
-            BackwardMemory(unit=place, nbytes=base + max(buffer, more + averages), is_over=True)
-            for place, (buffer, more, averages) in enumerate(
-                zip(buffers, reduced, sharing, strict=True)
-            )
-        ]
-        return running + packing
-    unsharded = _unsharded(parameters, sharding, prefetch)
-
+    backward = _backward_of(uses or range(1, len(units)), parameters, sharding, prefetch)
+    # All gradients of a step are added up before one is reduced.
+    adds_all = accumulates and not sharding.reduce_every_backward
     # After the reduce-scatter averages are in the place of partial sums.
     partial = [sum(it.partial_nbytes for it in unit) if accumulates else 0 for unit in units]
     late = [max(0, more - former) for more, former in zip(sharing, partial, strict=True)]
 
-    def waiting_behind(place: int) -> int:
-        """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""
-        own = sum(early[place : place + 1])
-        if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
-            return own or sum(late[place + 1 : place + 2])
-        # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
-        waiting = own + sum(late[place + 1 :])
-        return min(waiting, (WAITING_UNITS + 1) * max(sharing, default=0))
+    def added(unit: int) -> tuple[int, int]:
+        """Return bytes of a new gradient, before and after the cast in which it is added."""
+        group = largest[unit]
+        if group is None:
+            return 0, 0
+        own = group.largest_nbytes
+        return own, own // group.param_itemsize * group.summed_itemsize
 
-    # The root's reduction, after the last inner unit.
-    last = root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0)
-    moments = [BackwardMemory(unit=0, nbytes=last, is_over=True)]
-    for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
-        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
-        before = packed[place + 1] + waiting_behind(place + 1) if place + 1 < len(units) else 0
-        moments.append(
-            BackwardMemory(
-                unit=place,
-                nbytes=root + own + before + held,
-                own_nbytes=own,
-                root_nbytes=sum(gradients[:1]),
-            )
+    def waiting_behind(closed: Sequence[int]) -> int:
+        """Return bytes in reductions across replicas while the last of these units is reduced."""
+        own = sum(early[it] for it in closed[-1:])
+        if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
+            return own or sum(late[it] for it in closed[-2:-1])
+        # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
+        behind = own + sum(late[it] for it in closed[:-1])
+        return min(behind, (WAITING_UNITS + 1) * max(sharing, default=0))
+
+    def in_backward(it: _Use, held: int, behind: int) -> BackwardMemory:
+        """Return the moment of a backward, beside what is held and reduced meanwhile."""
+        # Autograd holds the gradients of a unit until all of its backwards have added to them.
+        held += sum(gradients[unit] for unit in it.opened) + it.adds * gradients[it.unit]
+        own = cast = gradients[it.unit]
+        adds = it.adds or (adds_all and not it.is_open)
+        if adds:  # a new one exists beside what it is added to, cast if that is of former backwards
+            own, cast = added(it.unit)
+        return BackwardMemory(
+            unit=it.unit,
+            position=it.position,
+            nbytes=held + behind + it.unsharded_nbytes + (own if it.is_open else cast),
+            own_nbytes=own,
+            accumulates=adds,
+            root_nbytes=0 if adds_all else sum(gradients[:1]),
         )
+
+    moments: list[BackwardMemory] = []
+    closed = [it.unit for it in backward if not it.is_open]
+    if adds_all:
+        base = kept_root + waiting
+        for it in [*backward, _Use(unit=0, position=0, closed=closed)] if units else []:
+            # Those of the unit whose backwards were over before are being reduced meanwhile.
+            last = it.closed[-1:]
+            behind = sum(max(0, packed[unit] - summed[unit] + early[unit]) for unit in last)
+            moments.append(in_backward(it, base, behind))
+            # The averages are copied out of the buffer before that is released.
+            done = max(0, packed[it.unit] - summed[it.unit]) + sharing[it.unit]
+            moments.append(
+                BackwardMemory(
+                    unit=it.unit,
+                    position=it.position,
+                    nbytes=base + it.unsharded_nbytes + max(buffers[it.unit], done),
+                    is_over=True,
+                )
+            )
+        return moments
+    root = kept_root + sum(gradients[:1]) + waiting
+    # The root's reduction, after the last inner unit.
+    last = root + sum(gradients[it] for it in closed[-1:]) + sum(buffers[:1])
+    last += waiting_behind([*closed, 0] if units else [])
+    moments.append(BackwardMemory(unit=0, nbytes=last, is_over=True))
+    for it in backward:
+        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
+        before = sum(packed[unit] for unit in it.closed[-1:]) + waiting_behind(it.closed)
+        moments.append(in_backward(it, root, before))
     return moments
 
 
-def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
-    """Return bytes of inner units' unsharded parameters during the backward of each inner unit."""
-    inner = parameters[1:]
-    if sharding.retains:
-        return [0 for _ in inner]
-    if sharding.reshard is Reshard.AFTER_BACKWARD:
-        return [sum(inner[: place + 1]) for place in range(len(inner))]
-    return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """Backward of one forward of a unit."""
+
+    unit: int
+    position: int
+    """Number of forwards that ran before that one."""
+    unsharded_nbytes: int = 0
+    """Bytes of inner units' unsharded parameters."""
+    closed: Sequence[int] = ()
+    """Units whose backwards are over, in their order."""
+    opened: Sequence[int] = ()
+    """Other units with gradients, of which backwards are still to come."""
+    adds: bool = False
+    """True if its gradients are added to those of a later forward."""
+    is_open: bool = False
+    """True if a backward of an earlier forward is still to come."""
+
+
+def _backward_of(
+    uses: Sequence[int], parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int
+) -> list[_Use]:
+    """Return the backwards of forwards, in their order: the last forward comes first."""
+    found: list[_Use] = []
+    closed: list[int] = []
+    begun: dict[int, None] = {}
+    for position in reversed(range(len(uses))):
+        unit, ahead = uses[position], [*dict.fromkeys(reversed(uses[:position]))]
+        opened = [it for it in begun if it != unit and it in ahead]
+        unsharded = {
+            Reshard.NEVER: set[int](),
+            Reshard.AFTER_BACKWARD: {unit, *ahead},
+            Reshard.AFTER_FORWARD: {unit, *opened, *ahead[:prefetch]},
+        }[sharding.reshard]
+        found.append(
+            _Use(
+                unit=unit,
+                position=position,
+                unsharded_nbytes=sum(parameters[it] for it in unsharded),
+                closed=[*closed],
+                opened=opened,
+                adds=unit in begun,
+                is_open=unit in ahead,
+            )
+        )
+        begun[unit] = None
+        if unit not in ahead:
+            closed.append(unit)
+    return found

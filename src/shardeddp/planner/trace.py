@@ -115,6 +115,8 @@ class ModelProfile:
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
     """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    visits: list[int]
+    """Unit of each forward, as a place in ``units``, in their order."""
     recomputed: list[bool]
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
@@ -193,6 +195,7 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
             buffers_nbytes=self.buffers_nbytes,
@@ -1058,6 +1061,7 @@ def profile(
         broadcast_nbytes=[sum(it.nbytes for it in each) for each in broadcast.values()],
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
