@@ -210,10 +210,13 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device() -> None:
     units = [[group(16)], [group(32)]]
     on_device = plan(units)
     states = plan(units, offload_optimizer=True)
+    # Pinned blocks are powers of two: 32 + 64 for 96 bytes in two slices.
     assert (states.optimizer_nbytes, states.host_nbytes) == (0, on_device.optimizer_nbytes + 2 * 96)
     assert states.peak_nbytes == on_device.peak_nbytes - on_device.optimizer_nbytes
     everything = plan([[group(16, on_host=True)], [group(32, on_host=True)]])
     assert (everything.resting_nbytes, everything.host_nbytes) == (0, on_device.resting_nbytes)
+    odd = plan([[group(24, on_host=True)]])
+    assert odd.host_nbytes == plan([[group(24)]]).resting_nbytes + 2 * (64 - 48)
 
 
 def test_a_model_on_the_host_is_on_the_device_once_if_it_is_never_resharded() -> None:

@@ -1,7 +1,7 @@
 """The plan's collectives are those that the engine issues, in calls and bytes, under every strategy."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,10 +19,10 @@ from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.plan import make_plan
+from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import profile
-from shardeddp.wrap import NamePolicy, build_units
+from shardeddp.wrap import NamePolicy, Policy, build_units
 from shardeddp.wrap.flat_buffers import costs_of
 from shardeddp.wrap.tree import UnitSpec
 
@@ -312,19 +312,16 @@ def test_the_plan_has_the_dtypes_of_gathers_and_reductions(
     assert found == sent_by_kind(expected)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 3]])
-def test_the_plan_has_the_gathers_of_ranks_that_may_use_different_units(
-    order: Sequence[int], strategy: str
-) -> None:
-    asked = parse_options({"sharding_strategy": strategy, "uneven_units": True})
-    policy = NamePolicy(("blocks.*", "blocks.2.inside.*"))
+def planned(
+    build: Callable[[], nn.Module], strategy: str, asked: Options, policy: Policy, **options: Any
+) -> Plan:
+    """The plan of three micro-batches of two rows on two nodes of four ranks."""
 
     def step(module: nn.Module, samples: int, dtype: torch.dtype | None) -> torch.Tensor:
-        return module(torch.ones(samples, 3)).square().mean()
+        return module(torch.ones(samples, 3)).float().square().mean()
 
-    source = Source(name="routed", build=lambda: Routed(order), step=step, tokens_of=lambda *_: 1)
-    plan = make_plan(
+    source = Source(name="model", build=build, step=step, tokens_of=lambda *_: 1)
+    return make_plan(
         source,
         gpus=8,
         per_node=4,
@@ -334,8 +331,49 @@ def test_the_plan_has_the_gathers_of_ranks_that_may_use_different_units(
         micro_batches=2,
         global_batch=48,
         auto_wrap_policy=policy,
-        uneven_units=True,
+        **options,
     )
+
+
+class Buffered(Stack):
+    """Buffers of several kinds, one of which ranks keep to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(frozen=False)
+        self.statistics = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.ones(5, 3))
+        self.register_buffer("one", torch.ones(1).expand(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, 3) to (rows, 5)."""
+        x = self.statistics(x[:, :, None].expand(-1, -1, 2)).mean(-1)
+        return super().forward((x * self.table[0] * self.one[0]).float())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("fields", [{}, {"buffer_dtype": "float64"}])
+def test_the_plan_has_the_broadcast_of_buffers(fields: dict[str, Any], strategy: str) -> None:
+    asked, policy = parse_options({"sharding_strategy": strategy}), NamePolicy(("blocks.*",))
+    dtypes = MixedPrecision(**fields, output_dtype="fp32", keep_fp32=["BatchNorm1d"])
+    plan = planned(Buffered, strategy, asked, policy, mixed_precision=dtypes)
+    topology = asked.sharding.topology(2, 4)
+    model = Buffered()
+    units = assign_dtypes(model, build_units(model, policy), dtypes, None)
+    found = sent_by_engine(model, units, topology, asked, dtypes, 3)
+    assert found == sent_by_kind(plan.best.task.collectives)
+    assert found[1]["broadcast"] == (3 if fields else 2)
+    assert plan.best.step.gathers > 0
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 3]])
+def test_the_plan_has_the_gathers_of_ranks_that_may_use_different_units(
+    order: Sequence[int], strategy: str
+) -> None:
+    asked = parse_options({"sharding_strategy": strategy, "uneven_units": True})
+    policy = NamePolicy(("blocks.*", "blocks.2.inside.*"))
+
+    plan = planned(lambda: Routed(order), strategy, asked, policy, uneven_units=True)
     topology = asked.sharding.topology(2, 4)
     model = Routed(order)
     found = sent_by_engine(model, build_units(model, policy), topology, asked, None, 3)

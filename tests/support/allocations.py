@@ -1,11 +1,20 @@
 """What a rank allocates and frees, as the profiler records it."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 from torch.profiler import ProfilerActivity, profile
+
+from shardeddp.engine import flat_group, reduction, shard_model
+from shardeddp.optim import elementwise
+from shardeddp.torch_private import storage_of
 
 ATTEMPTS = 8
 """How often to record before memory counts as kept; kept each time, it is."""
@@ -35,3 +44,48 @@ def all_complete(sizes: list[int], kept: float = 0.0) -> bool:
     difference = torch.tensor([abs(sum(sizes) - kept)])
     dist.all_reduce(difference, dist.ReduceOp.MAX)
     return difference.item() < SMALL_NBYTES
+
+
+class HostMemory:
+    """Host memory beside that of a device that is the CPU: the engine's, and not of torch's allocator.
+
+    So :func:`record_allocations` has the device's alone, as if the two were apart; what goes from
+    one to the other is copied.
+
+    Args:
+        patch: Undoes what is patched.
+    """
+
+    def __init__(self, patch: MonkeyPatch) -> None:
+        self.nbytes = 0
+        """Bytes of blocks, which are powers of two as those of pinned memory."""
+        self.has_params = False
+        """Whether main shards and gradient shards of models that are sharded from now on are there."""
+        self._storages: set[int] = set()
+        for module in (flat_group, reduction, elementwise):
+            patch.setattr(module, "empty_on_host", self._empty)
+        plan_unit, to = shard_model.plan_unit, torch.Tensor.to
+
+        def plan(*args: Any, on_host: bool, **options: Any) -> Any:
+            return plan_unit(*args, on_host=self.has_params, **options)
+
+        def copy(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            if type(tensor) is torch.Tensor and storage_of(tensor) in self._storages:
+                options["copy"] = True
+            return to(tensor, *args, **options)
+
+        patch.setattr(shard_model, "plan_unit", plan)
+        patch.setattr(torch.Tensor, "to", copy)
+
+    def _empty(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        memory = np.empty(max(1, like.numel()) * like.dtype.itemsize, dtype=np.uint8)
+        tensor = torch.from_numpy(memory).view(like.dtype)[: like.numel()].view(like.shape)
+        nbytes = 1 << (like.nbytes - 1).bit_length() if like.nbytes else 0
+        self.nbytes += nbytes
+        self._storages.add(storage_of(tensor))
+        weakref.finalize(memory, partial(self._free, storage_of(tensor), nbytes))
+        return tensor
+
+    def _free(self, storage: int, nbytes: int) -> None:
+        self.nbytes -= nbytes
+        self._storages.discard(storage)

@@ -25,18 +25,20 @@ class BufferBroadcast:
             if isinstance(buffer, torch.Tensor)
         ]
 
-    @torch.no_grad()
-    def broadcast(self, mesh: Mesh) -> None:
-        """Overwrite every rank's buffers with rank 0's; one broadcast per dtype."""
-        if mesh.data.size == 1:
-            return
+    def by_dtype(self) -> dict[torch.dtype, list[torch.Tensor]]:
+        """Return the buffers that are broadcast, by dtype."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for module, name in self._places:
             # Scripted modules have no get().
             buffer = module._buffers[name] if name in module._buffers else None  # noqa: SIM401
             if buffer is not None and _has_elements_of_its_own(buffer):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
+        return by_dtype
+
+    @torch.no_grad()
+    def broadcast(self, mesh: Mesh) -> None:
+        """Overwrite every rank's buffers with rank 0's; one broadcast per dtype."""
+        for buffers in self.by_dtype().values() if mesh.data.size > 1 else ():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
             with during(mesh.run.clock, "ranks"):

@@ -109,8 +109,12 @@ class GroupCost:
 
         These are in the reduce dtype if parameters are cast.
         """
-        itemsize = self.reduce_itemsize if self.plan.casts_params else self.param_itemsize
-        return self.layout.padded_numel * itemsize if self.trainable else 0
+        return self.layout.padded_numel * self.summed_itemsize if self.trainable else 0
+
+    @property
+    def summed_itemsize(self) -> int:
+        """Bytes per element of gradients that autograd has added up."""
+        return self.reduce_itemsize if self.plan.casts_params else self.param_itemsize
 
     @property
     def largest_nbytes(self) -> int:
@@ -168,7 +172,7 @@ class MemoryPlan:
     """Unsharded parameters and gradients at the peak of a step."""
 
     host_nbytes: int = 0
-    """State offloaded to host memory."""
+    """State offloaded to host memory, of which what a device copies from or to is pinned."""
 
     @property
     def resting_nbytes(self) -> int:
@@ -192,6 +196,9 @@ class BackwardMemory:
 
     unit: int
     """Index of the running unit."""
+
+    position: int = 0
+    """Number of forwards of inner units before the one whose backward this is."""
 
     nbytes: int
     """Bytes of unsharded parameters and of gradients that are not reduced yet."""
@@ -295,12 +302,14 @@ def plan_memory(
         accumulates=accumulates,
     )
     in_flight = max((moment.nbytes for moment in worst), default=0)
+    host = 0
     if any(group.plan.on_host for group in groups):
-        host, main, gradient, states = main + gradient + states, 0, 0, 0
+        own = sum(_pinned(group.main_nbytes) for group in groups)
+        own += sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        host, main, gradient, states = own + states, 0, 0, 0
     elif offload_optimizer:
-        host, states = states + 2 * gradient, 0
-    else:
-        host = 0
+        copies = sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        host, states = states + 2 * copies, 0
     return MemoryPlan(
         main_shard_nbytes=main,
         gradient_shard_nbytes=gradient,
@@ -309,6 +318,11 @@ def plan_memory(
         in_flight_nbytes=in_flight,
         host_nbytes=host,
     )
+
+
+def _pinned(nbytes: int) -> int:
+    """Return the bytes of a block of pinned memory: torch's allocator takes powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def waiting_gradients(
@@ -334,10 +348,16 @@ def backward_moments(
     prefetch: int,
     needs_receive_buffer: bool = True,
     accumulates: bool = False,
+    uses: Sequence[int] | None = None,
 ) -> list[BackwardMemory]:
-    """Return candidates for the memory peak of a backward; arguments as in :func:`plan_memory`."""
+    """Return candidates for the memory peak of a backward.
+
+    ``uses`` has the index of the inner unit of each forward, in their order; None: each runs once.
+    Other arguments are as in :func:`plan_memory`.
+    """
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
-    largest = [max((group.largest_nbytes for group in unit), default=0) for unit in units]
+    summed = [sum(group.summed_nbytes for group in unit) for unit in units]
+    largest = [max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [
         sum(group.receive_nbytes for group in unit) if needs_receive_buffer else 0 for unit in units
@@ -345,72 +365,154 @@ def backward_moments(
     parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.retains else sum(parameters[:1])
-    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
-    root = kept_root + sum(gradients[:1]) + waiting
-    if accumulates and not sharding.reduce_every_backward:
-        # All gradients stay unsharded until each is packed. A new one exists beside the accumulated
-        # one until it has been added; those of the next unit are being reduced meanwhile.
-        base = kept_root + waiting
-        summed = [sum(group.summed_nbytes for group in unit) for unit in units]
-        reduced = [max(0, more - own) for more, own in zip(packed, summed, strict=True)]
-        running = [
-            BackwardMemory(unit=place, nbytes=base + behind + own, own_nbytes=own, accumulates=True)
-            for place, (own, behind) in enumerate(zip(largest, [*reduced[1:], 0], strict=True))
-        ]
-        packing = [
-            BackwardMemory(unit=place, nbytes=base + max(buffer, more), is_over=True)
-            for place, (buffer, more) in enumerate(zip(buffers, reduced, strict=True))
-        ]
-        return running + packing
-    kept = kept_parts(units, sharding)
-    unsharded = [
-        gathered + sum(kept[: place + 1])
-        for place, gathered in enumerate(_unsharded(parameters, sharding, prefetch), start=1)
-    ]
     sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
+    # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
+    # and a group of one rank has nothing to wait for.
+    early = [
+        sum(it.averages_nbytes for it in unit if not needs_receive_buffer or it.shard_size == 1)
+        for unit in units
+    ]
+    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
+    kept = kept_parts(units, sharding, uses)
+    backward = _backward_of(uses or range(1, len(units)), parameters, kept, sharding, prefetch)
+    # All gradients of a step are added up before one is reduced.
+    adds_all = accumulates and not sharding.reduce_every_backward
+    # After the reduce-scatter averages are in the place of partial sums.
+    partial = [sum(it.partial_nbytes for it in unit) if accumulates else 0 for unit in units]
+    late = [max(0, more - former) for more, former in zip(sharing, partial, strict=True)]
 
-    def waiting_behind(place: int) -> int:
-        """Return bytes in reductions across replicas while this unit is in its reduce-scatter."""
-        behind = sharing[place + 1 :]
-        if needs_receive_buffer:
-            return sum(behind[:1])
+    def added(unit: int) -> tuple[int, int]:
+        """Return bytes of a new gradient, before and after the cast in which it is added."""
+        group = largest[unit]
+        if group is None:
+            return 0, 0
+        own = group.largest_nbytes
+        return own, own // group.param_itemsize * group.summed_itemsize
+
+    def waiting_behind(closed: Sequence[int]) -> int:
+        """Return bytes in reductions across replicas while the last of these units is reduced."""
+        own = sum(early[it] for it in closed[-1:])
+        if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
+            return own or sum(late[it] for it in closed[-2:-1])
         # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
-        return min(sum(sharing[place:]), (WAITING_UNITS + 1) * max(sharing, default=0))
+        behind = own + sum(late[it] for it in closed[:-1])
+        return min(behind, (WAITING_UNITS + 1) * max(sharing, default=0))
 
-    # The root's reduction, after the last inner unit.
-    last = root + sum(gradients[1:2]) + sum(buffers[:1]) + waiting_behind(0)
-    moments = [BackwardMemory(unit=0, nbytes=last, is_over=True)]
-    for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
-        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
-        before = packed[place + 1] + waiting_behind(place + 1) if place + 1 < len(units) else 0
-        moments.append(
-            BackwardMemory(
-                unit=place,
-                nbytes=root + own + before + held,
-                own_nbytes=own,
-                root_nbytes=sum(gradients[:1]),
-            )
+    def in_backward(it: _Use, held: int, behind: int) -> BackwardMemory:
+        """Return the moment of a backward, beside what is held and reduced meanwhile."""
+        # Autograd holds the gradients of a unit until all of its backwards have added to them.
+        held += sum(gradients[unit] for unit in it.opened) + it.adds * gradients[it.unit]
+        own = cast = gradients[it.unit]
+        adds = it.adds or (adds_all and not it.is_open)
+        if adds:  # a new one exists beside what it is added to, cast if that is of former backwards
+            own, cast = added(it.unit)
+        return BackwardMemory(
+            unit=it.unit,
+            position=it.position,
+            nbytes=held + behind + it.unsharded_nbytes + (own if it.is_open else cast),
+            own_nbytes=own,
+            accumulates=adds,
+            root_nbytes=0 if adds_all else sum(gradients[:1]),
         )
+
+    moments: list[BackwardMemory] = []
+    closed = [it.unit for it in backward if not it.is_open]
+    if adds_all:
+        base = kept_root + waiting
+        for it in [*backward, _Use(unit=0, position=0, closed=closed)] if units else []:
+            # Those of the unit whose backwards were over before are being reduced meanwhile.
+            last = it.closed[-1:]
+            behind = sum(max(0, packed[unit] - summed[unit] + early[unit]) for unit in last)
+            moments.append(in_backward(it, base, behind))
+            # The averages are copied out of the buffer before that is released.
+            done = max(0, packed[it.unit] - summed[it.unit]) + sharing[it.unit]
+            moments.append(
+                BackwardMemory(
+                    unit=it.unit,
+                    position=it.position,
+                    nbytes=base + it.unsharded_nbytes + max(buffers[it.unit], done),
+                    is_over=True,
+                )
+            )
+        return moments
+    root = kept_root + sum(gradients[:1]) + waiting
+    # The root's reduction, after the last inner unit.
+    last = root + sum(gradients[it] for it in closed[-1:]) + sum(buffers[:1])
+    last += waiting_behind([*closed, 0] if units else [])
+    moments.append(BackwardMemory(unit=0, nbytes=last, is_over=True))
+    for it in backward:
+        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
+        before = sum(packed[unit] for unit in it.closed[-1:]) + waiting_behind(it.closed)
+        moments.append(in_backward(it, root, before))
     return moments
 
 
-def kept_parts(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> list[int]:
+def kept_parts(
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    uses: Sequence[int] | None = None,
+) -> list[int]:
     """Return bytes of the part of each unit that a rank keeps from its forward to its backward.
 
-    The last unit begins the backward and is not released before; the root is not, either.
+    The root is not released between them, nor is the unit that ends the forward. Arguments as in
+    :func:`backward_moments`.
     """
-    kept = [
+    uses = uses or range(1, len(units))
+    return [
         sum(group.gathers(sharding).kept_numel * group.param_itemsize for group in unit)
-        for unit in units
+        if at in uses[:-1]
+        else 0
+        for at, unit in enumerate(units)
     ]
-    return [nbytes if 0 < at < len(kept) - 1 else 0 for at, nbytes in enumerate(kept)]
 
 
-def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
-    """Return bytes of inner units' unsharded parameters during the backward of each inner unit."""
-    inner = parameters[1:]
-    if sharding.retains:
-        return [0 for _ in inner]
-    if sharding.reshard.in_turn:
-        return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]
-    return [sum(inner[: place + 1]) for place in range(len(inner))]
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """Backward of one forward of a unit."""
+
+    unit: int
+    position: int
+    """Number of forwards that ran before that one."""
+    unsharded_nbytes: int = 0
+    """Bytes of inner units' unsharded parameters, and of the parts kept for their gathers."""
+    closed: Sequence[int] = ()
+    """Units whose backwards are over, in their order."""
+    opened: Sequence[int] = ()
+    """Other units with gradients, of which backwards are still to come."""
+    adds: bool = False
+    """True if its gradients are added to those of a later forward."""
+    is_open: bool = False
+    """True if a backward of an earlier forward is still to come."""
+
+
+def _backward_of(
+    uses: Sequence[int],
+    parameters: Sequence[int],
+    kept: Sequence[int],
+    sharding: ShardingStrategy,
+    prefetch: int,
+) -> list[_Use]:
+    """Return the backwards of forwards, in their order: the last forward comes first."""
+    found: list[_Use] = []
+    closed: list[int] = []
+    begun: dict[int, None] = {}
+    for position in reversed(range(len(uses))):
+        unit, ahead = uses[position], [*dict.fromkeys(reversed(uses[:position]))]
+        opened = [it for it in begun if it != unit and it in ahead]
+        unsharded = {unit, *opened, *(ahead[:prefetch] if sharding.reshard.in_turn else ahead)}
+        gathered = 0 if sharding.retains else sum(parameters[it] for it in unsharded)
+        found.append(
+            _Use(
+                unit=unit,
+                position=position,
+                unsharded_nbytes=gathered + sum(kept[it] for it in {unit, *opened, *ahead}),
+                closed=[*closed],
+                opened=opened,
+                adds=unit in begun,
+                is_open=unit in ahead,
+            )
+        )
+        begun[unit] = None
+        if unit not in ahead:
+            closed.append(unit)
+    return found

@@ -9,12 +9,13 @@ from shardeddp.plan.gather import GatherStage
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
-IssuedIn = Literal["forward", "backward", "step", "layer"]
-"""Time of issue. ``step``: once per optimizer step, overlapped with the last backward or the first
-forward; ``layer``: inside of layers that are split or have experts, which wait for it."""
+IssuedIn = Literal["begin", "forward", "backward", "step", "layer"]
+"""Time of issue. ``begin``: once per optimizer step, before its first forward, which waits for it;
+``step``: once, overlapped with the last backward or the first forward; ``layer``: inside of layers
+that are split or have experts, which wait for it."""
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,21 @@ def collectives_of_step(
             across = "reduce_scatter" if group.splitting_replicas > 1 else "all_reduce"
             add(across, "step", index, reduced // shard, replicas, stride=far)
     return found
+
+
+def broadcasts_of_step(buffers_nbytes: Sequence[int], ranks: int, stride: int) -> list[Collective]:
+    """Return the broadcasts of module buffers that ranks issue in one optimizer step.
+
+    ``buffers_nbytes`` has the bytes of those of each dtype; ``ranks`` and ``stride`` are of ranks
+    with different batches.
+    """
+    return [
+        Collective(
+            kind="broadcast", phase="begin", unit=0, nbytes=nbytes, ranks=ranks, stride=stride
+        )
+        for nbytes in buffers_nbytes
+        if ranks > 1
+    ]
 
 
 @dataclass(kw_only=True)

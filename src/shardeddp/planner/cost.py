@@ -92,7 +92,8 @@ class Step:
     compute: float
     recompute: float
     gathers: float
-    """Exposed time of all-gathers: the part that compute does not overlap."""
+    """Exposed time of all-gathers: the part that compute does not overlap; and all of that of
+    buffers' broadcasts."""
     reductions: float
     optimizer: float
     launch: float
@@ -212,7 +213,10 @@ def _exposed_by_kind(
         ]
         for phase in ("forward", "backward", "step")
     }
-    gathers = reductions = 0.0
+    reductions = 0.0
+    gathers = sum(
+        time_collective(it, cluster, c) * it.times for it in task.collectives if it.phase == "begin"
+    )
     if not setting.overlaps:
         reductions = times["backward"][1][0] + times["step"][1][0]
         times["backward"][1] = times["step"][1] = _NONE

@@ -39,7 +39,12 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.axes import WHOLE, ModelAxes, names_of
 from shardeddp.planner.calibration import Calibration
-from shardeddp.planner.collectives import Collective, collectives_of_step, exchanges_of_step
+from shardeddp.planner.collectives import (
+    Collective,
+    broadcasts_of_step,
+    collectives_of_step,
+    exchanges_of_step,
+)
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
@@ -464,7 +469,9 @@ class Planner:
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            return combined(collectives_of_step(costs[False], sharding, count, usages))
+            found = collectives_of_step(costs[False], sharding, count, usages)
+            ranks, stride = topology.data_size, axes.tensor_size
+            return combined([*found, *broadcasts_of_step(traced.broadcast_nbytes, ranks, stride)])
 
         @cache
         def memory_plans(
@@ -472,7 +479,7 @@ class Planner:
         ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
             units = costs[offload == "params"]
             used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
-            return self._memory_plans(units, used, sharding, offload, accumulates)
+            return self._memory_plans(units, used, traced.visits, sharding, offload, accumulates)
 
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -510,13 +517,15 @@ class Planner:
         self,
         units: Sequence[Sequence[GroupCost]],
         used: Sequence[Sequence[GroupCost]],
+        uses: Sequence[int],
         sharding: ShardingStrategy,
         offload: str,
         accumulates: bool,
     ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
         """Plan the memory of flat buffers: between steps, in forwards, and in the backward.
 
-        ``used`` has the same without those of units that no forward gathers.
+        ``used`` has the same without those of units that no forward gathers, ``uses`` the unit of
+        each forward.
         """
         ahead, back = self._prefetched()
         return (
@@ -537,7 +546,12 @@ class Planner:
                 keeps_last=not self.uneven_units,
             ),
             backward_moments(
-                used, sharding, prefetch=back, needs_receive_buffer=False, accumulates=accumulates
+                used,
+                sharding,
+                prefetch=back,
+                needs_receive_buffer=False,
+                accumulates=accumulates,
+                uses=uses,
             ),
         )
 
@@ -642,13 +656,14 @@ def memory_of(
     kept, again = kept_by_unit(work, recompute)
     head, of_loss = work.head, work.memory[0].backward
     at_head = max(of_loss.gradients, default=0)
-    # Bytes saved by the units up to each one, which are not freed yet in its backward.
-    below = [*accumulate([kept[0] - head.saved_nbytes, *kept[1:]])]
+    # Bytes saved by the forwards up to each one, which are not freed yet in its backward.
+    below = [*accumulate([kept[0] - head.saved_nbytes, *(kept[it] for it in work.visits)])]
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
     candidates = [(unsharded[-1], below[-1], head.saved_nbytes + loss)]
     candidates += [
-        (nbytes, saved + its.forward_nbytes, 0)
-        for nbytes, saved, its in zip(unsharded, below, work.memory[1:], strict=False)
+        (unsharded[unit - 1], saved + work.memory[unit].forward_nbytes, 0)
+        for unit, saved in zip(work.visits, below, strict=False)
+        if unit < len(unsharded)
     ]
     for moment in moments:
         unit, its = moment.unit, work.memory[moment.unit]
@@ -657,12 +672,12 @@ def memory_of(
             backward = its.backward.accumulating_peak if moment.accumulates else its.backward.peak
             running = kept[unit] + again[unit] + backward
             if again[unit]:
-                running = max(running, work.work[unit].input_nbytes + its.forward_nbytes)
-        saved = below[unit - 1] if unit else below[0]
+                given = work.work[unit].input_nbytes // max(1, work.usages[unit].calls)
+                running = max(running, given + its.forward_nbytes)
+        saved = below[moment.position]
         nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
         candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
     in_flight, activations, logits = max(candidates, key=sum)
-    device = between_steps.resting_nbytes
     return Memory(
         parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
         gradients=between_steps.gradient_shard_nbytes,
@@ -670,7 +685,7 @@ def memory_of(
         in_flight=in_flight,
         activations=activations,
         logits=logits,
-        slack=int(SLACK * (device and in_flight + activations + logits)),
+        slack=int(SLACK * (in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
         host=between_steps.host_nbytes,
         buffers=work.buffers_nbytes,
@@ -678,7 +693,10 @@ def memory_of(
 
 
 def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
-    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit."""
+    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit.
+
+    Of units that run several times, those of one forward.
+    """
     kept, again = [work.work[0].saved_nbytes], [0]
     flags = zip(work.work[1:], work.usages[1:], work.recomputed[1:], strict=True)
     for own, usage, is_recomputed in flags:
@@ -688,8 +706,9 @@ def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[in
             "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
             "full": min(own.input_nbytes, own.saved_nbytes),
         }[how]
-        kept.append(keeps)
-        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps))
+        calls = max(1, usage.calls)
+        kept.append(keeps // calls)
+        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps) // calls)
     return kept, again
 
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
+from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
@@ -108,10 +109,14 @@ class ModelProfile:
     """Tokens of a micro-batch; samples if inputs are not sequences."""
     buffers_nbytes: int
     """Bytes of the module's buffers, which every rank has whole."""
+    broadcast_nbytes: list[int]
+    """Bytes of the buffers of each dtype that follow those of rank 0."""
     exchanges: list[list[Exchange]]
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
     """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    visits: list[int]
+    """Unit of each forward, as a place in ``units``, in their order."""
     recomputed: list[bool]
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
@@ -190,9 +195,11 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
             buffers_nbytes=self.buffers_nbytes,
+            broadcast_nbytes=self.broadcast_nbytes,
             is_routed=self.is_routed,
         )
 
@@ -989,6 +996,7 @@ def profile(
     buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
     buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
     free |= buffers.keys()
+    broadcast = BufferBroadcast(module).by_dtype()
     wrapped = [*_wrapped(units)]
 
     def run(
@@ -1050,8 +1058,10 @@ def profile(
         head=recorder.head,
         tokens=tokens,
         buffers_nbytes=buffers_nbytes,
+        broadcast_nbytes=[sum(it.nbytes for it in each) for each in broadcast.values()],
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
