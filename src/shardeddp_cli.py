@@ -73,7 +73,9 @@ def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser
 
 
 def _add_verify(commands: Any) -> None:
-    parser = _add_command(commands, "verify", "compare every byte of checkpoints with its checksum")
+    parser = _add_command(
+        commands, "verify", "compare checkpoints with the checksums of their values"
+    )
     where = (
         "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a "
         "directory of those"

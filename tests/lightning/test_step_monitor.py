@@ -23,6 +23,7 @@ from shardeddp import ConfigurationError, ReshardSchedule, ShardedDP, StepMonito
 from shardeddp.comm.step_clock import PARTS, HostTimer
 from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
+from shardeddp.lightning.stragglers import WINDOW
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import calibrate, read, write
 from shardeddp_cli import main
@@ -303,12 +304,23 @@ def test_bytes_of_a_step_are_those_of_training_alone(world: Worlds) -> None:
 class Fails(Takes):
     """A module that breaks off in the middle of a forward."""
 
+    at = 3
+
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-        """A loss, up to the fourth step."""
+        """A loss, up to some step."""
         loss = super().training_step(batch, batch_index)
-        if self.trainer.global_step == 3:
+        if self.trainer.global_step == self.at:
             raise KeyError("enough")
         return loss
+
+
+@on_ranks(2)
+def test_a_training_that_breaks_off_reports_what_all_ranks_had_measured() -> None:
+    task, monitor = Fails(), StepMonitor()
+    task.at = 2 * WINDOW + 2
+    with pytest.raises(KeyError, match="enough"):
+        fit(task=task, monitor=monitor, max_steps=3 * WINDOW)
+    assert monitor.report is not None and 0 < monitor.report.steps < task.at
 
 
 @pytest.mark.slow

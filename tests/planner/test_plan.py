@@ -1,5 +1,6 @@
 """Plans of modules as users write them: what is counted, what is traced anew, what is refused."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -87,6 +88,31 @@ class ByName(Module):
     def training_step(self, batch: Any) -> Any:
         """A loss of embedded ids."""
         return super().training_step(self.embedding(batch["ids"]))
+
+
+@dataclass
+class Pair:
+    """A batch that is a dataclass."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Pairs(Module):
+    """Batches are dataclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = Pair(torch.zeros(4, WIDTH), torch.zeros(4, WIDTH))
+
+    def training_step(self, batch: Any) -> Any:
+        """A loss of both tensors."""
+        return super().training_step(batch.first + batch.second)
+
+
+def test_a_batch_may_be_a_dataclass() -> None:
+    planned, other = (make_plan(it, micro_batches=8).best for it in (Pairs, Module))
+    assert planned.model_flops == other.model_flops
 
 
 class Attending(Module):

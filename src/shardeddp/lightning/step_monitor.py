@@ -413,27 +413,33 @@ class StepMonitor(Callback):
         self._hear(fit)
         self._ask(fit)
         self._hear(fit, is_whole=False)
-        if not fit.all.steps:
+        if fit.all.steps:
+            self._finish(fit, trainer)
+        else:
             rank_zero_warn(
                 f"StepMonitor has nothing to report or to write: of {fit.ended} steps, the first is "
                 f"left out, and those around a reshard"
             )
-        else:
-            self.report = self._report(fit.all)
-            rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
-            with _warned("trace", self._trace):
-                self._write_trace(fit.mesh.rank)
-            if trainer.is_global_zero:
-                with _warned("record", self._record):
-                    self._write_record(self.report, trainer)
         self._stop()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Stop the measurement."""
+        """Report and write the steps that all ranks had measured before an error or Ctrl-C."""
+        if self._fit is not None and self._fit.all.steps:
+            self._finish(self._fit, trainer)
         self._stop()
+
+    def _finish(self, fit: _Fit, trainer: Trainer) -> None:
+        """Print the report; write trace and record; without communication."""
+        self.report = self._report(fit.all)
+        rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+        with _warned("trace", self._trace):
+            self._write_trace(fit.mesh.rank)
+        if trainer.is_global_zero:
+            with _warned("record", self._record):
+                self._write_record(self.report, trainer)
 
     def _stop(self) -> None:
         if self._fit is not None:

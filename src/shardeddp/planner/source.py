@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import yaml
+from lightning_utilities import apply_to_collection
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -23,7 +24,7 @@ from shardeddp.engine.dtypes import cast_tensors
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.transformer import Decoder, Dimensions, tensor_plan_of
-from shardeddp.torch_private import pytree, storage_of
+from shardeddp.torch_private import storage_of
 from shardeddp.wrap.tensor_plan import TensorPlan
 from shardeddp.wrap.tree import imported
 
@@ -286,7 +287,7 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
     example = getattr(module, "example_input_array", None)
     if example is not None:
         fitted = partial(sized, former=samples_of(example), samples=samples)
-        return pytree.tree_map_only(torch.Tensor, fitted, example)
+        return apply_to_collection(example, torch.Tensor, fitted)
     raise ConfigurationError(
         f"{type(module).__name__} has no example_input_array: expected dtypes and sizes of "
         f"a batch, found none: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "

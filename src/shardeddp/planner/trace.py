@@ -28,6 +28,7 @@ from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
 from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
@@ -333,8 +334,8 @@ class _Recorder:
 
     def add_inputs(self, work: UnitWork, values: Any) -> None:
         """Count the tensors among values that are no inputs of earlier units."""
-        for it in pytree.tree_leaves(values):
-            if isinstance(it, torch.Tensor) and storage_of(it) not in self.inputs:
+        for it in find_tensors(values):
+            if storage_of(it) not in self.inputs:
                 self.inputs.add(storage_of(it))
                 self.known.append(StorageWeakRef(it.untyped_storage()))
                 work.input_nbytes += it.nbytes
@@ -351,7 +352,7 @@ class _Recorder:
         Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
         """
         self.backward = UnitWork()
-        ends = [it for it in pytree.tree_leaves(inputs) if isinstance(it, torch.Tensor)]
+        ends = [*find_tensors(inputs)]
         if root is None:
             return MemoryRecord()
         self.is_paused = True
