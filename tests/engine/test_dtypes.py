@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from shardeddp import MixedPrecision
 from shardeddp.config import parse_options, resolve_mixed_precision
 from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
+from shardeddp.engine.hooks import map_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import NamePolicy, build_units
 from training import RUNTIMES, Sharding, Trial, batch, full
@@ -326,3 +328,25 @@ def test_equal_dtypes_are_equal_however_they_are_written() -> None:
         for given in ("bf16", torch.bfloat16, MixedPrecision(param_dtype="bfloat16"))
     )
     assert all(first.shards_like(other) for other in others)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Values of a user's class."""
+
+    one: Any
+    two: Any
+
+
+def test_tensors_are_replaced_in_whatever_holds_them_and_the_rest_stays_itself() -> None:
+    def half(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16()
+
+    Point = namedtuple("Point", "x y")
+    x = torch.ones(2)
+    found = map_tensors([{"a": (x, 3)}, Pair(x, "x"), Point(x, None), defaultdict(list, k=x)], half)
+    assert found[0]["a"][0].dtype is found[1].one.dtype is found[2].x.dtype is torch.bfloat16
+    assert found[3]["k"].dtype is torch.bfloat16
+    assert found[3]["new"] == [] and found[0]["a"][1] == 3 and found[1].two == "x"
+    same = {"a": ["text", range(3)]}
+    assert map_tensors(same, half) is same

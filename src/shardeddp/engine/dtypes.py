@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from shardeddp.config import MixedPrecision, ModuleClasses
@@ -18,7 +17,7 @@ from shardeddp.engine.forward_copies import (
     is_cast_by_autocast,
     is_used_by_torch,
 )
-from shardeddp.engine.hooks import drop_forward_hooks
+from shardeddp.engine.hooks import drop_forward_hooks, map_tensors
 from shardeddp.errors import ConfigurationError
 from shardeddp.torch_private import compiled_only_inside
 from shardeddp.wrap import ClassPolicy
@@ -214,7 +213,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return apply_to_collection(value, torch.Tensor, to_dtype)
+    return map_tensors(value, to_dtype)
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

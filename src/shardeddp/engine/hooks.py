@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
@@ -146,6 +148,38 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from find_tensors(getattr(value, field.name))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with other tensors in its mappings, sequences and dataclasses.
+
+    What has no changed tensor is returned itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(item is value[key] for key, item in items.items()):
+            return value
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, items)
+        like: Any = type(value)
+        return like(items)
+    if isinstance(value, Sequence):
+        parts = [map_tensors(item, change) for item in value]
+        if all(part is item for part, item in zip(parts, value, strict=True)):
+            return value
+        kind: Any = type(value)
+        return kind(*parts) if isinstance(value, tuple) and kind is not tuple else kind(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        former = {it.name: getattr(value, it.name) for it in dataclasses.fields(value)}
+        made = copy.copy(value)
+        for name, item in former.items():
+            object.__setattr__(made, name, map_tensors(item, change))
+        return made
+    return value
 
 
 def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:
