@@ -94,7 +94,7 @@ def shard_model(
         )
         for spec in specs
     ]
-    agree_on_layout([*options.order_of_gathers, *fingerprint(plans, mesh, sharding)], mesh.control)
+    agree_on_layout([*options.order_of_gathers, *layout_lines(plans, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 
     def find_deferred() -> Materializer:
@@ -279,7 +279,7 @@ def take_values(parameter: nn.Parameter, device: torch.device, *groups: Collecti
     parameter.copy_(values)
 
 
-def fingerprint(plans: Sequence[UnitPlan], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
+def layout_lines(plans: Sequence[UnitPlan], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
     """Return lines that must be equal on all ranks: mesh, sharding strategy, every parameter.
 
     The flat buffers of a plan follow from these.
