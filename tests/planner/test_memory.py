@@ -240,8 +240,9 @@ def test_the_planned_memory_of_device_and_host_is_what_an_offloaded_run_allocate
     error = (plan.resting_nbytes + moving) / on_device - 1
     assert abs(error) < TOLERANCE, f"{error:+.2%}: {on_device:,} bytes"
 
-    # An optimizer's copies are of neighbours, and not of the blocks that the plan has.
-    assert plan.host_nbytes == pytest.approx(on_host, rel=0 if offload == "params" else 0.05)
+    # An optimizer's copies are of neighbours, and not of the blocks that the plan rounds up.
+    lowest, highest = (1, 1) if offload == "params" else (0.95, 1.5)
+    assert lowest * on_host <= plan.host_nbytes <= highest * on_host
 
 
 def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
