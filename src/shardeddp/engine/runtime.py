@@ -41,9 +41,7 @@ from shardeddp.engine.states import EVENTS, Phase, UnitState, state_after
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
-from shardeddp.tensor.autograd import patch_functions
 from shardeddp.tensor.backward import graph_is_retained, running_backward
-from shardeddp.tensor.collectives import patch_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
 from shardeddp.torch_private import (
     are_transforms_active,
@@ -116,8 +114,6 @@ class Runtime:
         self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
         self._buffers = BufferBroadcast(self.root_module)
         self._buffers_are_due = True
-        patch_functions()
-        patch_collectives()
         self._saved = SavedTensors(self._restore)
         self._saves_views = sharding.reshard.in_turn and mesh.gather.size > 1
         for progress in self.progresses:

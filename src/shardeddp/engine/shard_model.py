@@ -22,6 +22,8 @@ from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError, first_three
 from shardeddp.garbage import collector_paused
 from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.tensor.autograd import patch_functions
+from shardeddp.tensor.collectives import patch_collectives
 from shardeddp.torch_private import storage_of
 from shardeddp.wrap.flat_buffers import UnitPlan, plan_unit
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, extent_nbytes, is_computed, join
@@ -131,6 +133,9 @@ def shard_model(
         _warn_of_former_memory(former, sharded, kept)
         _warn_of_strides(strided & sharded, mesh)
     guard = MetaGuard if materializer.is_needed else nullcontext
+    # For the whole process: torch sees full tensors of sharded parameters from now on.
+    patch_functions()
+    patch_collectives()
     return Runtime(units, mesh, options, precision=precision, guard=guard)
 
 
