@@ -403,6 +403,17 @@ def test_kept_results_that_are_changed_unseen_are_refused(kind: Any, save_ops: A
         torch.stack([it.sum() for it in found]).sum().backward()
 
 
+def test_compiled_modules_change_nothing_in_place_and_may_keep_results() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.GRUCell(4, 4)), torch.randn(2, 4)
+    model(inputs).square().sum().backward()
+    expected = [it.grad.clone() for it in model.parameters() if it.grad is not None]
+    model.zero_grad()
+    checkpoint_activations(model, ActivationCheckpointing(modules=[nn.GRUCell], save_ops="matmul"))
+    torch.compile(model, backend="aot_eager")(inputs).square().sum().backward()
+    torch.testing.assert_close([it.grad for it in model.parameters()], expected)
+
+
 def test_modules_that_change_results_in_place_are_recomputed_whole() -> None:
     torch.manual_seed(0)
     layer, inputs = nn.GRU(4, 4), torch.randn(3, 2, 4)

@@ -7,12 +7,14 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardeddp.engine.states import Phase, UnitState
 from shardeddp.engine.unit import Unit
 from shardeddp.torch_private import top_hooks
 from training import (
@@ -408,6 +410,36 @@ def test_a_forward_that_a_user_interrupts_leaves_nothing_behind(strategy: str) -
     trial.check_parameters()
     runtime.dissolve()
     assert not runtime.mesh.run.incomplete  # of which a next run on the mesh would hear
+
+
+@pytest.mark.loop(1)
+@pytest.mark.parametrize("part", ["visit", "end"])
+@every_strategy
+@on_ranks(2)
+def test_a_step_that_fails_where_it_begins_or_ends_leaves_a_runtime_for_the_next(
+    strategy: str, part: str
+) -> None:
+    trial = chain(strategy)
+    runtime: Any = trial.runtime
+
+    def fails(*_: Any) -> None:
+        raise LookupError("no root")
+
+    with (
+        pytest.raises(LookupError, match="no root"),
+        mock.patch.object(runtime.agreement, part, fails),
+        runtime.step(),
+    ):
+        if part == "end":
+            square(trial.model, dist.get_rank(), 0)
+    assert runtime.phase is Phase.IDLE and not runtime.mesh.run.in_step
+    assert {it.unit.state for it in runtime.progresses} == {UnitState.SHARDED}
+    with runtime.mesh.run.step():
+        with runtime.mesh.run.step():
+            pass
+        assert runtime.mesh.run.in_step
+    trial.train(square, steps=2)
+    trial.check_parameters()
 
 
 @every_strategy

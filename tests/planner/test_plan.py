@@ -1,6 +1,7 @@
 """Plans of modules as users write them: what is counted, what is traced anew, what is refused."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,39 @@ class Pairs(Module):
     def training_step(self, batch: Any) -> Any:
         """A loss of both tensors."""
         return super().training_step(batch.first + batch.second)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A batch that cannot be changed, and so not be moved to a device."""
+
+    first: torch.Tensor
+
+
+class Fixes(Module):
+    """Batches are frozen dataclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = Fixed(torch.zeros(4, WIDTH))
+
+
+def test_a_frozen_batch_is_refused_with_what_to_name_instead() -> None:
+    with pytest.raises(ConfigurationError, match=r"frozen dataclass.*--input"):
+        make_plan(Fixes)
+
+
+class HeadAlone(Module):
+    """A model of which no unit runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+
+def test_units_that_never_run_are_planned() -> None:
+    plan = make_plan(HeadAlone, auto_wrap_policy=NamePolicy(["blocks.*"]), micro_batches=1)
+    assert {it.choice.strategy for it in plan.plans} >= {"full_shard", "no_shard"}
 
 
 def test_a_batch_may_be_a_dataclass() -> None:
@@ -489,6 +523,25 @@ def test_the_yaml_of_a_plan_says_which_operations_it_cannot_have() -> None:
         activation_checkpointing={"save_ops": lambda *_, **__: True},
     )
     assert "# and activation_checkpointing: as it was given, which has no name" in plan.yaml
+
+
+@pytest.mark.parametrize(
+    ("save_ops", "written"),
+    [
+        (torch.ops.aten.addmm, "save_ops: - aten.addmm"),
+        (torch.ops.aten.addmm.default, "save_ops: - aten.addmm.default"),
+        (partial(lambda *_, **__: True), "as it was given, which has no name"),
+    ],
+)
+def test_the_yaml_of_a_plan_has_operations_by_their_names(save_ops: Any, written: str) -> None:
+    plan = make_plan(
+        Chain,
+        inputs=[f"float32:B,{WIDTH}"],
+        auto_wrap_policy=nn.Linear,
+        recomputes="selective",
+        activation_checkpointing={"save_ops": save_ops},
+    )
+    assert written in " ".join(plan.yaml.split())
 
 
 def test_every_second_unit_takes_half_of_the_matmuls_to_recompute() -> None:

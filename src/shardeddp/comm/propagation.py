@@ -31,6 +31,7 @@ _MISMATCH = "Detected mismatch between collectives on ranks"
 """Text of torch's error where it compares collectives (see ``ShardedDP(debug=True)``)."""
 
 _FIRST, _INTERRUPTED, _EXPLAINED = "first failure", "interrupted", "explained"
+_BROKEN_BEFORE = "transfers of an earlier run"
 _SEARCH, _FOUND = "search for lost ranks", "lost ranks"
 _OF_TRANSFERS = ("gloo", "NCCL", "closed by peer", "caused pair closure")
 
@@ -53,13 +54,12 @@ class ErrorPropagation:
         self._liveness_probe = liveness_probe
         self._client = StoreClient("failures", rank)
         self._explained = False
-        self._has_failed_before = False  # in an earlier run of this process
+        self._has_broken = self._has_broken_before = False  # a transfer, in this run or before
 
     def begin_run(self) -> None:
         """Forget the errors of an earlier run; all ranks call it when a run begins."""
         self._client = StoreClient("failures", self._rank)
-        self._has_failed_before |= self._explained
-        self._explained = False
+        self._explained, self._has_broken_before = False, self._has_broken
         self._forget_exit()
 
     def _forget_exit(self) -> None:
@@ -104,6 +104,7 @@ class ErrorPropagation:
         if self._world_size == 1:
             return
         broken = is_transfer_error(error)
+        self._has_broken |= broken
         try:
             if error.__cause__ is None and _MISMATCH in str(error):
                 error.__cause__ = RuntimeError(self._find_places(error))
@@ -130,6 +131,10 @@ class ErrorPropagation:
         self._forget_exit()
         if self._world_size > 1:
             atexit.register(self._explain_and_leave, error)
+
+    def forget_error(self) -> None:
+        """Undo :meth:`explain_at_exit`: the run has ended in order."""
+        atexit.unregister(self._explain_and_leave)
 
     def _explain_and_leave(self, error: BaseException) -> None:
         self.explain(error)
@@ -161,6 +166,8 @@ class ErrorPropagation:
     def _origin(self, error: BaseException, operation: str) -> Exception | None:
         place = _place_of_error(error)
         self._client.write(f"{_INTERRUPTED}/{self._rank}", place)
+        if self._has_broken_before:
+            self._client.write(_BROKEN_BEFORE, place)
         if self._client.count(_INTERRUPTED) == self._world_size:
             self._client.claim(_FIRST, _NOBODY)
         request = self._liveness_probe.ask()
@@ -187,7 +194,7 @@ class ErrorPropagation:
         listed = ", ".join(
             f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks
         )
-        if self._has_failed_before:
+        if self._client.has([_BROKEN_BEFORE]):
             return DesyncError(
                 f"an earlier run of these processes has failed in the middle of a collective, and "
                 f"their process group does not work since then: {listed}. Start new processes for "

@@ -149,8 +149,8 @@ def make_launcher(
     if options.start_method == "popen":
 
         def end(error: BaseException) -> None:
-            sharding.hooks.close()
             group.explain_at_exit(error)
+            sharding.hooks.close()
 
         return ShardedScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, end)
     return ShardedMultiProcessingLauncher(

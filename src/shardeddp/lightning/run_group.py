@@ -174,7 +174,7 @@ class RunGroup:
     # -- Set-up
 
     def set_ranks(self, environment: ClusterEnvironment, is_distributed: bool) -> None:
-        """Find out whether the environment of a run knows ranks; else set ``single_rank_environment``."""
+        """Set ``single_rank_environment`` if the environment of a run does not know ranks."""
         if self.single_rank_environment is None and not is_distributed:
             self.single_rank_environment = environment_without_ranks(environment)
 
@@ -441,6 +441,8 @@ class RunGroup:
         """End the steps of a run: any thread may read parameters again."""
         if self.current is not None:
             self.current.end_run()
+            # Also after an error that Lightning has handled, and of a run that a Tuner has ended.
+            self.current.error_propagation.forget_error()
 
     def end_run(self) -> None:
         """End a run; its process groups serve later runs, unless a collective was incomplete."""

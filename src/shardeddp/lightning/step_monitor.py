@@ -156,7 +156,7 @@ class StepMonitor(Callback):
     The parts of a step sum to its time: compute, exposed waits for all-gathers and for reductions
     (by unit), waits for slower ranks, data, the optimizer, checkpoints, and the rest. All loggers
     get them as ``shardeddp/step/...`` every ``log_every_n_steps``. The progress bar shows the
-    throughput, and a table is printed at the end of training. A slow rank is reported once.
+    throughput, and a table is printed at the end of training, also by an error. A slow rank is reported once.
     Evaluation and the first step are left out. No step waits for the device or for other ranks.
     After a reshard all figures begin anew.
 
@@ -427,9 +427,13 @@ class StepMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Report and write the steps that all ranks had measured before an error or Ctrl-C."""
-        if self._fit is not None and self._fit.all.steps:
-            self._finish(self._fit, trainer)
-        self._stop()
+        try:
+            if self._fit is not None and self._fit.all.steps:
+                self._finish(self._fit, trainer)
+        except Exception as error:  # noqa: BLE001 - the error that ends the run is not to be lost
+            rank_zero_warn(f"StepMonitor could not report: {type(error).__name__}: {error}")
+        finally:
+            self._stop()
 
     def _finish(self, fit: _Fit, trainer: Trainer) -> None:
         """Print the report; write trace and record; without communication."""

@@ -17,8 +17,8 @@ class GatherStage(Enum):
     """All-gather of the main shards of replicas that split a shard, cast, on the gather stream."""
 
     IN_SHARD_GROUP = "in_shard_group"
-    """All-gather of the main shards, cast; or of those that replicas have gathered: each keeps its
-    own. On the gather stream."""
+    """All-gather of the main shards, cast, on the gather stream; of shards in the compute dtype, if
+    replicas split the main shards."""
 
     IN_REGATHER_GROUP = "in_regather_group"
     """All-gather of the parts that ranks have kept of the forward's gather, on the gather stream."""

@@ -349,11 +349,13 @@ def backward_moments(
     needs_receive_buffer: bool = True,
     accumulates: bool = False,
     uses: Sequence[int] | None = None,
+    keeps_last: bool = True,
 ) -> list[BackwardMemory]:
     """Return candidates for the memory peak of a backward.
 
     ``uses`` has the index of the inner unit of each forward, in their order; None: each runs once.
-    Other arguments are as in :func:`plan_memory`.
+    ``keeps_last`` is False if the last unit is released at the end of its forward, as all others
+    are. Other arguments are as in :func:`plan_memory`.
     """
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     summed = [sum(group.summed_nbytes for group in unit) for unit in units]
@@ -373,8 +375,9 @@ def backward_moments(
         for unit in units
     ]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
-    kept = kept_parts(units, sharding, uses)
-    backward = _backward_of(uses or range(1, len(units)), parameters, kept, sharding, prefetch)
+    uses = range(1, len(units)) if uses is None else uses
+    kept = kept_parts(units, sharding, uses, keeps_last=keeps_last)
+    backward = _backward_of(uses, parameters, kept, sharding, prefetch)
     # All gradients of a step are added up before one is reduced.
     adds_all = accumulates and not sharding.reduce_every_backward
     # After the reduce-scatter averages are in the place of partial sums.
@@ -450,17 +453,18 @@ def backward_moments(
 def kept_parts(
     units: Sequence[Sequence[GroupCost]],
     sharding: ShardingStrategy,
-    uses: Sequence[int] | None = None,
+    uses: Sequence[int],
+    *,
+    keeps_last: bool = True,
 ) -> list[int]:
     """Return bytes of the part of each unit that a rank keeps from its forward to its backward.
 
-    The root is not released between them, nor is the unit that ends the forward. Arguments as in
-    :func:`backward_moments`.
+    The root is not released between them. Arguments are as in :func:`backward_moments`.
     """
-    uses = uses or range(1, len(units))
+    released = uses[:-1] if keeps_last else uses
     return [
         sum(group.gathers(sharding).kept_numel * group.param_itemsize for group in unit)
-        if at in uses[:-1]
+        if at in released
         else 0
         for at, unit in enumerate(units)
     ]

@@ -213,4 +213,7 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # DDP: a shard group of one rank
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
-"""Strategies by name, in the order of preference for unknown hardware: the least memory first."""
+"""Strategies by name, the least memory first and the least communication last.
+
+The order of preference for unknown hardware.
+"""

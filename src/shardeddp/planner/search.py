@@ -58,6 +58,7 @@ from shardeddp.wrap import (
     SizePolicy,
 )
 from shardeddp.wrap.flat_buffers import costs_of
+from shardeddp.wrap.kept_operations import written_operations
 from shardeddp.wrap.tree import import_path, imported
 
 MEMORY_ERROR = 0.06
@@ -196,17 +197,10 @@ def _recomputing(options: ActivationCheckpointing, recompute: str) -> str | dict
     if options.every > 1:
         fields["every"] = options.every
     if recompute == "selective":
-        fields["save_ops"] = _named_operations(options.save_ops or SELECTIVE)
+        fields["save_ops"] = written_operations(options.save_ops or SELECTIVE)
+    if options.cpu_offload:
+        fields["cpu_offload"] = True
     return _made("ActivationCheckpointing", fields) if fields else "auto"
-
-
-def _named_operations(save_ops: Any) -> str | list[str]:
-    if isinstance(save_ops, FunctionType):
-        path = f"{save_ops.__module__}.{save_ops.__qualname__}"
-        if imported(path) is not save_ops:
-            raise LookupError(save_ops)
-        return path
-    return save_ops if isinstance(save_ops, str) else [*map(str, save_ops)]
 
 
 def _names(classes: ModuleClasses) -> list[str]:
@@ -552,6 +546,7 @@ class Planner:
                 needs_receive_buffer=False,
                 accumulates=accumulates,
                 uses=uses,
+                keeps_last=not self.uneven_units,
             ),
         )
 
@@ -633,7 +628,7 @@ def in_forward(
         unsharded = [root + sum(inner[:end]) for end in (*ends, None)]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     # A unit keeps its part before it is released.
-    kept = [*accumulate(kept_parts(units, sharding))]
+    kept = [*accumulate(kept_parts(units, sharding, range(1, len(units)), keeps_last=keeps_last))]
     return [
         waiting + nbytes + parts
         for nbytes, parts in zip(unsharded, (*kept[1:], kept[-1]), strict=True)
@@ -663,7 +658,6 @@ def memory_of(
     candidates += [
         (unsharded[unit - 1], saved + work.memory[unit].forward_nbytes, 0)
         for unit, saved in zip(work.visits, below, strict=False)
-        if unit < len(unsharded)
     ]
     for moment in moments:
         unit, its = moment.unit, work.memory[moment.unit]

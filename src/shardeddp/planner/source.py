@@ -287,7 +287,13 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
     example = getattr(module, "example_input_array", None)
     if example is not None:
         fitted = partial(sized, former=samples_of(example), samples=samples)
-        return apply_to_collection(example, torch.Tensor, fitted)
+        try:
+            return apply_to_collection(example, torch.Tensor, fitted)
+        except ValueError as error:  # a frozen dataclass, which Lightning does not move, either
+            raise ConfigurationError(
+                f"{type(module).__name__}.example_input_array: {error} Name dtypes and sizes instead: "
+                f"--input float32:B,8 (from Python: inputs=['float32:B,8'])"
+            ) from error
     raise ConfigurationError(
         f"{type(module).__name__} has no example_input_array: expected dtypes and sizes of "
         f"a batch, found none: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "

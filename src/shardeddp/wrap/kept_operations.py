@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -77,7 +78,8 @@ class _Checked:
     """Policy for one forward and its recomputation that refuses views past torch's checks.
 
     torch refuses kept results that are changed in place. It does not see changes through views that
-    have versions of their own: the recomputation would compute with changed values.
+    have versions of their own: the recomputation would compute with changed values. Compiled code
+    changes nothing in place.
     """
 
     def __init__(self, policy: Callable[..., Any]) -> None:
@@ -88,7 +90,7 @@ class _Checked:
         decision = self._policy(context, op, *args, **kwargs)
         if op in _products():
             self._keeps_products |= decision in _KEPT
-        elif self._keeps_products and op in _UNSAFE_VIEWS:
+        elif self._keeps_products and op in _UNSAFE_VIEWS and not torch.compiler.is_compiling():
             raise ConfigurationError(
                 f"ActivationCheckpointing.save_ops keeps matmul results, and a module in the "
                 f"recomputed one changes them in place, unseen by autograd ({op.name()}; nn.GRU on "
@@ -120,6 +122,23 @@ def is_kept_by(save_ops: object) -> Callable[..., bool]:
         return policy is not None and policy(in_forward, operation, *args, **kwargs) in _KEPT
 
     return is_kept
+
+
+def written_operations(save_ops: object) -> str | list[str]:
+    """Return ``save_ops`` as a configuration file has it.
+
+    Raises:
+        LookupError: It is a function that another process could not find by a name.
+    """
+    if isinstance(save_ops, str):
+        return save_ops
+    if not _is_function(save_ops):
+        return [*map(str, _entries(save_ops))]
+    if isinstance(save_ops, FunctionType):
+        path = f"{save_ops.__module__}.{save_ops.__qualname__}"
+        if imported(path) is save_ops:
+            return path
+    raise LookupError(save_ops)
 
 
 def check_save_ops(save_ops: object) -> None:
