@@ -412,7 +412,10 @@ def foreign_engines(files: Sequence[Source]) -> Iterator[Finding]:
 
 
 def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
-    """Lightning is known to one package, which has it from two files."""
+    """Lightning is known to one package, which has it from two files.
+
+    ``lightning_utilities`` is a library of functions on collections, without Lightning in it.
+    """
     for file in files:
         for name in file.imports if file.inner not in LIGHTNING_IMPORTS else ():
             problem = ""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardeddp.engine.dtypes import assign_dtypes, cast_at_boundaries
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.topology import Topology
+from shardeddp.planner.calibration import FITTED
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import Source
@@ -362,7 +364,12 @@ def test_the_plan_has_the_broadcast_of_buffers(fields: dict[str, Any], strategy:
     found = sent_by_engine(model, units, topology, asked, dtypes, 3)
     assert found == sent_by_kind(plan.best.task.collectives)
     assert found[1]["broadcast"] == (3 if fields else 2)
-    assert plan.best.step.gathers > 0
+    task = plan.best.task
+    others = [it for it in task.collectives if it.kind != "broadcast"]
+    times = [
+        it.time(plan.cluster, FITTED).gathers for it in (task, replace(task, collectives=others))
+    ]
+    assert times[0] > times[1]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"])

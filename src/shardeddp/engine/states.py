@@ -30,8 +30,8 @@ any                a failure                               idle        reset
 =================  ======================================  ==========  =========================
 
 Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.make_unsharded``,
-``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer by ``FlatGroup``. A
-resident buffer is bound when it is made, for good. Events are of ``Runtime``.
+``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer
+by ``FlatGroup``. A resident buffer is bound when it is made, for good. Events are of ``Runtime``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next
 forward or backward. After a transfer error all states stay, for good: to leave them takes
