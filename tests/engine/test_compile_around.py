@@ -167,6 +167,7 @@ def saved_bytes(loss: torch.Tensor) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "backend"), [("in place", "inductor"), ("wrapped", "aot_eager")])
 @on_ranks(2)

@@ -78,6 +78,7 @@ def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(4, timeout_s=50)
 def test_replicas_use_units_of_their_own() -> None:

@@ -159,6 +159,7 @@ def trainer_for(strategy: str = "full_shard", **options: Any) -> Trainer:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
@@ -208,6 +209,7 @@ def validated_trained_and_tested(is_reference: bool, way: str) -> list[float]:
     return [validated["val"], *module.losses, tested["test"]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_module_is_tested_from_a_checkpoint_without_being_given_again(
     world: Worlds, tmp_path: Path

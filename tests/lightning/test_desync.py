@@ -441,6 +441,7 @@ def fail_and_live(linger_s: float) -> Ended:
     return ended_with(run, lambda: model.began)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_has_failed_and_lives_on_keeps_nobody_waiting(world: Worlds) -> None:
     survivor, _ = world(2).run(fail_and_live, 6.0)
@@ -598,6 +599,7 @@ def test_what_one_rank_does_alone_in_a_second_training_is_told_by_name(
     check(world(2).run(train_twice, strategy), read_a_weight)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_handle_that_waits_for_a_rank_at_work_is_waited_for(world: Worlds) -> None:
     for ended in world(3).run(train_handing, "full_shard", hand_late):

@@ -200,6 +200,7 @@ class Lazy(Mixture):
         return super().loss(x)
 
 
+@pytest.mark.long
 def test_ranks_whose_experts_get_no_tokens_do_not_hold_up_the_others(world: Worlds) -> None:
     expected, _ = train_whole(Lazy, steps=FEWER_STEPS)
     run = partial(train, "full_shard", 4, Lazy, steps=FEWER_STEPS)
@@ -254,6 +255,7 @@ def overflow(size: int) -> Any:
     return train("full_shard", size, Overflows, **options, **experts)
 
 
+@pytest.mark.long
 def test_all_ranks_skip_a_step_in_which_an_expert_of_one_overflows(world: Worlds) -> None:
     (expected, scales), *_ = world(4).run(overflow, 1)
     assert scales[-1] == 128

@@ -236,6 +236,7 @@ def try_all(name: str, folder: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERS)
 def test_what_needs_other_ranks_is_refused_at_once(world: Worlds, name: str, tmp_path: Any) -> None:

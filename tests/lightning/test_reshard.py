@@ -160,6 +160,7 @@ def test_other_optimizers_precisions_and_places_follow(
     compare(found, expected, 1e-6 if "precision" not in options else 1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_nobody_gathers_more_than_one_parameter_at_a_time() -> None:

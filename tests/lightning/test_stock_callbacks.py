@@ -106,6 +106,7 @@ def norms_after(strategy: Any, **clipping: Any) -> list[float]:
     return fit(strategy, **clipping)[0].norms
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @on_ranks(2)
 def test_gradient_norms_before_and_after_clipping_are_those_of_ddp() -> None:

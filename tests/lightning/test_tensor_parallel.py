@@ -669,6 +669,7 @@ def test_weights_are_averaged_as_in_one_process(world: Worlds) -> None:
         assert distance(found, expected) < 1e-5
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
     expected, _ = train_whole(Split, "norm")
     rounded, _ = train_whole(Split, "norm", 0.0, torch.bfloat16)
@@ -690,6 +691,7 @@ class Unrounded(Planned):
             return (self.head(self.blocks(x)).logsumexp(-1) - x.sum(-1)).pow(2).mean()
 
 
+@pytest.mark.long
 def test_layers_without_autocast_compute_with_their_parts_in_full_precision(world: Worlds) -> None:
     expected, _ = train_whole(Unrounded, "norm", steps=FEWER_STEPS)
     plan = PLAN | {"head": "colwise_gather_output"}
@@ -1527,6 +1529,7 @@ def evaluate(run: str, *arguments: Any) -> str:
     return str(module.evaluated)
 
 
+@pytest.mark.long
 def test_ranks_that_split_layers_need_equal_batches(world: Worlds) -> None:
     def seen(*arguments: Any) -> list[str]:
         return world(4).run(evaluate, *arguments)

@@ -147,15 +147,19 @@ def make_launcher(
     if options.plan_only:
         return PlanLauncher(strategy)
     if options.start_method == "popen":
-
-        def end(error: BaseException) -> None:
-            group.explain_at_exit(error)
-            sharding.hooks.close()
-
-        return ShardedScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, end)
+        on_error = partial(_end, group, sharding)
+        return ShardedScriptLauncher(
+            environment, strategy.num_processes, strategy.num_nodes, on_error
+        )
     return ShardedMultiProcessingLauncher(
         strategy, options.start_method, sharding.recording, group.explain_and_leave
     )
+
+
+def _end(group: RunGroup, sharding: ModelSharding, error: BaseException) -> None:
+    """End a run that has failed in this process; callbacks are told of the error next."""
+    group.explain_at_exit(error)
+    sharding.hooks.close()
 
 
 # -- Launcher of spawned and forked ranks
