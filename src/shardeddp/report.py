@@ -367,6 +367,8 @@ def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     files = "one file" if manifest.algorithm == CRC else f"{len(manifest.files) + 1:,} files"
     shards = f", shards over {run.shard_size}" if run.shard_size != run.world_size else ""
+    shards += f", layers over {run.tensor_size}" if run.tensor_size > 1 else ""
+    shards += f", experts over {run.expert_size}" if run.expert_size > 1 else ""
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     facts = {
         "checkpoint": str(path),

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def manifest() -> Manifest:
         objects={"optimizer_0.param_groups": groups},
         sections=sections,
     )
+
+
+def test_a_manifest_has_the_sizes_of_the_axes_that_there_were() -> None:
+    with_axes = replace(manifest().run, tensor_size=2, expert_size=4)
+    found = manifest_from_bytes(manifest_to_bytes(replace(manifest(), run=with_axes)))
+    assert found.run == with_axes
+    assert not {"tensor_size", "expert_size"} & manifest().run.as_json().keys()
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:

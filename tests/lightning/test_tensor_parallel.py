@@ -15,6 +15,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,12 +26,13 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import SumMetric
 
-from shardeddp import ShardedDP, ShardTensor
+from shardeddp import ReshardSchedule, ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap.tensor_plan import find_layers, with_heads_of_configs
+from shardeddp_cli import main
 from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
@@ -45,7 +47,7 @@ from support.whole_batches import (
     distance,
     train_whole,
 )
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -289,16 +291,61 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
 
 
 @pytest.mark.long
-def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds) -> None:
-    expected, losses = train_whole(Split, "norm", steps=FEWER_STEPS)
-    run = partial(
-        train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=PLAN, steps=FEWER_STEPS
-    )
+@pytest.mark.torture
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
+def test_layers_split_by_four_train_with_shards_under_every_strategy(
+    world: Worlds, plan: dict[str, Any]
+) -> None:
+    expected, losses = train_whole(Split, "norm")
+    for answers in world(8).run(train_all, 4, plan, STRATEGIES):
+        for found, seen, count in answers:
+            assert distance(found, expected) < 1e-5 and count == 2
+            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
+def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(
+    world: Worlds, plan: dict[str, Any]
+) -> None:
+    expected, losses = train_whole(Split, "norm")
+    run = partial(train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=plan)
     (first, *_), *_ = world(8).run(run)
     for found, seen, count in world(8).run(run):
         assert distance(found, expected) < 1e-5 and count == 4
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
         assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+class Shuffled(Planned):
+    """Rows in the order of Lightning's own sampler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        rows = torch.arange(32.0)[:, None, None].expand(-1, 4, 8)
+        return DataLoader(TensorDataset(rows), batch_size=2, shuffle=True)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.rows += [int(it) for it in batch[0][:, 0, 0]]
+        return super().training_step(batch)
+
+
+def rows_seen() -> list[int]:
+    seed_everything(7, verbose=False)
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    make_trainer(strategy, max_epochs=1, max_steps=-1).fit(module := Shuffled())
+    return module.rows
+
+
+def test_the_sampler_of_lightning_gives_equal_batches_to_ranks_that_split_layers(
+    world: Worlds,
+) -> None:
+    first, again, other, too = world(4).run(rows_seen)
+    assert first == again and other == too and sorted(first + other) == [*range(32)]
+    assert first != sorted(first)
 
 
 class Repeated(Planned):
@@ -848,7 +895,7 @@ def load(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
-    world: Worlds, tmp_path: Path, kind: str
+    world: Worlds, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "a.ckpt")
     # DTensors in one, and fused weights, of which each rank has several boxes, in the other.
@@ -864,9 +911,16 @@ def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
         for found in answers:
             assert all(torch.equal(found[name], saved[name]) for name in saved)
             assert all(torch.equal(found[name], loaded[0][0][name]) for name in found)
-    if kind == "full":  # which is what DDP reads
-        content = torch.load(path, weights_only=False)["state_dict"]
-        assert all(torch.equal(content[name], saved[name]) for name in saved)
+    content = path
+    if kind == "sharded":
+        assert main(["verify", path]) == main(["inspect", path]) == 0
+        said = capsys.readouterr().out
+        assert "4 ranks, full_shard, shards over 2, layers over 2" in " ".join(said.split())
+        content = str(tmp_path / "whole.ckpt")
+        assert main(["consolidate", path, "-o", content]) == 0
+    # What DDP reads.
+    state = torch.load(content, weights_only=False)["state_dict"]
+    assert all(torch.equal(state[name], saved[name]) for name in saved)
 
 
 def refuse(size: int, options: dict[str, Any]) -> str:
@@ -1598,6 +1652,15 @@ REFUSED = [
 
 def refuse_all() -> list[str]:
     return [refused(*arguments) for arguments, _ in REFUSED]
+
+
+@on_ranks(2)
+def test_a_schedule_of_strategies_is_refused_before_training_with_split_layers() -> None:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    trainer = make_trainer(strategy, max_steps=2, callbacks=[ReshardSchedule({1: "no_shard"})])
+    with pytest.raises(ConfigurationError, match="split layers or divided experts"):
+        trainer.fit(Planned())
+    assert trainer.global_step == 0
 
 
 @pytest.mark.long

@@ -236,6 +236,22 @@ class TrainingRun:
     versions: Mapping[str, str]
     """Versions of the packages that wrote it."""
 
+    tensor_size: int = 1
+    """Size of the tensor-parallel group."""
+
+    expert_size: int = 1
+    """Size of the expert-parallel group."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON; without the sizes of axes that there were not."""
+        sizes = [name for name in _AXES if vars(self)[name] == 1]
+        known = {name: value for name, value in vars(self).items() if name not in sizes}
+        return {**known, "versions": dict(self.versions)}
+
+
+_COUNTS = ("step", "epoch", "world_size", "shard_size")
+_AXES = ("tensor_size", "expert_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -304,7 +320,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
         {
             "format": FORMAT,
             "version": VERSION,
-            "run": {**vars(manifest.run), "versions": dict(manifest.run.versions)},
+            "run": manifest.run.as_json(),
             "algorithm": manifest.algorithm,
             "block_nbytes": BLOCK_NBYTES,
             **({"folder": manifest.folder} if manifest.folder else {}),
@@ -368,7 +384,7 @@ def index_to_bytes(
     document = {
         "format": FORMAT,
         "version": INDEX_VERSION,
-        "run": {**vars(run), "versions": dict(run.versions)},
+        "run": run.as_json(),
         "objects": [list(path) for path in objects],
         "tensors": [
             [list(path), _dtype_name(dtype), list(shape), record]
@@ -649,9 +665,8 @@ def _box(offsets: Any, sizes: Any) -> Box:
 
 
 def _run(*, versions: dict[str, Any], **fields: Any) -> TrainingRun:
-    counts = {
-        name: _count(fields.pop(name)) for name in ("step", "epoch", "world_size", "shard_size")
-    }
+    named_counts = (*_COUNTS, *(name for name in _AXES if name in fields))
+    counts = {name: _count(fields.pop(name)) for name in named_counts}
     texts = {name: _text(text) for name, text in fields.items()}
     named = {name: _text(text) for name, text in versions.items()}
     return TrainingRun(versions=named, **counts, **texts)  # type: ignore[arg-type]

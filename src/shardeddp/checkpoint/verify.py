@@ -142,8 +142,7 @@ def as_json(path: Location, manifest: Manifest, rows: Iterable[Row]) -> dict[str
     ]
     return {
         "path": str(path),
-        **vars(manifest.run),
-        "versions": dict(manifest.run.versions),
+        **manifest.run.as_json(),
         "nbytes": manifest.nbytes,
         "files": {name: file.nbytes for name, file in manifest.files.items()},
         "objects": list(manifest.objects),

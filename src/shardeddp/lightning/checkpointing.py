@@ -190,6 +190,8 @@ class Checkpoints:
             epoch=count_in(checkpoint, "epoch", epoch),
             world_size=mesh.topology.world_size,
             shard_size=mesh.topology.shard_size,
+            tensor_size=mesh.topology.tensor_size,
+            expert_size=mesh.expert_size,
             sharding_strategy=self._group.options.sharding_strategy,
             versions={
                 "torch": str(torch.__version__),

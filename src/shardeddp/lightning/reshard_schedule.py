@@ -41,6 +41,22 @@ class ReshardSchedule(Callback):
         self.strategies: dict[int, ShardingStrategyName] = dict(sorted(strategies.items()))
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies that cannot change, before the training."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, ShardedDP):
+            raise ConfigurationError("ReshardSchedule needs Trainer(strategy=ShardedDP(...))")
+        tensor, experts = (
+            strategy.options.tensor_parallel_size,
+            strategy.options.expert_parallel_size,
+        )
+        if max(tensor, experts) > 1:
+            raise ConfigurationError(
+                f"ReshardSchedule does not work with split layers or divided experts yet, found "
+                f"tensor_parallel_size={tensor} and expert_parallel_size={experts}"
+            )
+
+    @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -48,8 +64,6 @@ class ReshardSchedule(Callback):
         due: list[ShardingStrategyName] = [
             name for step, name in self.strategies.items() if step <= trainer.global_step
         ]
-        strategy = trainer.strategy
-        if not isinstance(strategy, ShardedDP):
-            raise ConfigurationError("ReshardSchedule needs Trainer(strategy=ShardedDP(...))")
+        strategy: Any = trainer.strategy
         if due and not strategy.mesh.run.incomplete:
             strategy.reshard(due[-1])
