@@ -194,8 +194,8 @@ def test_an_error_reaches_the_others_at_the_exit_if_what_ran_until_then_has_fail
         ErrorPropagation(1, 2, LivenessProbe(1)),
     )
     second.explain_at_exit(LookupError("no such token"))
-    assert list(at_exit) == ["_explain_and_leave"]
-    at_exit["_explain_and_leave"]()
+    assert list(at_exit) == ["explain_and_leave"]
+    at_exit["explain_and_leave"]()
     interrupted = RuntimeError(BROKEN)
     first.explain(interrupted)
     assert str(interrupted).startswith("rank 1 failed: LookupError: no such token")

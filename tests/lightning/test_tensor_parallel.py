@@ -264,6 +264,15 @@ def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
         assert count == 2  # ranks that split layers are counted once
 
 
+def check_as_whole(answers: list[Any], count: float) -> None:
+    """Weights, losses and the number of data ranks are those of one process on whole batches."""
+    expected, losses = train_whole(Split, "norm")
+    for found, seen, counted in answers:
+        assert distance(found, expected) < 1e-5
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+        assert counted == count
+
+
 def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
     return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in names]
 
@@ -282,12 +291,8 @@ def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[A
 def test_a_plan_trains_as_one_process_does_under_every_strategy(
     world: Worlds, size: int, plan: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    expected, losses = train_whole(Split, "norm")
     for answers in world(4).run(train_all, size, plan, names):
-        for found, seen, count in answers:
-            assert distance(found, expected) < 1e-5
-            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
-            assert count == 4 / size
+        check_as_whole(answers, count=4 / size)
 
 
 @pytest.mark.long
@@ -296,11 +301,8 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
 def test_layers_split_by_four_train_with_shards_under_every_strategy(
     world: Worlds, plan: dict[str, Any]
 ) -> None:
-    expected, losses = train_whole(Split, "norm")
     for answers in world(8).run(train_all, 4, plan, STRATEGIES):
-        for found, seen, count in answers:
-            assert distance(found, expected) < 1e-5 and count == 2
-            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+        check_as_whole(answers, count=2)
 
 
 @pytest.mark.long
@@ -308,12 +310,11 @@ def test_layers_split_by_four_train_with_shards_under_every_strategy(
 def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(
     world: Worlds, plan: dict[str, Any]
 ) -> None:
-    expected, losses = train_whole(Split, "norm")
     run = partial(train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=plan)
     (first, *_), *_ = world(8).run(run)
-    for found, seen, count in world(8).run(run):
-        assert distance(found, expected) < 1e-5 and count == 4
-        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+    answers = world(8).run(run)
+    check_as_whole(answers, count=4)
+    for found, *_ in answers:
         assert all(torch.equal(found[name], first[name]) for name in first)
 
 

@@ -64,7 +64,7 @@ class ErrorPropagation:
 
     def _forget_exit(self) -> None:
         atexit.unregister(_leave)
-        atexit.unregister(self._explain_and_leave)
+        atexit.unregister(self.explain_and_leave)
 
     def leave_to_parent(self) -> None:
         """Publish nothing any more, in a process that was forked from the rank."""
@@ -130,15 +130,16 @@ class ErrorPropagation:
         """
         self._forget_exit()
         if self._world_size > 1:
-            atexit.register(self._explain_and_leave, error)
+            atexit.register(self.explain_and_leave, error)
 
     def forget_error(self) -> None:
         """Undo :meth:`explain_at_exit`: the run has ended in order."""
-        atexit.unregister(self._explain_and_leave)
+        atexit.unregister(self.explain_and_leave)
 
-    def _explain_and_leave(self, error: BaseException) -> None:
+    def explain_and_leave(self, error: BaseException) -> None:
+        """Call :meth:`explain` and :meth:`leave`; handlers set during the exit are not called."""
         self.explain(error)
-        self.leave()  # handlers that are registered during the exit are not called
+        self.leave()
 
     def leave(self) -> None:
         """Do now the work that :meth:`explain` has registered for the exit of the process.

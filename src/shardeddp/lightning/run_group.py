@@ -468,8 +468,7 @@ class RunGroup:
     def explain_and_leave(self, error: BaseException) -> None:
         """Report an error that ends a forked or spawned rank; its exit handlers may not run."""
         if self.current is not None:
-            self.current.error_propagation.explain(error)
-            self.current.error_propagation.leave()
+            self.current.error_propagation.explain_and_leave(error)
 
     @contextmanager
     def explaining(self) -> Generator[None]:

@@ -461,6 +461,8 @@ def kept_parts(
 
     The root is not released between them. Arguments are as in :func:`backward_moments`.
     """
+    if sharding.regather_size is None:  # most plans; a search makes many
+        return [0] * len(units)
     released = uses[:-1] if keeps_last else uses
     return [
         sum(group.gathers(sharding).kept_numel * group.param_itemsize for group in unit)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
-from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -59,7 +58,7 @@ from shardeddp.wrap import (
 )
 from shardeddp.wrap.flat_buffers import costs_of
 from shardeddp.wrap.kept_operations import written_operations
-from shardeddp.wrap.tree import import_path, imported
+from shardeddp.wrap.tree import function_path, import_path, imported
 
 MEMORY_ERROR = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
@@ -179,11 +178,10 @@ def _written(policy: Policy) -> dict[str, Any]:
     if isinstance(policy, ClassPolicy):
         names = _names(policy.classes)
         return {"auto_wrap_policy": names[0] if len(names) == 1 else names}
-    if isinstance(policy, PredicatePolicy) and isinstance(policy.predicate, FunctionType):
-        path = f"{policy.predicate.__module__}.{policy.predicate.__qualname__}"
-        if imported(path) is policy.predicate:
-            return {"auto_wrap_policy": path}
-    raise LookupError(policy)
+    path = function_path(policy.predicate) if isinstance(policy, PredicatePolicy) else None
+    if path is None:
+        raise LookupError(policy)
+    return {"auto_wrap_policy": path}
 
 
 def _recomputing(options: ActivationCheckpointing, recompute: str) -> str | dict[str, Any]:

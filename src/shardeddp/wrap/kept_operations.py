@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +21,7 @@ from shardeddp.torch_private import (
     has_kernel,
     higher_order_operations,
 )
-from shardeddp.wrap.tree import imported
+from shardeddp.wrap.tree import function_path, imported
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Returns the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
@@ -134,11 +133,10 @@ def written_operations(save_ops: object) -> str | list[str]:
         return save_ops
     if not _is_function(save_ops):
         return [*map(str, _entries(save_ops))]
-    if isinstance(save_ops, FunctionType):
-        path = f"{save_ops.__module__}.{save_ops.__qualname__}"
-        if imported(path) is save_ops:
-            return path
-    raise LookupError(save_ops)
+    path = function_path(save_ops)
+    if path is None:
+        raise LookupError(save_ops)
+    return path
 
 
 def check_save_ops(save_ops: object) -> None:

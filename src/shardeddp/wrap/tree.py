@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -217,6 +218,14 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 def import_path(module_class: type) -> str:
     """Return the import path of a class, as a user would write it in YAML."""
     return f"{module_class.__module__}.{module_class.__qualname__}"
+
+
+def function_path(function: object) -> str | None:
+    """Return the import path of a function; None if another process could not find it by that."""
+    if not isinstance(function, FunctionType):
+        return None
+    path = f"{function.__module__}.{function.__qualname__}"
+    return path if imported(path) is function else None
 
 
 def imported(path: str) -> object | None:
