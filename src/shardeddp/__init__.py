@@ -9,7 +9,7 @@ from shardeddp.errors import (
     RankError,
 )
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
-from shardeddp.lightning.reshard_schedule import ReshardSchedule
+from shardeddp.lightning.reshard_callbacks import ReshardOnOutOfMemory, ReshardSchedule
 from shardeddp.lightning.step_monitor import StepMonitor
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
@@ -34,6 +34,7 @@ __all__ = [
     "Policy",
     "PredicatePolicy",
     "RankError",
+    "ReshardOnOutOfMemory",
     "ReshardSchedule",
     "ShardTensor",
     "ShardedDP",

@@ -1,17 +1,20 @@
 """An error for want of memory keeps its type and says what was held, what was planned, and what to change."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardeddp import ShardedDP
 from shardeddp.config import parse_options
+from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.lightning.out_of_memory import advice, explain_memory
 from shardeddp.report import human_bytes
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
+from training import Sharding
 from world import Worlds, on_ranks
 
 pytestmark = [
@@ -93,6 +96,45 @@ def test_want_of_memory_on_the_host_and_of_libraries_is_explained_too(
     for text, *_ in world(1).run(told, "forward", error):
         assert "main shards" in text
         assert text.startswith(str(error))
+
+
+class TwoDtypes(nn.Module):
+    """A unit of two flat buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (..., 4) to the same."""
+        return x + self.down(self.up(x).double()).float()
+
+
+@pytest.mark.parametrize("at", range(2, 6))
+@on_ranks(2)
+def test_a_gather_without_memory_ends_in_that_error_and_the_next_step_runs(at: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), *(TwoDtypes() for _ in range(3)))
+    runtime = Sharding(units=("1", "2", "3")).apply(model)
+    allocate, calls = GatheredBuffer.allocate, 0
+
+    def fails_once(buffer: GatheredBuffer) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise torch.cuda.OutOfMemoryError(TEXT)
+        return allocate(buffer)
+
+    def step() -> Tensor:
+        with runtime.step() as outputs:
+            outputs.append(model(torch.ones(2, 4)).sum())
+        outputs[0].backward()
+        return outputs[0].detach()
+
+    expected = step()
+    with mock.patch.object(GatheredBuffer, "allocate", fails_once):
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
+            step()
+        assert torch.equal(step(), expected)
 
 
 @on_ranks(1)

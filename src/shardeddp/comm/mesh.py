@@ -192,6 +192,7 @@ class Mesh:
         self.is_inherited = False
         """Whether this process was forked from the rank, and so cannot communicate."""
         self._dense: Mesh | None = None
+        self._progress = self._count_begun()
         self._watched: Watched | None = None
         """State for the desync check; None: the mesh of experts, for which ``dense`` has it."""
         self.experts: Mesh | None = None
@@ -203,7 +204,7 @@ class Mesh:
             self.experts = self._over_experts(expert_size)
         self._watched = Watched(
             neighbours=_neighbours(self.rank, [*everyone, *axes["gather"], *axes["replicate"]]),
-            progress=self._progress(),
+            progress=self._progress,
             own=self._groups.names(),  # those of the mesh of experts, too
         )
         self.desync.watch(self._watched)
@@ -341,6 +342,10 @@ class Mesh:
         self.data.broadcast_(values, 0).wait()
         self.tensor.broadcast_(values, 0).wait()
 
+    def begun(self) -> BegunOperations:
+        """Count the operations that this rank has begun in groups of the mesh, by group."""
+        return self.dense._progress()
+
     def begun_by_others(self) -> BegunOperations:
         """Count the operations that torch has begun in groups outside of the mesh, by group."""
         return counted_by_torch(self._groups.names())
@@ -409,7 +414,7 @@ class Mesh:
             if group is not None:
                 leave_to_parent(group)
 
-    def _progress(self) -> Callable[[], BegunOperations]:
+    def _count_begun(self) -> Callable[[], BegunOperations]:
         """Return a function that counts the operations begun by this rank."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
         hosts: dict[str, HostGroup | dist.ProcessGroup] = {

@@ -187,10 +187,10 @@ _ALL, _SOME = "all", "some"
 class StoreBarrier:
     """Timed barrier on the store: True on all ranks if all arrived in time, else False."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, topic: str = "barrier") -> None:
         self._rank, self._world_size = rank, world_size
         self._calls = 0
-        self._client = StoreClient("barrier", rank)
+        self._client = StoreClient(topic, rank)
 
     def wait_for_all(self, place: str, patience_s: float = PATIENCE_S) -> bool:
         """Return whether every rank calls this in time with one ``place``; all in time agree.
@@ -200,7 +200,7 @@ class StoreBarrier:
 
         Args:
             place: Name of this call; ranks that give different names are not together.
-            patience_s: Maximum wait for the other ranks in seconds. Tests alone pass it.
+            patience_s: Maximum wait for the other ranks in seconds.
         """
         self._calls += 1
         deadline = time.monotonic() + patience_s

@@ -201,7 +201,7 @@ class Reducer:
         self._queue.finish()
 
     def close(self) -> None:
-        """Forget that gradients are incomplete: the units are dissolved, and nothing completes them."""
+        """Forget that gradients are incomplete, where nothing will complete them."""
         self._mesh.run.incomplete.discard(id(self))
 
     @property

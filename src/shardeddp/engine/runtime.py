@@ -329,6 +329,11 @@ class Runtime:
         self._forward = _OUTSIDE
         self._reshard_unused()
 
+    def start_over(self) -> None:
+        """Return to the begin of a step that has failed on all ranks, without its gradients."""
+        self.reset()
+        self._reducer.close()
+
     @contextmanager
     def without_sync(self) -> Generator[None]:
         """Surround micro-batches whose gradients a later one completes; may be nested."""

@@ -7,6 +7,7 @@ sharded            unshard                                 unsharding  _visit, m
 unsharding         wait                                    unsharded   make_unsharded,
                                                                        _reshard_unused,
                                                                        gather_with_others
+unsharding         abandon                                 sharded     unshard
 unsharded          refresh                                 unsharded   _ensure_unsharded,
                                                                        refresh, renew_views,
                                                                        gather_with_others
@@ -29,9 +30,10 @@ backward           a failed backward                       idle        _abort_ba
 any                a failure                               idle        reset
 =================  ======================================  ==========  =========================
 
-Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.make_unsharded``,
-``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer
-by ``FlatGroup``. A resident buffer is bound when it is made, for good. Events are of ``Runtime``.
+Verbs of a unit (the first five) are called by ``Runtime``, and by ``Unit.make_unsharded``,
+``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; a unit abandons a
+gather of its own that it could not issue. Verbs of a buffer are called by ``FlatGroup``. A resident
+buffer is bound when it is made, for good. Events are of ``Runtime``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next
 forward or backward. After a transfer error all states stay, for good: to leave them takes
@@ -83,6 +85,7 @@ State = TypeVar("State", bound=Enum)
 UNIT_VERBS: Mapping[str, tuple[Set[UnitState], UnitState]] = {
     "unshard": ({UnitState.SHARDED}, UnitState.UNSHARDING),
     "wait": ({UnitState.UNSHARDING}, UnitState.UNSHARDED),
+    "abandon": ({UnitState.UNSHARDING}, UnitState.SHARDED),
     "refresh": ({UnitState.UNSHARDED}, UnitState.UNSHARDED),
     "reshard": ({UnitState.UNSHARDED}, UnitState.SHARDED),
 }

@@ -377,6 +377,8 @@ class GatheredBuffer:
         }
 
     def _outlived_parts(self) -> Iterator[tuple[int, Any]]:
+        if self._outlived and self.state is BufferState.RELEASED:
+            self._drop_unused()
         for address, (index, reference) in [*self._outlived.items()]:
             storage = storage_of_weak_reference(reference.cdata)
             if storage is not None:
@@ -385,6 +387,14 @@ class GatheredBuffer:
             del self._outlived[address]
             if self._index is not None:
                 del self._index[address]
+
+    def _drop_unused(self) -> None:
+        """Free the memory of released parameters that graphs have saved and that no graph has now."""
+        with without_torch_function():
+            for index in {index for index, _ in self._outlived.values()}:
+                parameter = self.parameters[index]
+                if parameter._use_count() <= self._references[index]:  # type: ignore[attr-defined]
+                    set_data(parameter, self._placeholders[index])
 
     # -- Tensors saved by graphs
 

@@ -11,10 +11,11 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, StreamHandle, during
+from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.forward_copies import ForwardCopies, copies_of
 from shardeddp.engine.reduction import Reduction
-from shardeddp.engine.states import UNIT_VERBS, UnitState, state_after
+from shardeddp.engine.states import UNIT_VERBS, BufferState, UnitState, state_after
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.memory import GroupCost, HeldMemory
@@ -183,7 +184,23 @@ class Unit:
                 f"Run the model after it"
             )
         self._move("unshard")
-        self._handle = [group.unshard() for group in self.groups]
+        self._handle = []
+        try:
+            for group in self.groups:
+                self._handle.append(group.unshard())
+        except BaseException as error:
+            # After a transfer error no collective completes, so none is waited for.
+            if not is_transfer_error(error):
+                self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Complete and release what a failed :meth:`unshard` has issued: memory may have run out."""
+        self._finish_gather()
+        for group in self.groups:
+            if group.buffer.state is not BufferState.RELEASED:
+                group.release(before_backward=False)
+        self._move("abandon")
 
     def wait(self) -> None:
         """Complete the all-gathers and register the unsharded parameters with the modules."""

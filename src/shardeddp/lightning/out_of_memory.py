@@ -30,10 +30,7 @@ def explain_memory(
 
     To be called while the rank still holds the memory of that moment.
     """
-    if not isinstance(error, MemoryError | RuntimeError):
-        return
-    text = str(error)
-    if not _is_out_of_memory(error, text) or _HEADING in text:
+    if not is_out_of_memory(error) or _HEADING in (text := str(error)):
         return
     try:
         lines = describe(error)
@@ -66,9 +63,10 @@ class MemoryGuard:
             explain_memory(error, self._describe)
 
 
-def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or any(
-        sign in text for sign in _SIGNS
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory of the device or the host has run out."""
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     )
 
 
@@ -143,7 +141,10 @@ def advice(options: Options, device: torch.device) -> list[str]:
     if options.activation_checkpointing is None:
         lines.append('ShardedDP(activation_checkpointing="auto"): activations are computed again')
     if strategy != "full_shard":
-        lines.append(f'ShardedDP("full_shard"): {strategy} holds more between steps')
+        lines.append(
+            f'ShardedDP("full_shard"): {strategy} holds more between steps; '
+            f"callbacks=[ReshardOnOutOfMemory()] changes to it if it is needed"
+        )
     elif options.sharding.reshard.value != "after_forward":
         lines.append("ShardedDP(reshard_after_forward=True): units are released after forward")
     if device.type != "cpu" and not options.cpu_offload.params:

@@ -68,6 +68,7 @@ from shardeddp.lightning.planning import (
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
+from shardeddp.lightning.repeated_steps import Deepen, RepeatedSteps
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.run_group import Ranks, RunGroup, set_rank
@@ -236,6 +237,7 @@ class ShardedDP(ParallelStrategy):
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
+        self._repeated = RepeatedSteps()
         self._runtime: Runtime | None = None
 
     plan = staticmethod(make_plan)
@@ -636,8 +638,24 @@ class ShardedDP(ParallelStrategy):
             # `root_device` would read a variable of the environment for each batch.
             return super().batch_to_device(batch, device or self._group.device, dataloader_idx)
 
+    def repeat_steps(self, deepen: Deepen, patience_s: float) -> None:
+        """Repeat training steps for which memory runs out, for the rest of this run.
+
+        See :class:`shardeddp.ReshardOnOutOfMemory`, which calls it.
+
+        Args:
+            deepen: Function that is called with the error and returns a function that reduces the
+                memory of a step, to be called on all ranks; None: there is nothing left to reduce,
+                and the error is raised.
+            patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
+        """
+        self._repeated.begin_run(deepen, patience_s)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._repeated.run(partial(self._training_step, args, kwargs), self.trainer)
+
+    def _training_step(self, args: Any, kwargs: Any) -> Any:
         find_late_parameters(self.optimizers)
         module, context = self.lightning_module, self.precision_plugin.train_step_context()
         is_automatic = module is None or module.automatic_optimization
@@ -683,8 +701,13 @@ class ShardedDP(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with self._during("compute"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        backward = super().backward
+
+        def timed(loss: torch.Tensor) -> torch.Tensor:
+            with self._during("compute"):
+                return backward(loss, optimizer, *args, **kwargs)
+
+        return self._repeated.run_backward(timed, closure_loss)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -862,6 +885,7 @@ class ShardedDP(ParallelStrategy):
         """
         self._group.end_steps()
         self._guards.end_run(self.trainer)
+        self._repeated.end_run()
         self._resume.end_run()
         self._callbacks.end_run(self.trainer)
         leave_loopback()

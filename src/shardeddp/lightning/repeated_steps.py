@@ -1,0 +1,241 @@
+"""Repeated steps: a training step for which memory ran out on all ranks runs again, sharded deeper."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
+from shardeddp.comm.store import StoreBarrier
+from shardeddp.engine.runtime import Runtime, runtime_of
+from shardeddp.lightning.api import LightningModule, Trainer
+from shardeddp.lightning.out_of_memory import is_out_of_memory
+
+log = logging.getLogger(__name__)
+
+Deepen = Callable[[BaseException], Callable[[], None] | None]
+"""See :meth:`RepeatedSteps.begin_run`."""
+
+
+class RepeatedSteps:
+    """Training steps of a run, each repeated if all ranks run out of memory at the same place.
+
+    The same place is the same number of operations that a rank has begun in each of its groups: then
+    no rank waits for another, and nothing that is in flight is of some ranks only. A repeated step
+    begins with the random states, buffers and metrics of the failed one, and values that this one
+    has logged are not logged twice.
+    """
+
+    def __init__(self) -> None:
+        self._deepen: Deepen | None = None
+        self._patience_s = 0.0
+        self._attempt: _Attempt | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy or a pickle, without that of a run."""
+        return {"_deepen": None, "_patience_s": 0.0, "_attempt": None}
+
+    def begin_run(self, deepen: Deepen, patience_s: float) -> None:
+        """Repeat steps from now on.
+
+        Args:
+            deepen: Function that is called with the error and returns a function that shards deeper,
+                to be called on all ranks; None: it is as deep as it can be, and the error is raised.
+            patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
+        """
+        self._deepen, self._patience_s = deepen, patience_s
+
+    def end_run(self) -> None:
+        """Repeat no further steps."""
+        self._deepen = self._attempt = None
+
+    def run(self, step: Callable[[], Any], trainer: Trainer | None) -> Any:
+        """Run the forward of a training step; ``step`` returns its output."""
+        if self._deepen is None or trainer is None:
+            return step()
+        self._attempt = _Attempt(step, trainer)
+        return self._run(self._attempt)
+
+    def run_backward(
+        self, backward: Callable[[torch.Tensor], torch.Tensor], loss: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the backward of the step that :meth:`run` has run last; ``backward`` takes its loss."""
+        attempt = self._attempt
+        if self._deepen is None or attempt is None:
+            return backward(loss)
+        repeatable = attempt.begins_step and all(
+            it.grad is None for it in attempt.module.parameters()
+        )
+        while True:
+            try:
+                scaled = backward(loss)
+            except Exception as error:
+                if not repeatable or not is_out_of_memory(error):
+                    raise
+                failed = error
+            else:
+                self._attempt = None  # it holds the batch
+                return scaled
+            # The caller holds the loss: without its graph, the activations can be freed.
+            loss.detach_()
+            self._recover(attempt, failed)
+            loss = _loss_of(self._run(attempt)) / attempt.trainer.accumulate_grad_batches
+
+    def _run(self, attempt: _Attempt) -> Any:
+        while True:
+            try:
+                with attempt.logging_once():
+                    return attempt.step()
+            except Exception as error:
+                if not attempt.begins_step or not is_out_of_memory(error):
+                    raise
+                failed = error
+            self._recover(attempt, failed)
+
+    def _recover(self, attempt: _Attempt, failed: Exception) -> None:
+        """Bring all ranks back to the begin of the step, sharded deeper; else raise the error."""
+        assert self._deepen is not None
+        deepen = self._deepen(failed)
+        if deepen is None:
+            raise failed
+        runtime = attempt.runtime
+        step, place = attempt.trainer.global_step, attempt.place()
+        barrier = StoreBarrier(
+            runtime.mesh.rank, runtime.mesh.topology.world_size, f"out of memory in step {step}"
+        )
+        if not barrier.wait_for_all(place, self._patience_s):
+            log.error(
+                f"rank {runtime.mesh.rank}: step {step} cannot be repeated with deeper sharding: not "
+                f"all ranks have run out of memory at the same place within {self._patience_s:g} s, "
+                f"so some wait for others in a collective"
+            )
+            raise failed
+        _forget_frames(failed)
+        _free_memory(runtime.mesh.device)  # graphs too, before units are resharded around them
+        runtime.start_over()
+        attempt.restore()
+        deepen()
+        _free_memory(runtime.mesh.device)
+
+
+class _Attempt:
+    """A training step with the state that it may change: random states, buffers, metrics, logs."""
+
+    def __init__(self, step: Callable[[], Any], trainer: Trainer) -> None:
+        self.step, self.trainer = step, trainer
+        self.module: LightningModule = trainer.lightning_module
+        self.begins_step = not self.runtime.mesh.run.incomplete
+        """False for micro-batches after the first one of a step: those have left gradients."""
+        self._begun = self._begun_by_others()
+        self._random = capture_random_state(self.runtime.mesh.device)
+        self._buffers = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner in self.module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._metrics = [
+            (metric, _state_of(metric))
+            for metric in self.module.modules()
+            if isinstance(metric, Metric)
+        ]
+        self._logged = 0  # calls of `module.log` in the attempt that has come farthest
+
+    @property
+    def runtime(self) -> Runtime:
+        """Present engine of the module."""
+        runtime = runtime_of(self.module)
+        assert runtime is not None
+        return runtime
+
+    def place(self) -> str:
+        """Return the number of operations that this rank has begun, by group, without names.
+
+        In groups that are not the engine's: since the step began, as messages between two ranks,
+        which torch counts as well, may differ before.
+        """
+        ours = [counts for _, counts in sorted(self.runtime.mesh.begun().items())]
+        since = Counter(self._begun_by_others())
+        since.subtract(self._begun)
+        return json.dumps([ours, sorted(filter(None, since.values()))])
+
+    def _begun_by_others(self) -> dict[str, int]:
+        groups = self.runtime.mesh.begun_by_others()
+        return {name: counts["operations"] for name, counts in groups.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state from before the step."""
+        nn.Module.zero_grad(self.module)  # of a part of the backward
+        restore_random_state(self._random, self.runtime.mesh.device)
+        for owner, name, buffer, values in self._buffers:
+            owner._buffers[name] = buffer.copy_(values)
+        for metric, state in self._metrics:
+            vars(metric).update(_copied(state))
+
+    @contextmanager
+    def logging_once(self) -> Generator[None]:
+        """Leave out as many calls of ``module.log`` as an earlier attempt has made."""
+        own, calls = vars(self.module).get("log"), 0
+        log_value = self.module.log
+
+        def log_once(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > self._logged:
+                self._logged = calls
+                log_value(*args, **kwargs)
+
+        vars(self.module)["log"] = log_once
+        try:
+            yield
+        finally:
+            if own is None:
+                vars(self.module).pop("log")
+            else:
+                vars(self.module)["log"] = own
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output["loss"]
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """Return copies of what an update of a metric changes: its states, their count, its last result."""
+    names = {*metric.metric_state, "_update_count", "_computed", "_forward_cache"}
+    return _copied({name: value for name, value in vars(metric).items() if name in names})
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return [*value] if isinstance(value, list) else value  # type: ignore[reportUnknownVariableType]
+
+    return {name: copy_of(value) for name, value in state.items()}
+
+
+def _forget_frames(failed: BaseException) -> None:
+    """Drop the tracebacks of an error: their frames hold activations, also after a frame's clear()."""
+    error: BaseException | None = failed
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _free_memory(device: torch.device) -> None:
+    """Free cycles of what nobody holds, and the blocks that the device's allocator keeps."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,282 @@
+"""A training step for which memory runs out on all ranks is repeated with deeper sharding, as if nothing had been."""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from shardeddp import ReshardOnOutOfMemory, ReshardSchedule, ShardedDP
+from shardeddp.engine.storage import GatheredBuffer
+from shardeddp.errors import ConfigurationError
+from support.tasks import Block, TinyGpt, token_loader
+from support.trainers import full_weights, make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+PATIENCE_S = 3.0
+
+
+class Needs(TinyGpt):
+    """A module with all that a step changes, for which memory runs out in one step under some strategies."""
+
+    def __init__(self, where: str = "", too_much: Sequence[str] = ("no_shard",)) -> None:
+        super().__init__()
+        self.where, self.too_much, self.at = where, too_much, (2, 0)
+        self.ranks: Sequence[int] = range(8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.mean, self.tracked = MeanMetric(), MeanMetric()
+        self.logged: list[float] = []
+        self.attempts = 0
+        self.activations: list[weakref.ref[Tensor]] = []
+        self.armed = False
+
+    def need(self, where: str) -> None:
+        """Run out of memory, at the place of this module."""
+        options = self.trainer.strategy.options  # type: ignore[attr-defined]
+        micro_batch = self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches
+        is_now = (self.trainer.global_step, micro_batch) == self.at and where == self.where
+        is_here = is_now and dist.get_rank() in self.ranks
+        if is_here and options.sharding_strategy in self.too_much:
+            self.attempts += 1
+            self.armed = where == "gather"
+            if not self.armed:
+                raise torch.cuda.OutOfMemoryError(TEXT)
+
+    def need_in_backward(self, _: Tensor) -> None:
+        self.need("backward")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, length, vocabulary) of tokens (batch, length)."""
+        gc.collect()
+        assert not any(each() is not None for each in self.activations), "of a failed attempt"
+        x = self.norm(self.drop(self.embed(tokens)).flatten(0, 1)).view(*tokens.shape, -1)
+        self.activations.append(weakref.ref(x))
+        self.log("early", x.detach().mean(), on_step=False, on_epoch=True, sync_dist=True)
+        self.tracked.update(x.detach().mean().item())
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            self.need(f"forward {index}")
+            if index == 0:
+                self.need("gather")
+        x.register_hook(self.need_in_backward)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        """Loss, logged once per batch."""
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log_dict({"late": loss.detach()}, on_step=False, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "logits": loss.detach()}
+
+
+class Look(Callback):
+    """Keeps losses and strategies."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.names: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:  # type: ignore[override]
+        self.losses.append(outputs["loss"].item())
+        self.names.append(trainer.strategy.options.sharding_strategy)
+
+
+def train(
+    model: TinyGpt, callbacks: Sequence[Callback], name: str = "no_shard", **options: Any
+) -> tuple[Look, dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(5 + dist.get_rank())
+    look = Look()
+    options = {"max_epochs": 1, "gradient_clip_val": 0.5, **options}
+    trainer = make_trainer(
+        ShardedDP(name, auto_wrap_policy={Block}), callbacks=[*callbacks, look], **options
+    )
+    trainer.fit(model, token_loader(64))
+    values = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return look, full_weights(model), values
+
+
+def make(*given: Any) -> Needs:
+    torch.manual_seed(3)
+    return Needs(*given)
+
+
+def compare(
+    where: str, accumulate: int, first: str, too_much: Sequence[str], names: Sequence[str]
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "name": first}
+    wheres = where.split(" or ")
+    expected, found = make(), make(wheres[dist.get_rank() % len(wheres)], too_much)
+    last: Any = names[-1]
+    wanted, weights, values = train(expected, [ReshardSchedule({2: last})], **options)
+    allocate = GatheredBuffer.allocate
+
+    def fails_if_armed(buffer: GatheredBuffer) -> Tensor:
+        if found.armed:
+            found.armed = False
+            raise torch.cuda.OutOfMemoryError(TEXT)
+        return allocate(buffer)
+
+    deeper: Any = ReshardOnOutOfMemory([*names])  # type: ignore[list-item]
+    with (
+        mock.patch.object(GatheredBuffer, "allocate", fails_if_armed),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always")
+        look, others, logged = train(found, [deeper], **options)
+    texts = [str(each.message) for each in told if "memory has run out" in str(each.message)]
+    assert len(texts) == (len(too_much) if dist.get_rank() == 0 else 0), texts
+    assert all(TEXT in each and "step 2" in each for each in texts)
+    assert found.attempts == len(too_much)
+    assert look.names == wanted.names and look.names[-1] == last
+    torch.testing.assert_close(
+        torch.tensor(look.losses), torch.tensor(wanted.losses), rtol=0, atol=1e-6
+    )
+    assert logged == pytest.approx(values, abs=1e-6)
+    for key, value in weights.items():
+        torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6, msg=key)
+    for key, value in dict(expected.named_buffers()).items():
+        torch.testing.assert_close(dict(found.named_buffers())[key], value, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.tracked.compute(), expected.tracked.compute())
+    assert found.tracked.update_count == expected.tracked.update_count
+
+
+@pytest.mark.loop(2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+# Without a gather, ranks are at one place in the forward and before the first reduction.
+@pytest.mark.parametrize("where", ["forward 1", "backward", "forward 1 or backward"])
+def test_a_repeated_step_is_that_of_a_run_that_has_changed_before_it(
+    world: Worlds, where: str, accumulate: int
+) -> None:
+    world(2).run(compare, where, accumulate, "no_shard", ["no_shard"], ["full_shard"])
+
+
+TWICE = ["no_shard", "shard_optimizer"], ["shard_optimizer", "shard_grad_op"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "first", "where", "too_much", "names"),
+    [
+        (2, "no_shard", "forward 2", *TWICE),
+        (2, "no_shard", "backward", *TWICE),
+        (2, "shard_grad_op", "gather", ["shard_grad_op"], ["full_shard"]),
+        (4, "hybrid_shard", "gather", ["hybrid_shard"], ["full_shard"]),
+        (4, "hybrid_shard", "backward", ["hybrid_shard"], ["full_shard"]),
+    ],
+)
+def test_every_deeper_strategy_is_tried_until_one_fits(
+    world: Worlds, ranks: int, first: str, where: str, too_much: list[str], names: list[str]
+) -> None:
+    world(ranks).run(compare, where, 1, first, too_much, names)
+
+
+# -- where a step cannot be repeated
+
+
+def fails(where: str, ranks: Sequence[int], others: str, at: Any, name: str, options: Any) -> str:
+    """Text of the error that ends the run on this rank."""
+    model = make(where, ["no_shard", "shard_grad_op", "full_shard"])
+    model.at = at
+    if others:
+        model.where = where if dist.get_rank() in ranks else others
+    else:
+        model.ranks = ranks
+    deeper = ReshardOnOutOfMemory(patience_s=PATIENCE_S)
+    with pytest.raises(Exception) as caught:
+        train(model, [deeper], name, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "others", "at", "name", "options"),
+    [
+        pytest.param("forward 1", [0], "", (2, 0), "shard_grad_op", {}, id="one rank alone"),
+        pytest.param(
+            "forward 0", [0], "forward 2", (2, 0), "shard_grad_op", {}, id="not at one place"
+        ),
+        pytest.param(
+            "backward",
+            [0, 1],
+            "",
+            (1, 1),
+            "no_shard",
+            {"accumulate_grad_batches": 2},
+            id="gradients of a micro-batch before",
+        ),
+        pytest.param("forward 1", [0, 1], "", (2, 0), "full_shard", {}, id="the deepest"),
+    ],
+)
+def test_the_error_ends_the_run(
+    world: Worlds, where: str, ranks: Any, others: str, at: Any, name: str, options: Any
+) -> None:
+    texts = world(2).run(fails, where, ranks, others, at, name, options)
+    assert texts[0].startswith(f"OutOfMemoryError: {TEXT}")
+    assert "Memory of this rank" in texts[0]
+
+
+class Manual(Needs):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@on_ranks(1)
+def test_runs_whose_steps_cannot_be_repeated_are_refused() -> None:
+    deeper = ReshardOnOutOfMemory()
+    for model, callbacks, options, words in (
+        (Manual(), [deeper], {"gradient_clip_val": None}, "manual optimization"),
+        (make(), [deeper, ReshardSchedule({1: "no_shard"})], {}, "beside ReshardSchedule"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            train(model, callbacks, **options)
+    trainer = make_trainer("auto", callbacks=[deeper], max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"strategy=ShardedDP"):
+        trainer.fit(make(), token_loader(32))
+    for given in ([], ["zero9"], "full_shard", None):
+        with pytest.raises(ConfigurationError, match="expected ReshardOnOutOfMemory"):
+            ReshardOnOutOfMemory(given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="above 0, found -1"):
+        ReshardOnOutOfMemory(patience_s=-1)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_begins_with_the_strategy_that_fitted(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(resume, str(tmp_path / "a.ckpt"))
+
+
+def resume(path: str) -> None:
+    def fit(model: Needs, name: str, ckpt_path: str | None, **options: Any) -> tuple[Any, Look]:
+        look = Look()
+        trainer = make_trainer(
+            ShardedDP(name, auto_wrap_policy={Block}),
+            callbacks=[ReshardOnOutOfMemory(), look],
+            **options,
+        )
+        trainer.fit(model, token_loader(32), ckpt_path=ckpt_path)
+        return trainer, look
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "memory has run out")
+        first, look = fit(make("forward 1"), "no_shard", None, max_steps=3)
+    assert look.names == ["no_shard", "no_shard", "shard_grad_op"]
+    first.save_checkpoint(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        _, look = fit(make(), "no_shard", path, max_steps=4)
+    assert look.names == ["shard_grad_op"]
