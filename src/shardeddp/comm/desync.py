@@ -98,12 +98,15 @@ class CallFingerprints:
         self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
         self._failure = ""  # error of an earlier call; ranks are out of step from then on
         self._is_inherited = False
-        self.thread: int | None = None
-        """Training thread, which alone may call meanwhile; None: any thread may."""
+        self._thread: int | None = None  # the one that may call; None: any may
 
     def leave_to_parent(self) -> None:
         """Refuse all further calls, in a process that was forked from the rank."""
         self._is_inherited = True
+
+    def restrict_to(self, thread: int | None) -> None:
+        """Refuse calls on threads other than the training thread; None: allow any."""
+        self._thread = thread
 
     def call(self, operation: str, advice: str = "") -> None:
         """Return when all ranks have reached the operation.
@@ -122,7 +125,7 @@ class CallFingerprints:
         if self._is_inherited:
             ranks = sorted([self._rank, *self._others])
             raise in_forked_process(f"{operation} at {code_line_of(sys._getframe())}", ranks)
-        if self.thread not in (None, threading.get_ident()) and not is_in_backward():
+        if self._thread not in (None, threading.get_ident()) and not is_in_backward():
             raise DesyncError(
                 f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
                 f"another thread trains: each of them would start collectives in an order of its own. "

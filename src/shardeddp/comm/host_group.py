@@ -99,7 +99,7 @@ class HostGroup:
         self._row, self._column = (*axes, None, None)[:2]
         self._timeout, self._patience = timeout, patience
         self.clock: StepClock | None = None
-        """Clock for the waits of the training thread; None: they are not measured."""
+        """Clock of the training thread's waits; None: they are not measured."""
         self.channel = Channel() if channel is None else channel
         """Tags and thread of the group's operations."""
         self.rank = 0 if self._row is None else self._row.rank()
@@ -108,6 +108,10 @@ class HostGroup:
             self.rank += self._column.rank() * self._row.size()
         self._axes = [axis for axis in (self._row, self._column) if axis is not None]
         self._mirrors = mirrors
+
+    def measure(self, clock: StepClock | None) -> None:
+        """Let a clock measure the waits of the training thread; None ends the measurement."""
+        self.clock = clock
 
     # -- Operations
 

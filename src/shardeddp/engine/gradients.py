@@ -49,12 +49,12 @@ class GroupGradients:
     ``.grad``, a view of the  :meth:`install`                    users, who set it to None or to
     gradient shard                                               another; :meth:`take_former`
     (``_views``)              (the next reduction adds to it)
-    ``.grad`` elsewhere       users (``assigned``); a gradient   :meth:`take_assigned`,
+    ``.grad`` elsewhere       users (``_assigned``); a gradient  :meth:`take_assigned`,
                               that they hold keeps its memory,   :meth:`take_former`;
                               by ``_renew_shard``                :meth:`install` adds to it
     ========================  =================================  ===================================
 
-    If users set ``.grad``, :meth:`drop` empties the first two and partial sums. After a failure
+    If users set ``.grad``, :meth:`replace` empties the first two and partial sums. After a failure
     :meth:`drop_waiting` empties the first two and partial sums.
     """
 
@@ -80,8 +80,8 @@ class GroupGradients:
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
         # Whole gradients of uses outside of the unit, by parameter.
         self._outside: dict[int, torch.Tensor] = {}
-        self.assigned: set[int] = set()
-        """Indices of parameters with a gradient assigned by users since the last backward."""
+        # Indices of parameters with a gradient assigned by users since the last backward.
+        self._assigned: set[int] = set()
 
         # Whether an optimizer may hold local gradients that no reference count shows.
         self._kept_by_others = False
@@ -131,7 +131,7 @@ class GroupGradients:
 
     def take_assigned(self, over: ReduceOver) -> None:
         """Add gradients that users have assigned to those of the running backward."""
-        assigned, self.assigned = sorted(self.assigned), set()
+        assigned, self._assigned = sorted(self._assigned), set()
         for index in assigned:
             found = stored_gradient(self._sharded[index])
             if found is None or (self._views and found is self._views[index]):
@@ -180,7 +180,7 @@ class GroupGradients:
         running = running_backward()
         if running is None or running == self._reduced_by:
             return False
-        self.drop(index, None)
+        self.replace(index, None)
         self.add_outside(index, gradient)
         return True
 
@@ -236,7 +236,7 @@ class GroupGradients:
         sharded = self._sharded[index]
         if not isinstance(stored_gradient(sharded), ShardTensor):
             return False
-        is_incomplete = self._averaged_over is not ReduceOver.ALL and index not in self.assigned
+        is_incomplete = self._averaged_over is not ReduceOver.ALL and index not in self._assigned
         return (is_incomplete and sharded.requires_grad) or self.is_unreduced(index)
 
     def take_former(self, index: int) -> None:
@@ -276,8 +276,13 @@ class GroupGradients:
             gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient
 
-    def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Drop an incomplete gradient; clone a successor that is a view of the partial sums."""
+    def replace(self, index: int, successor: torch.Tensor | None) -> None:
+        """Drop an incomplete gradient: users have set ``.grad``, to its successor or to None.
+
+        A successor that is a view of the partial sums is cloned.
+        """
+        if successor is not None:
+            self._assigned.add(index)
         if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)

@@ -90,9 +90,7 @@ def is_unit_hook(hook: Any) -> bool:
 def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
     """Report forwards of a unit's module and gradients of its parameters to the runtime."""
     hook = CallHook(progress.unit.spec.module)
-    hook.listeners.append(
-        Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
-    )
+    hook.listen(Listener(partial(runtime.enter, progress), partial(runtime.leave, progress)))
     hook.follow()
     kind = type(runtime)
     parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()

@@ -186,8 +186,9 @@ class Recording:
         """Return the view geometry of a strided meta tensor; an unrecorded one has no values."""
         return MetaView.of(tensor, self._number(tensor))
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Treat tensors that were made unrecorded as uninitialised ones."""
+    def adopt(self, tensors: Iterable[torch.Tensor], names: Iterable[str] = ()) -> None:
+        """Treat tensors that were made unrecorded as uninitialised ones; ``names`` in their model."""
+        self.reset_names.update(names)
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -260,8 +260,8 @@ class Runtime:
                 yield outputs
             return
         self._forward = PassKind(name)
-        if self.mesh.run.untied:
-            self._warn_of_untied()
+        if untied := self.mesh.run.take_untied():
+            self._warn_of_untied(untied)
         try:
             self._enter(self._root)
             with self.mesh.run.step(), guard:
@@ -279,9 +279,8 @@ class Runtime:
         """Whether ranks send messages about the units of the running step's forward."""
         return self.agreement.agrees(self._forward)
 
-    def _warn_of_untied(self) -> None:
-        pairs = [f"{name} that of {other}" for name, other in self.mesh.run.untied.items()]
-        self.mesh.run.untied.clear()
+    def _warn_of_untied(self, untied: Mapping[str, str]) -> None:
+        pairs = [f"{name} that of {other}" for name, other in untied.items()]
         if self.mesh.rank == 0:
             warnings.warn(
                 f"parameters were assigned the memory of others by `.data = ...`: {first_three(pairs)}. "
@@ -405,7 +404,7 @@ class Runtime:
             hook.follow()
         for layer in self._split_layers:
             layer.follow(self._hooks)
-        for key in [key for key, hook in self._hooks.items() if not hook.listeners]:
+        for key in [key for key, hook in self._hooks.items() if not hook.is_heard]:
             self._hooks.pop(key).detach()  # of a layer that is inside of compiled code now
 
     def _hooks_of_encoders(self) -> Iterator[EncoderHook]:

@@ -194,7 +194,7 @@ class Unit:
         for registration, buffer, index in self._wrapped:
             registration.unsharded = buffer.wrapped[index]
         for copies, attribute, buffer, index in self._wrapped_copies:
-            copies.wrapped[attribute] = buffer.wrapped[index]
+            copies.compute_with(attribute, buffer.wrapped[index])
         self._register_unsharded()
         for module, copies in self._copies.values():
             copies.activate(module)
@@ -418,7 +418,7 @@ class Unit:
     def begin_backward(self) -> None:
         """Reset the counts of used parameters and forward copies for a backward."""
         for _, copies in self._copies.values():
-            copies.uses = 0
+            copies.begin_backward()
         for group in self.groups:
             group.begin_backward()
 
