@@ -209,7 +209,7 @@ ALARM_S = 1.0
 From then on it counts as standing still.
 """
 
-_BUSY_S = 5.0
+BUSY_S = 5.0
 """The same for a rank that waits in no known communication: it may be about to go on."""
 
 TRANSFER_S = 8.0
@@ -407,7 +407,7 @@ class DesyncCheck:
             return other["still_s"] >= ALARM_S and (sends or has_begun_more)
         # Its handle may belong to a transfer with a third rank, which is merely late.
         certain = sends or self._neighbours == {rank}
-        return certain and has_begun_more and other["handle"] and other["still_s"] >= _BUSY_S
+        return certain and has_begun_more and other["handle"] and other["still_s"] >= BUSY_S
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
@@ -442,7 +442,7 @@ def _stands(report: dict[str, Any] | None) -> bool:
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether both of two ranks stand still, each of them ahead of the other."""
-    if other["still_s"] < (ALARM_S if other["waits"] else _BUSY_S):
+    if other["still_s"] < (ALARM_S if other["waits"] else BUSY_S):
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
     # Gathers and reductions alone prove nothing: their order among each other is not fixed.

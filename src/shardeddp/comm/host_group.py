@@ -169,7 +169,7 @@ class HostGroup:
             rank, size, distance = axis.rank(), axis.size(), 1
             while distance < size:
                 arrived = torch.zeros_like(message)
-                self._swap(axis, message.clone(), rank + distance, arrived, rank - distance, tag)
+                self.hop(axis, message.clone(), rank + distance, arrived, rank - distance, tag)
                 torch.maximum(message, arrived, out=message)
                 distance *= 2
 
@@ -183,7 +183,7 @@ class HostGroup:
             while known < size:
                 more = min(known, size - known)
                 arrived = blocks[known : known + more]
-                self._swap(axis, blocks[:more], rank - known, arrived, rank + known, tag)
+                self.hop(axis, blocks[:more], rank - known, arrived, rank + known, tag)
                 known += more
             block = blocks.roll(rank, 0)
         return block.view(self.size, -1)
@@ -225,7 +225,7 @@ class HostGroup:
                 if rank + distance < size:
                     self._wait(axis.send([message], (rank + distance + place) % size, tag))
 
-    def _swap(
+    def hop(
         self,
         axis: dist.ProcessGroup,
         sent: torch.Tensor,
@@ -234,6 +234,7 @@ class HostGroup:
         source: int,
         tag: int,
     ) -> None:
+        """Send a message to one rank of an axis, and receive one from another rank."""
         size = axis.size()
         receiving = axis.recv([arrived], source % size, tag)
         sending = axis.send([sent], target % size, tag)
