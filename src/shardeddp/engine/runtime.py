@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,13 +25,12 @@ from shardeddp.comm.desync import refuse_traced
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
 from shardeddp.engine.buffers import BufferBroadcast
-from shardeddp.engine.calls import CallHook
+from shardeddp.engine.calls import CallHook, Listener
 from shardeddp.engine.hooks import (
     EncoderHook,
     attach_hooks,
     call_when_complete,
     find_tensors,
-    weak_node_hook,
 )
 from shardeddp.engine.order import OrderAgreement, PassKind
 from shardeddp.engine.progress import UnitProgress
@@ -42,6 +42,7 @@ from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
 from shardeddp.tensor.backward import graph_is_retained, running_backward
+from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
 from shardeddp.torch_private import (
     are_transforms_active,
@@ -147,7 +148,14 @@ class Runtime:
     def _attach(self) -> None:
         """Hook the modules and parameters of the units."""
         self._hooks = {
-            id(progress.unit.spec.module): attach_hooks(self, progress)
+            # Weak: autograd's references to hooks are hidden from the garbage collector, and would
+            # keep the model alive for ever.
+            id(progress.unit.spec.module): attach_hooks(
+                progress,
+                Listener(partial(self.enter, progress), partial(self.leave, progress)),
+                partial(weakly, self, Runtime.gradient_ready, progress.index),
+                partial(weakly, self, Runtime.outside_gradient_ready, progress.index),
+            )
             for progress in self.progresses
         }
         self._encoder_hooks = [*self._hooks_of_encoders()]
@@ -387,7 +395,7 @@ class Runtime:
             self._uncount(progress)
             raise
 
-    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
+    def unshard_ahead(self, progresses: Sequence[UnitProgress]) -> None:
         """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
             if not self._root.active and progress.unit.needs_gather:
@@ -413,7 +421,7 @@ class Runtime:
                 layer = set(encoder.layers[0].modules())
                 first = [it for it in self.progresses if it.unit.spec.module in layer]
                 if first:
-                    yield EncoderHook(self, encoder, first)
+                    yield EncoderHook(encoder, partial(self.unshard_ahead, first))
 
     def _count(self, progress: UnitProgress) -> None:
         """Count the unit's forward as running; refuse that of a second thread."""
@@ -544,7 +552,7 @@ class Runtime:
             uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
             if uses is None:
                 uses = known[self._in_nodes] = []
-                node.register_prehook(weak_node_hook(self, Runtime._reach_all, progress, uses))
+                node.register_prehook(self._node_hook(Runtime._reach_all, progress, uses))
             else:  # the accumulation node of a parameter that a unit returns persists over steps
                 uses[:] = [
                     it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
@@ -555,7 +563,28 @@ class Runtime:
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_use()
-                call_when_complete(leaves, weak_node_hook(self, Runtime._use_finished, progress))
+                call_when_complete(leaves, self._node_hook(Runtime._use_finished, progress))
+
+    def _node_hook(
+        self, method: Callable[..., None], progress: UnitProgress, *args: object
+    ) -> Callable[[Any], None]:
+        """Return a hook for a graph node that calls a method, with a weak reference to the runtime.
+
+        A module may keep an output, and with it the graph, hidden from the garbage collector.
+        """
+        reference, unit, label = weakref.ref(self), progress.index, progress.unit.label
+
+        def call(gradients: Any) -> None:
+            runtime = reference()
+            if runtime is None or not runtime.progresses:
+                raise RuntimeError(
+                    f"backward comes to {label}, and the sharded model that it belongs to is gone, "
+                    f"or has been sharded anew: its gradients would reach no parameter. Keep a "
+                    f"reference to the model, and set up no other run of it, until backward has run"
+                )
+            method(runtime, runtime.progresses[unit], *args)
+
+        return call
 
     # -- Backward
 

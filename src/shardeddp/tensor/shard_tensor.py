@@ -45,7 +45,6 @@ from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes, whole_of
 from shardeddp.tensor.backward import (
     are_requested,
-    running_backward,
     store_gradient,
     stored_gradient,
 )
@@ -217,12 +216,9 @@ class _FlatGroupGradients(Protocol):
 
     def note_kept(self) -> None: ...
     def add_outside(self, index: int, gradient: torch.Tensor) -> None: ...
-    def take_local(self, index: int, gradient: torch.Tensor) -> bool: ...
-    def unreduced(self, index: int) -> torch.Tensor | None: ...
+    def current(self, index: int) -> torch.Tensor | None: ...
     def is_unreduced(self, index: int) -> bool: ...
-    def has_former(self, index: int) -> bool: ...
-    def take_former(self, index: int) -> None: ...
-    def replace(self, index: int, successor: torch.Tensor | None) -> None: ...
+    def assign(self, index: int, gradient: torch.Tensor | None) -> None: ...
 
 
 class _KeepsWrites(Protocol):
@@ -463,26 +459,17 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         ):
             return gradient
         group_gradients, index = self._group_gradients
-        if gradient is not None:
-            if running_backward() is not None or not group_gradients.has_former(index):
-                return gradient
-            group_gradients.take_former(index)
-        return group_gradients.unreduced(index)
+        return group_gradients.current(index)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
-        elif gradient is not None and self._group_gradients is not None:
-            # A gradient computed in a function's backward is of this rank's batch: it is averaged.
+        if self._group_gradients is None:
+            store_gradient(self, gradient)
+        else:
             group_gradients, index = self._group_gradients
-            if group_gradients.take_local(index, gradient):
-                store_gradient(self, None)
-                return
-        store_gradient(self, gradient)
-        if self._group_gradients is not None:
-            group_gradients, index = self._group_gradients
-            group_gradients.replace(index, gradient)
+            group_gradients.assign(index, gradient)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """Return a gradient in this parameter's layout; gather it first if it has another one."""
