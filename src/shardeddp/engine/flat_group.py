@@ -120,7 +120,7 @@ class FlatGroup:
         return self._versions() != self._gathered_versions
 
     @property
-    def needs_gather(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether unsharding has to fill the buffer, because it does not hold the values already."""
         # Asked in each forward of a unit: only a retained one has to look at its versions.
         gathers = self._gathers
@@ -191,7 +191,7 @@ class FlatGroup:
             handle = StreamHandle(CollectiveHandle(), None)
         if self.buffer.fills_outlived_memory:
             handle.wait()  # users may read or write their views at any time
-        self.note_gather()
+        self.note_all_gather()
         return handle
 
     def note_views(self, has_views: bool) -> None:
@@ -218,7 +218,7 @@ class FlatGroup:
         """Let the next :meth:`unshard` gather the whole buffer, as on ranks without any of it."""
         self.keep_writes()
         self._gathered_versions = []
-        # Compute allocated it, and has waited for a gather that read it: `Unit.gather_with_others`
+        # Compute allocated it, and has waited for a gather that read it: `Unit.unshard_with_others`
         # waits before it calls this.
         self._kept_part = None
 
@@ -243,7 +243,7 @@ class FlatGroup:
         is_released = self.buffer.state is BufferState.RELEASED
         self.unshard().wait()
         for group in self._borrowers:
-            group.note_gather()
+            group.note_all_gather()
         self.finish_copies()
         if is_released:
             self.release(before_backward=self._kept_part is not None)
@@ -327,7 +327,7 @@ class FlatGroup:
     def _versions(self) -> list[int]:
         return [local._version for local in self.local]
 
-    def note_gather(self) -> None:
+    def note_all_gather(self) -> None:
         """Record the gathered versions; graphs that need former values fail, as unsharded."""
         versions = self._versions()
         changed = [

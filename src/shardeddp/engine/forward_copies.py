@@ -237,7 +237,7 @@ class ForwardCopies:
     def activate(self, module: nn.Module) -> None:
         """Use the gathered parameters in forwards from now on."""
         self._compiled = self._shadow(module)
-        self.note_gather()
+        self.note_all_gather()
         self._uses, self._active = 0, True
 
     def compute_with(self, name: str, wrapper: torch.Tensor) -> None:
@@ -298,7 +298,7 @@ class ForwardCopies:
         for copies in self._inner.values():
             copies.note_use()
 
-    def note_gather(self) -> None:
+    def note_all_gather(self) -> None:
         """Record the versions of the shards that the copies have been gathered from."""
         self._locals = [cast(ShardTensor, it).raw_local for it in self._sharded.values()]
         self._versions = [local._version for local in self._locals]

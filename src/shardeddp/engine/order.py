@@ -246,8 +246,8 @@ class _Field(IntEnum):
     BACKWARD = 1
     """This rank's backward does: 1 if the bytes per forward list all its visits, 2 if not."""
 
-    GATHER = 2
-    """The visit needs the unit's parameters, and they are not gathered."""
+    UNSHARD = 2
+    """The visit needs the unit's parameters, and it is sharded."""
 
     REDUCED = 3
     """State of the unit's gradients: a :class:`Reduced`."""
@@ -258,8 +258,8 @@ class _Planned:
     """Next visit of some rank."""
 
     unit: int
-    gathered: bool
-    """Whether all ranks gather the unit, because one needs it."""
+    unshards: bool
+    """Whether all ranks unshard the unit, because one needs it."""
 
     reduced: Sequence[int] = ()
     """Units whose gradients are reduced before the visit."""
@@ -305,7 +305,7 @@ class OrderAgreement:
         self._is_evaluation = False  # each rank has its own number of passes
         self._orders: defaultdict[PassKind, PassOrder] = defaultdict(PassOrder)
         self._warned = False
-        self.has_gathers: bool = mesh.gather.size > 1 and any(
+        self.has_all_gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
         )
         """Whether forwards communicate with other ranks."""
@@ -320,7 +320,7 @@ class OrderAgreement:
 
     def begin_evaluation(self) -> None:
         """Allow each rank any number of passes until :meth:`end_evaluation`."""
-        self._is_evaluation = self.has_gathers
+        self._is_evaluation = self.has_all_gathers
 
     def await_others(self) -> None:
         """Take part in the passes of other ranks until all ranks call this."""
@@ -397,13 +397,13 @@ class OrderAgreement:
         )
 
     def _involves_others(self, kind: PassKind) -> bool:
-        return self._backwards_need_others if kind.is_backward else self.has_gathers
+        return self._backwards_need_others if kind.is_backward else self.has_all_gathers
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Return whether this rank must gather the unit's parameters before it can use them."""
         unit = progress.unit
         return (
-            unit.needs_gather
+            unit.needs_all_gather
             if unit.state is UnitState.SHARDED
             else unit.state is UnitState.UNSHARDED and unit.stale
         )
@@ -440,7 +440,7 @@ class OrderAgreement:
         """Carry out the plan up to a unit; if it lacks the unit, all of it, and return False."""
         needed = self._needs(progress)
         for count, planned in enumerate(self._plan, 1):
-            if planned.unit == progress.index and planned.gathered >= needed:
+            if planned.unit == progress.index and planned.unshards >= needed:
                 self._carry_out(count, wanted=progress)
                 return True
         self._carry_out(len(self._plan))
@@ -452,8 +452,8 @@ class OrderAgreement:
         for left in reversed(range(count)):
             planned = self._plan.popleft()
             self._reducer.issue(planned.reduced)
-            if planned.gathered:
-                self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
+            if planned.unshards:
+                self._unshard(self._progresses[planned.unit], keep=wanted is not None and not left)
 
     def _ask(self, wanted: UnitProgress | None, kind: PassKind | None = None) -> bool:
         """Agree with all ranks on next visits, reduce finished units, and plan further visits.
@@ -461,7 +461,7 @@ class OrderAgreement:
         ``wanted`` is None at the end of this rank's pass. Returns whether any rank has a next unit.
         """
         rows, announced = self._send(wanted, kind)
-        forward, backward, gather, reduced = rows.tolist()
+        forward, backward, unshard, reduced = rows.tolist()
         if not self._is_evaluation and sum(map(bool, (*forward, *backward))) > 1:
             self._uses_different_units = True
             if self._mesh.experts is not None:
@@ -475,7 +475,7 @@ class OrderAgreement:
         forwards = [index for index, flag in enumerate(forward[:-1]) if flag]
         backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
         if forwards:
-            self._plan.append(_Planned(forwards[0], bool(gather[forwards[0]])))
+            self._plan.append(_Planned(forwards[0], bool(unshard[forwards[0]])))
             self._forwards.drop_ended()
             if not self._is_evaluation:
                 self._forwards.add(forwards[0])
@@ -485,7 +485,7 @@ class OrderAgreement:
             if kind is not None:
                 self._orders[kind].plan()
         elif backwards:
-            self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
+            self._plan.append(_Planned(backwards[-1], bool(unshard[backwards[-1]])))
         self._forwards.note_end(is_over=not (forwards or backwards))
         return bool(forwards or backwards)
 
@@ -517,7 +517,7 @@ class OrderAgreement:
         else:
             field = _Field.BACKWARD if in_backward else _Field.FORWARD
             rows[field, wanted.index] = 2 if in_backward and not awaited else 1
-            rows[_Field.GATHER, wanted.index] = self._needs(wanted)
+            rows[_Field.UNSHARD, wanted.index] = self._needs(wanted)
         for unit, positions in awaited.items():
             announced[positions] = 1
             announced[positions[-1]] += self._needs(self._progresses[unit])
@@ -553,10 +553,10 @@ class OrderAgreement:
             left[unit] -= 1
             over = [*inside, unit] if unit in coming and not left[unit] else inside
 
-    def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
+    def _unshard(self, progress: UnitProgress, *, keep: bool) -> None:
         unit = progress.unit
         was_sharded = unit.state is UnitState.SHARDED
-        unit.gather_with_others()
+        unit.unshard_with_others()
         if was_sharded and not keep:
             unit.reshard()
 

@@ -182,7 +182,7 @@ class Runtime:
         self._buffers = former._buffers
 
     def check_rest(self, action: str) -> None:
-        """Raise an error if resharding the module with another strategy would lose state."""
+        """Raise an error if sharding the module anew with another strategy would lose state."""
         # If the step runs backwards itself, a backward of its outputs may never come.
         awaits = self._root.awaiting_backward and self.optimizes_after_step
         overridden = any(each.unit.is_overridden for each in self.progresses)
@@ -298,7 +298,7 @@ class Runtime:
                 stacklevel=3,
             )
 
-    def refresh(self) -> None:
+    def follow_step(self) -> None:
         """Gather units in use anew after an optimizer step; the others are at their next use."""
         for progress in self.progresses:
             if progress.unit.state is UnitState.UNSHARDED and progress.unit.stale:
@@ -349,7 +349,7 @@ class Runtime:
 
     def enter(self, progress: UnitProgress) -> None:
         """Begin a forward of the unit's module."""
-        if not (self._root.active or is_in_backward()) and progress.unit.needs_gather:
+        if not (self._root.active or is_in_backward()) and progress.unit.needs_all_gather:
             # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         with outside_selective_checkpoints():
@@ -357,7 +357,7 @@ class Runtime:
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit and prefetch the next ones."""
-        if progress.unit.needs_gather:
+        if progress.unit.needs_all_gather:
             refuse_traced(f"the forward of {progress.unit.label}")
         if are_transforms_active():
             self._enter_transformed(progress)
@@ -398,7 +398,7 @@ class Runtime:
     def unshard_ahead(self, progresses: Sequence[UnitProgress]) -> None:
         """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
-            if not self._root.active and progress.unit.needs_gather:
+            if not self._root.active and progress.unit.needs_all_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
             with outside_selective_checkpoints():
                 if self._root.active:
@@ -788,7 +788,7 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     meshes = {mesh.dense for mesh in meshes_of_units(stepped)}
     for runtime in all_runtimes():
         if runtime.mesh in meshes:
-            runtime.refresh()
+            runtime.follow_step()
 
 
 def runtimes_around(module: nn.Module) -> list[Runtime]:

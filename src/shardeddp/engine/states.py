@@ -6,14 +6,14 @@ from               verb or event                           to          called by
 sharded            unshard                                 unsharding  _visit, make_unsharded
 unsharding         wait                                    unsharded   make_unsharded,
                                                                        _reshard_unused,
-                                                                       gather_with_others
+                                                                       unshard_with_others
 unsharded          refresh                                 unsharded   _ensure_unsharded,
-                                                                       refresh, renew_views,
-                                                                       gather_with_others
-unsharded          reshard                                 sharded     _leave, refresh,
+                                                                       follow_step, renew_views,
+                                                                       unshard_with_others
+unsharded          reshard                                 sharded     _leave, follow_step,
                                                                        _leave_transformed,
                                                                        _reshard_after_backward,
-                                                                       _reshard_unused, _gather,
+                                                                       _reshard_unused, _unshard,
                                                                        renew_views
 released           allocate                                allocated   _gather, activate
 allocated, bound   bind                                    bound       activate
@@ -38,8 +38,8 @@ planned            another backward                        foreseen    begin
 =================  ======================================  ==========  =========================
 
 Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.make_unsharded``,
-``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; verbs of a buffer
-by ``FlatGroup``. A resident buffer is bound when it is made, for good. Events from the root's
+``Unit.renew_views``, ``Unit.unshard_with_others`` and ``OrderAgreement._unshard``; those of a
+buffer by ``FlatGroup``. A resident buffer is bound when it is made, for good. Events from the root's
 forward to a failure are those of ``Runtime``, the others those of ``PassOrder``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next

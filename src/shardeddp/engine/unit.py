@@ -135,9 +135,9 @@ class Unit:
         return any(group.stale for group in self.groups)
 
     @property
-    def needs_gather(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether unsharding has to fill a buffer."""
-        return any(group.needs_gather for group in self.groups)
+        return any(group.needs_all_gather for group in self.groups)
 
     @property
     def is_viewed(self) -> bool:
@@ -188,7 +188,7 @@ class Unit:
     def wait(self) -> None:
         """Complete the all-gathers and register the unsharded parameters with the modules."""
         self._move("wait")
-        self._finish_gather()
+        self._finish_all_gathers()
         for group in self.groups:
             group.activate()
         for registration, buffer, index in self._wrapped:
@@ -225,9 +225,9 @@ class Unit:
         """Gather changed parameters into buffers that are already in use."""
         self._move("refresh")
         self._handle = [group.unshard() for group in self.groups]
-        self._finish_gather()
+        self._finish_all_gathers()
         for _, copies in self._copies.values():
-            copies.note_gather()
+            copies.note_all_gather()
 
     def make_unsharded(self) -> None:
         """Go through the states up to unsharded: :meth:`unshard`, :meth:`wait`, or neither."""
@@ -245,7 +245,7 @@ class Unit:
         if was_sharded:
             self.reshard()
 
-    def gather_with_others(self) -> None:
+    def unshard_with_others(self) -> None:
         """Gather all of the unit with ranks that need it, even if this rank holds it already.
 
         The unit is unsharded afterwards.
@@ -441,7 +441,7 @@ class Unit:
                 if parameter.requires_grad
             }
 
-    def _finish_gather(self) -> None:
+    def _finish_all_gathers(self) -> None:
         with during(self._mesh.run.clock, "gather", self.label):
             for handle in self._handle:
                 handle.wait()

@@ -137,8 +137,8 @@ class Averages:
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
 
-    def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
-        """Reshard averages after the module was resharded; a collective of all ranks."""
+    def shard_anew(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
+        """Shard averages anew after their module; a collective of all ranks."""
         for average in _averages(trainer, module):
             _shard_average(average, module, mesh)
         self._mesh = mesh
@@ -282,11 +282,11 @@ class CallbackAdapters:
         return self._averages.shard(trainer, module, runtime.mesh)
 
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
-        """Adapt callbacks after a reshard in the middle of a run; a collective of all ranks."""
+        """Adapt callbacks to a module that was sharded anew in a run; a collective of all ranks."""
         if self._training is not None:
-            self._training.reshard(runtime.mesh)
+            self._training.continue_on(runtime.mesh)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
-        self._averages.reshard(trainer, module, runtime.mesh)
+        self._averages.shard_anew(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
         """Align training loaders that a query of the number of steps created before training.
