@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardeddp.checkpoint import snapshot
 from shardeddp.checkpoint.snapshot import HostMemory, Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
@@ -93,8 +94,11 @@ def test_replicas_write_in_turn_and_are_compared(world: Worlds, tmp_path: Path) 
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_copies_lie_in_chunks_and_their_memory_is_used_again() -> None:
-    memory = HostMemory(chunk_nbytes=256)
+def test_copies_lie_in_chunks_and_their_memory_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot, "CHUNK_NBYTES", 256)
+    memory = HostMemory()
     tensors = [torch.randn(numel) for numel in (10, 30, 0, 100, 7, 50)]
     copies = memory.copies(tensors)
     torch.testing.assert_close(copies, tensors, rtol=0, atol=0)

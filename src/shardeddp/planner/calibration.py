@@ -27,7 +27,7 @@ from shardeddp.planner.cost import (
 )
 from shardeddp.planner.trace import UnitWork
 
-VERSION = 5
+VERSION = 6
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""
