@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.checkpoint import snapshot
 from shardeddp.checkpoint.snapshot import HostMemory, Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
@@ -97,7 +96,7 @@ def test_replicas_write_in_turn_and_are_compared(world: Worlds, tmp_path: Path) 
 def test_copies_lie_in_chunks_and_their_memory_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(snapshot, "CHUNK_NBYTES", 256)
+    monkeypatch.setattr("shardeddp.checkpoint.snapshot.CHUNK_NBYTES", 256)
     memory = HostMemory()
     tensors = [torch.randn(numel) for numel in (10, 30, 0, 100, 7, 50)]
     copies = memory.copies(tensors)
