@@ -27,8 +27,9 @@ from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
 from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
-from shardeddp.planner.trace import ModelProfile, UnitWork, profile
+from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.wrap import resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
 

@@ -25,7 +25,7 @@ from shardeddp.planner.cost import (
     Step,
     Task,
 )
-from shardeddp.planner.trace import UnitWork
+from shardeddp.planner.work import UnitWork
 
 VERSION = 6
 """Version of the file format; files of other versions are refused."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardeddp.plan.hardware import Cluster
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.trace import UnitWork
+from shardeddp.planner.work import UnitWork
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of fused attention's backward per FLOP of its forward; it recomputes the scores."""
