@@ -79,10 +79,8 @@ def test_the_callers_in_the_table_are_all_there_are() -> None:
         }
         if verb in EVENTS:
             by_owner = {Runtime: f'_enter_phase("{verb}")'}
-        elif verb in ORDER_EVENTS:
-            by_owner = {PassOrder: f'self._move("{verb}")'}
-        elif verb in FORESIGHT_EVENTS:
-            by_owner = {PassOrder: f'self._foresee("{verb}")'}
+        elif verb in ORDER_EVENTS or verb in FORESIGHT_EVENTS:
+            by_owner = {PassOrder: f'"{verb}"', OrderAgreement: f'.enter("{verb}")'}
         elif verb in BUFFER_VERBS:
             by_owner = {FlatGroup: f"self.buffer.{verb}("}
         calling = {

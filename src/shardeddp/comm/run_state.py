@@ -53,8 +53,6 @@ class RunState:
         """Let a clock measure steps; None ends the measurement."""
         self.clock = clock
 
-    # -- Incomplete gradients
-
     def leave_incomplete(self, reducer: object) -> None:
         """Note that a reducer's last backward has left gradients for a later one to complete."""
         self.incomplete.add(id(reducer))
@@ -64,8 +62,6 @@ class RunState:
         was_incomplete = id(reducer) in self.incomplete
         self.incomplete.discard(id(reducer))
         return was_incomplete
-
-    # -- Assigned memory
 
     def note_memory(self, fqn: str, other: str | None) -> None:
         """Note whose memory a parameter was assigned, and that nothing is left of its former one."""
@@ -78,8 +74,6 @@ class RunState:
         """Return, once, the parameters that were assigned the memory of another one, by name."""
         untied, self._untied = self._untied, {}
         return untied
-
-    # -- Comparison of ranks that split layers
 
     def begin_step(self) -> None:
         """Forget which parameters were cut, unless a backward of their forward is observed."""

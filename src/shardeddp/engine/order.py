@@ -189,45 +189,29 @@ class PassOrder:
             self.visits = ExecutionOrder()
         self.visits.begin()
         if self.foresight is Foresight.PLANNED:
-            self._foresee("another backward")
+            self.enter("another backward")
         self._position = -1
-
-    def leave(self) -> None:
-        """Leave the recorded order, as all ranks do."""
-        self._move("a visit out of order")
-
-    def end(self) -> None:
-        """End a pass."""
-        if self.state is OrderState.CHANGED:
-            # All ranks have changed together: the next pass is the first of its kind once more.
-            self._move("the end of a changed pass")
-        else:
-            self._move("the end of a pass")
 
     def observe(self, position: int) -> None:
         """Compare a visit with the order of a plan, in which it has a position; -1: none."""
         if position <= self._position:
-            self._foresee("a visit in another order than a plan's")
+            self.enter("a visit in another order than a plan's")
         self._position = position
 
-    def end_observed(self) -> None:
-        """End a backward on which ranks have agreed."""
-        if self.foresight is Foresight.OBSERVED:
-            self._foresee("the end of an observed backward")
+    def end(self, *, is_observed: bool) -> None:
+        """End a pass, or a backward whose visits ranks have agreed on and observed."""
+        # If all ranks have changed together, the next pass is the first of its kind once more.
+        is_changed = self.state is OrderState.CHANGED
+        self.enter("the end of a changed pass" if is_changed else "the end of a pass")
+        if is_observed and self.foresight is Foresight.OBSERVED:
+            self.enter("the end of an observed backward")
 
-    def plan(self) -> None:
-        """Follow a plan with the announced visits of all ranks to the end of the backward."""
-        self._foresee("a plan")
-
-    def miss(self) -> None:
-        """Note a visit that was not announced."""
-        self._foresee("a visit that was not announced")
-
-    def _move(self, event: str) -> None:
-        self.state = state_after(ORDER_EVENTS, event, self.state, "the order of a pass")
-
-    def _foresee(self, event: str) -> None:
-        self.foresight = state_after(FORESIGHT_EVENTS, event, self.foresight, "the order of a pass")
+    def enter(self, event: str) -> None:
+        """Enter the state that an event leads to."""
+        if event in ORDER_EVENTS:
+            self.state = state_after(ORDER_EVENTS, event, self.state, "a pass")
+        else:
+            self.foresight = state_after(FORESIGHT_EVENTS, event, self.foresight, "a backward")
 
 
 _END = "the end of the pass"
@@ -351,7 +335,7 @@ class OrderAgreement:
             expected = _END if recorded is None else self._progresses[recorded].unit.label
             if self._involves_others(kind):
                 self._confirm(found, expected)
-                order.leave()
+                order.enter("a visit out of order")
             # No warning in evaluation without gradients: no reduction waits for it.
             if kind.is_backward or torch.is_grad_enabled():
                 self._warn_once(found, expected)
@@ -375,18 +359,16 @@ class OrderAgreement:
 
     def end(self, kind: PassKind) -> None:
         """End a pass of this rank; if ranks agree on it, wait until all have ended theirs."""
-        order = self._orders[kind]
+        order, agrees = self._orders[kind], self.agrees(kind)
         expected = order.visits.next()
-        if self.agrees(kind):
+        if agrees:
             if self._is_evaluation:
                 return
             self._serve()
-            if kind.is_backward:
-                order.end_observed()
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
-            order.leave()
-        order.end()
+            order.enter("a visit out of order")
+        order.end(is_observed=agrees and kind.is_backward)
 
     def agrees(self, kind: PassKind) -> bool:
         """Return whether ranks send messages about the visits of a pass of this kind."""
@@ -483,7 +465,7 @@ class OrderAgreement:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
             self._plan.extend(self._planned(announced.tolist(), coming))
             if kind is not None:
-                self._orders[kind].plan()
+                self._orders[kind].enter("a plan")
         elif backwards:
             self._plan.append(_Planned(backwards[-1], bool(unshard[backwards[-1]])))
         self._forwards.note_end(is_over=not (forwards or backwards))
@@ -506,7 +488,7 @@ class OrderAgreement:
         if wanted is not None and kind is not None and self._announces(kind):
             order, visits = self._orders[kind], self._forwards.awaited()
             if order.foresight is Foresight.PLANNED or wanted.index not in visits:
-                order.miss()
+                order.enter("a visit that was not announced")
             else:
                 awaited = visits
         # The last column is the end of the pass.

@@ -387,10 +387,7 @@ class Runtime:
         try:
             if progress is self._root and progress.active == 1:
                 self._begin_pass()
-            if self._root.active:
-                self._visit(progress, self._forward)
-            else:
-                self._ensure_unsharded(progress)
+            self._make_usable(progress)
         except BaseException:
             self._uncount(progress)
             raise
@@ -401,10 +398,13 @@ class Runtime:
             if not self._root.active and progress.unit.needs_all_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
             with outside_selective_checkpoints():
-                if self._root.active:
-                    self._visit(progress, self._forward)
-                else:
-                    self._ensure_unsharded(progress)
+                self._make_usable(progress)
+
+    def _make_usable(self, progress: UnitProgress) -> None:
+        if self._root.active:
+            self._visit(progress, self._forward)
+        else:
+            self._ensure_unsharded(progress)
 
     def _follow_calls(self) -> None:
         """Attach hooks to modules' current calls, which users may compile after sharding."""

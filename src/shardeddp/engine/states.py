@@ -28,19 +28,19 @@ backward           a failed backward inside of a step      forward     _abort_ba
 backward           a failed backward                       idle        _abort_backward
 any                a failure                               idle        reset
 agreed, alike      the end of a pass                       alike       end
-alike, changed     a visit out of order                    changed     leave
+alike, changed     a visit out of order                    changed     visit, end
 changed            the end of a changed pass               agreed      end
 observed           a visit in another order than a plan's  unforeseen  observe
-observed           the end of an observed backward         foreseen    end_observed
-foreseen           a plan                                  planned     plan
-foreseen, planned  a visit that was not announced          unforeseen  miss
+observed           the end of an observed backward         foreseen    end
+foreseen           a plan                                  planned     _ask
+foreseen, planned  a visit that was not announced          unforeseen  _send
 planned            another backward                        foreseen    begin
 =================  ======================================  ==========  =========================
 
 Verbs of a unit (the first four) are called by ``Runtime``, and by ``Unit.make_unsharded``,
 ``Unit.renew_views``, ``Unit.unshard_with_others`` and ``OrderAgreement._unshard``; those of a
 buffer by ``FlatGroup``. A resident buffer is bound when it is made, for good. Events from the root's
-forward to a failure are those of ``Runtime``, the others those of ``PassOrder``.
+forward to a failure are of ``Runtime``, the others of ``OrderAgreement`` and its ``PassOrder``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next
 forward or backward. After a transfer error all states stay, for good: to leave them takes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -211,7 +210,7 @@ def make_plan(
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
     cluster = _cluster(calibration, gpu, gpu_figures or {}, gpus, per_node)
     source = _source(model, arguments or {}, inputs, batch, length)
-    with _as_usage_errors():
+    try:
         check_size("length", length)
         if global_batch is not None:
             check_size("global_batch", global_batch)
@@ -222,6 +221,8 @@ def make_plan(
         back = resolve_prefetch("backward_prefetch", backward_prefetch)
         recomputation = resolve_activation_checkpointing(activation_checkpointing)
         dtypes = resolve_mixed_precision(mixed_precision)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
     traced = ModelAxes(tensor_plan=of_source or asked, experts=chosen)
     planner = Planner(
@@ -323,15 +324,6 @@ def _cluster(
         per_node=per_node,
         network_gbits=calibration.network_gbits,
     )
-
-
-@contextmanager
-def _as_usage_errors() -> Generator[None]:
-    """Raise errors of options of the strategy as those of an option of the plan."""
-    try:
-        yield
-    except ConfigurationError as error:
-        raise UsageError(str(error)) from error
 
 
 def _check_sizes(
