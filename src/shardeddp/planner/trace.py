@@ -134,6 +134,42 @@ class _Recorder:
         own = self.trained[self.inside[-1]]
         return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
 
+    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
+        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+        self.visits.append(index)
+        around, self.unsaved = self.unsaved, []
+        self.inside.append(index)
+        try:
+            return self.live.measure(forward)
+        finally:
+            self.inside.pop()
+            self.unsaved = around
+
+    def end_forward(
+        self,
+        index: int,
+        made: int,
+        root: torch.Tensor | None,
+        inputs: Any,
+        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+    ) -> None:
+        """Run the backward of a unit whose forward has allocated so many bytes at most."""
+        timeline = self.run_backward(index, root, inputs, parameters)
+        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        if root is not None:
+            self.with_backward.add(index)
+
+    def repeat(self, first: _FirstRun, places: Sequence[int]) -> None:
+        """Repeat the records of a run of equal units, in the units at these places."""
+        for at, place in enumerate(places):
+            self.work[place].add(first.works[at])
+            self.trained[place].add(first.trained[at])
+            self.exchanges[place] += first.exchanges[at]
+            self.memory[place] = first.memory[at]
+            if first.has_backward[at]:
+                self.with_backward.add(place)
+        self.visits += [places[at] for at in first.visits]
+
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
         self.after_units, self.largest[0] = True, 0
@@ -389,23 +425,12 @@ class _UnitRuns:
         if first is None:
             out = self._run_first(key, index, forward, args, kwargs)
         else:
-            self._repeat(first, index, (args, kwargs))
+            self._recorder.repeat(first, self._inner[index])
+            self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out = first.out
         result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
         self._recorder.end_unit()
         return result
-
-    def _repeat(self, first: _FirstRun, index: int, given: Any) -> None:
-        recorder, inner = self._recorder, self._inner[index]
-        for at, place in enumerate(inner):
-            recorder.work[place].add(first.works[at])
-            recorder.trained[place].add(first.trained[at])
-            recorder.exchanges[place] += first.exchanges[at]
-            recorder.memory[place] = first.memory[at]
-            if first.has_backward[at]:
-                recorder.with_backward.add(place)
-        recorder.visits += [inner[at] for at in first.visits]
-        recorder.add_inputs(recorder.work[index], given)
 
     def _run_first(
         self,
@@ -420,20 +445,16 @@ class _UnitRuns:
         before = [UnitWork(**vars(recorder.work[place])) for place in inner]
         trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
         at_start = len(recorder.visits)
-        recorder.visits.append(index)
         counts = [len(recorder.exchanges[place]) for place in inner]
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
-        result, made = self._run_forward(index, partial(forward, *args, **kwargs))
+        result, made = recorder.run_forward(index, partial(forward, *args, **kwargs))
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
         out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
         del result
-        timeline = recorder.run_backward(index, root, ends, _parameters_of(self._units[index]))
-        recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
-        if root is not None:
-            recorder.with_backward.add(index)
+        recorder.end_forward(index, made, root, ends, _parameters_of(self._units[index]))
         del root
         own = inner.index(index)
         recorder.note_trained(
@@ -454,20 +475,6 @@ class _UnitRuns:
                 visits=[inner.index(it) for it in recorder.visits[at_start:]],
             )
         return out
-
-    def _run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
-        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
-        recorder, live = self._recorder, self._recorder.live
-        around, recorder.unsaved = recorder.unsaved, []
-        largest, at_start, live.peak = live.peak, live.nbytes, live.nbytes
-        recorder.inside.append(index)
-        try:
-            result = forward()
-        finally:
-            recorder.inside.pop()
-            recorder.unsaved = around
-        made, live.peak = live.peak - at_start, max(live.peak, largest)
-        return result, made
 
 
 @contextmanager
