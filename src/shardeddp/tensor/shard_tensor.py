@@ -499,8 +499,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
         It is that of the unsharded parameter; hooks may be set on it.
         """
-        self._made_hooks().listen()
-        self._made_hooks().node_is_known = True
+        self._made_hooks().show_node()
 
     @property
     def node_is_known(self) -> bool:
