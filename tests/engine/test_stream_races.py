@@ -240,7 +240,7 @@ MUTANTS = {
         told=["dist.all_reduce(tensor", "on compute"],
     ),
     "owners step before parameters have arrived": Mutant(
-        place="shardeddp.optim.whole_parameter:_AllToAll._run",
+        place="shardeddp.optim.whole_parameter:OwnerTransfers._run",
         line="self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()",
         becomes="self._stream.issue(lambda: self._group.all_to_all(arriving, leaving))",
         scenario=Scenario(muon=True),

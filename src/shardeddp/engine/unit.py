@@ -59,7 +59,7 @@ class Unit:
     use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
     ``summon_full_params`` borrows its parameters (``summon.py``). They change its state by the
     transitions of ``states.py``. Two operations change none: reductions, and a write to a parameter
-    outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
+    outside of a step, which refills gathered memory that users hold (``FlatGroup.renew_views``).
     """
 
     def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:

@@ -226,7 +226,7 @@ class _KeepsWrites(Protocol):
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
-    def refill_views(self) -> None: ...
+    def renew_views(self) -> None: ...
     def is_held(self, index: int) -> bool: ...
 
 
@@ -979,7 +979,7 @@ def end_writes(*targets: torch.Tensor) -> None:
         if target.home is not None:
             homes[target.home] = None
     for home in homes:
-        home.refill_views()
+        home.renew_views()
 
 
 def mark_written(local: torch.Tensor) -> None:
