@@ -78,12 +78,8 @@ def attach_hooks(
 ) -> CallHook:
     """Report forwards of a unit's module and gradients of its parameters.
 
-    Args:
-        progress: Progress of the unit.
-        listener: Listener of the module's forwards.
-        on_gradient: Function that returns the hook of a parameter, by its index in the unit.
-        on_outside: Function that returns the hook for gradients of outside uses of a group, by the
-            index in the unit of its first parameter; the hook gets the index in the group.
+    ``on_gradient`` returns the hook of a parameter by its index in the unit; ``on_outside`` that
+    for outside uses of a group's parameters by the index of the first, called with one in the group.
     """
     hook = CallHook(progress.unit.spec.module)
     hook.listen(listener)

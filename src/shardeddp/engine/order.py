@@ -112,19 +112,16 @@ class ForwardRecord:
         self._own: defaultdict[int, list[int]] = defaultdict(list)  # unit -> positions in `units`
         self._is_over = False  # all ranks have ended their passes
 
-    def note_end(self, is_over: bool) -> None:
-        """Note whether all ranks have ended their passes."""
-        self._is_over = is_over
-
-    def drop_ended(self) -> None:
-        """Drop all forwards before another pass."""
+    def add(self, *units: int) -> None:
+        """Add the next forward of some rank, or none of an evaluation; drop those of a former pass."""
         if self._is_over:
             self.units.clear()
             self._own.clear()
+        self.units.extend(units)
 
-    def add(self, unit: int) -> None:
-        """Add a forward that some rank runs next."""
-        self.units.append(unit)
+    def note_end(self, is_over: bool) -> None:
+        """Note whether all ranks have ended their passes."""
+        self._is_over = is_over
 
     def note_own(self, unit: int) -> None:
         """Mark the last forward as one of this rank."""
@@ -458,9 +455,7 @@ class OrderAgreement:
         backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
         if forwards:
             self._plan.append(_Planned(forwards[0], bool(unshard[forwards[0]])))
-            self._forwards.drop_ended()
-            if not self._is_evaluation:
-                self._forwards.add(forwards[0])
+            self._forwards.add(*(() if self._is_evaluation else forwards[:1]))
         elif max(backward) == 1:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
             self._plan.extend(self._planned(announced.tolist(), coming))
