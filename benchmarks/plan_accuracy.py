@@ -27,13 +27,14 @@ from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
 from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
-from shardeddp.planner.trace import ModelProfile, UnitWork, profile
+from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.wrap import resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
 
 UNFUSED = ("Megatron-DeepSpeed",)
-"""Engines whose runs computed attention without a fused kernel."""
+"""Engines whose runs computed attention without a fused kernel, and did not overlap reductions."""
 
 RECOMPUTES = {
     "none": (0.0, 0.0, 0.0),
@@ -154,14 +155,18 @@ def as_run(row: dict[str, Any]) -> Run:
         micro_batches=accumulation,
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
-        overlaps=row["system"] not in UNFUSED,
     )
+    collectives = combined(collectives_of_step(units, sharding, accumulation))
+    if row["system"] in UNFUSED:  # their reductions follow the backward, and nothing hides them
+        collectives = [
+            it if it.kind == "all_gather" else replace(it, phase="begin") for it in collectives
+        ]
     return Run(
         row=row,
         task=Task(
             work=found.total,
             inner=found.inner,
-            collectives=combined(collectives_of_step(units, sharding, accumulation)),
+            collectives=collectives,
             setting=setting,
         ),
         cluster=cluster,

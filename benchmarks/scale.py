@@ -194,20 +194,20 @@ def counting() -> Iterator[Counts]:
 
         return call
 
-    former, swap = store._StoreWorker.ask, HostGroup._swap
+    former, swap = store.StoreWorker.ask, HostGroup.hop
     with contextlib.ExitStack() as stack:
         replace = lambda *arguments: stack.enter_context(patch.object(*arguments))  # noqa: E731
         replace(dist, "new_group", group(dist.new_group))
         replace(group_pool, "new_group_of_its_ranks", group(group_pool.new_group_of_its_ranks))
-        replace(store._StoreWorker, "ask", ask)
+        replace(store.StoreWorker, "ask", ask)
         for name in ("set", "compare_set", "multi_get", "add"):
             replace(dist.PrefixStore, name, text(getattr(dist.PrefixStore, name)))
         replace(mesh, "GlooCollectives", NativeCollectives)
-        replace(backends, "_all_gather", gather_own)
-        replace(backends, "_reduce_scatter", scatter_own)
+        replace(backends, "all_gather_single", gather_own)
+        replace(backends, "reduce_scatter_single", scatter_own)
         for name in OPERATIONS:
             replace(HostGroup, name, operation(getattr(HostGroup, name)))
-        replace(HostGroup, "_swap", send)
+        replace(HostGroup, "hop", send)
         yield counts
 
 
@@ -242,7 +242,7 @@ class Watch(L.Callback):
 
     def _now(self, trainer: L.Trainer) -> tuple[Counts, float]:
         """Counts when all that has been asked is answered."""
-        trainer.strategy._group.mesh.control.begin(bool).result()
+        trainer.strategy.mesh.control.begin(bool).result()
         return replace(self._counts), time.process_time()
 
     @override
@@ -260,7 +260,7 @@ class Watch(L.Callback):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint()
         names = [[name for name, _ in pl_module.named_parameters()]]
         began = time.process_time()
-        take_snapshot(checkpoint, names, pl_module.trainer.strategy._group.mesh, ())
+        take_snapshot(checkpoint, names, pl_module.trainer.strategy.mesh, ())
         self.save_s = time.process_time() - began
 
 

@@ -671,6 +671,17 @@ def test_names_that_other_programs_take_from_the_package_are_there(folder: str) 
     assert lost == {}
 
 
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+def test_other_programs_take_no_private_names_of_the_package(folder: str) -> None:
+    taken = [
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for module, name in taken_names(path)
+        if module.split(".")[0] == "shardeddp" and re.match(r"_(?!_)", name)
+    ]
+    assert taken == []
+
+
 def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("here = 1\n")
     text = """

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.torch_private import PatchPoint, _private
+from shardeddp.torch_private import PatchPoint, of_torch
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -19,14 +19,14 @@ def test_a_name_that_torch_has_not_is_an_error_with_the_range_of_releases(path: 
         ConfigurationError,
         match=rf"torch 2\S+ has changed {place}: expected to be there.*torch >=2\.11",
     ):
-        _private(path)
+        of_torch(path)
 
 
 def test_a_function_with_other_parameters_is_an_error_with_both() -> None:
     with pytest.raises(
         ConfigurationError, match=r"get_default_store: expected \(group\), found \(\)"
     ):
-        _private("torch.distributed.distributed_c10d:_get_default_store", "group")
+        of_torch("torch.distributed.distributed_c10d:_get_default_store", "group")
 
 
 def test_a_replaceable_function_is_called_through_its_module(

@@ -46,7 +46,14 @@ class ShardedForward(nn.Module):
     def __init__(self, module: nn.Module, runtime: Runtime, fill_rest: Callable[[], None]) -> None:
         super().__init__()
         self.module, self.runtime = module, runtime
-        self.fill_rest, self.has_run = fill_rest, False
+        self._fill_rest: Callable[[], None] | None = fill_rest
+
+    def begin_step(self) -> AbstractContextManager[list[Any]]:
+        """Return the context of a step; modules not set up by the first one stay unsharded."""
+        if self._fill_rest is not None:
+            self._fill_rest()
+            self._fill_rest = None
+        return self.runtime.step("training_step" if torch.is_grad_enabled() else "validation_step")
 
     @runs_eagerly  # the inner module is compiled if Fabric's was
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,11 +74,7 @@ class _Step:
 
     @_outside_of_graphs
     def __enter__(self) -> list[Any]:
-        if not self._sharded.has_run:
-            self._sharded.fill_rest()  # modules not set up by now stay unsharded
-            self._sharded.has_run = True
-        kind = "training_step" if torch.is_grad_enabled() else "validation_step"
-        self._step = self._sharded.runtime.step(kind)
+        self._step = self._sharded.begin_step()
         return self._step.__enter__()
 
     @_outside_of_graphs

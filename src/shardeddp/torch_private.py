@@ -76,7 +76,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and not variadic
 
 
-def _private(path: str, parameters: str | None = None) -> Any:
+def of_torch(path: str, parameters: str | None = None) -> Any:
     """Return a private name of torch.
 
     Args:
@@ -103,18 +103,18 @@ def _private(path: str, parameters: str | None = None) -> Any:
 
 # -- Tensors
 
-without_torch_function: Any = _private("torch._C:DisableTorchFunctionSubclass")
+without_torch_function: Any = of_torch("torch._C:DisableTorchFunctionSubclass")
 """Context manager in which functions of torch work on subclasses as on plain tensors."""
 
-no_torch_function: Any = _private("torch._C:_disabled_torch_function_impl")
+no_torch_function: Any = of_torch("torch._C:_disabled_torch_function_impl")
 """``__torch_function__`` of a subclass with the functions of plain tensors."""
 
-torch_function_modes: Callable[[], Sequence[Any]] = _private(
+torch_function_modes: Callable[[], Sequence[Any]] = of_torch(
     "torch.overrides:_get_current_function_mode_stack", ""
 )
 """Active ``TorchFunctionMode`` objects, the innermost last."""
 
-torch_dispatch_modes: Callable[[], Sequence[Any]] = _private(
+torch_dispatch_modes: Callable[[], Sequence[Any]] = of_torch(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", ""
 )
 """Active ``TorchDispatchMode`` objects, the innermost last."""
@@ -145,8 +145,8 @@ def _replace_modes(kind: Any, innermost: Sequence[Any], successors: Sequence[Any
 
 
 _SELECTIVE_MODES: tuple[type, ...] = (
-    _private("torch.utils.checkpoint:_CachingTorchDispatchMode"),
-    _private("torch.utils.checkpoint:_CachedTorchDispatchMode"),
+    of_torch("torch.utils.checkpoint:_CachingTorchDispatchMode"),
+    of_torch("torch.utils.checkpoint:_CachedTorchDispatchMode"),
 )
 
 
@@ -172,37 +172,37 @@ def outside_selective_checkpoints() -> Generator[None]:
         _replace_modes(TorchDispatchMode, others, suspended)
 
 
-TensorBase: Any = _private("torch._C:TensorBase")
+TensorBase: Any = of_torch("torch._C:TensorBase")
 get_gradient: Any = TensorBase.grad.__get__
 set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__
 
-preserve_versions: Any = _private("torch.autograd.grad_mode:_unsafe_preserve_version_counter")
+preserve_versions: Any = of_torch("torch.autograd.grad_mode:_unsafe_preserve_version_counter")
 """Context manager that leaves writes to some tensors uncounted."""
 
-swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private(
+swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = of_torch(
     "torch._C:_swap_tensor_impl"
 )
-make_subclass: Any = _private("torch:Tensor._make_subclass")
+make_subclass: Any = of_torch("torch:Tensor._make_subclass")
 """Returns an object of a class over the memory of a tensor, past its constructor."""
 
-make_wrapper_subclass: Any = _private("torch:Tensor._make_wrapper_subclass")
+make_wrapper_subclass: Any = of_torch("torch:Tensor._make_wrapper_subclass")
 """Returns an object of a class with a shape and a dtype, and no memory."""
 
-neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch:_neg_view")
+neg_view: Callable[[torch.Tensor], torch.Tensor] = of_torch("torch:_neg_view")
 """Returns the negative of a tensor as a view, as is the imaginary part of a conjugate."""
 
-slice_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = _private(
+slice_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = of_torch(
     "torch._C:StorageBase.__getitem__"
 )
 """Returns a storage over bytes of another, which it keeps; the public way takes 4 times as long."""
 
-storage_of_weak_reference: Any = _private("torch:UntypedStorage._new_with_weak_ptr")
-refuse_data_pointer: Callable[[torch.Tensor], None] = _private(
+storage_of_weak_reference: Any = of_torch("torch:UntypedStorage._new_with_weak_ptr")
+refuse_data_pointer: Callable[[torch.Tensor], None] = of_torch(
     "torch._C:_set_throw_on_mutable_data_ptr"
 )
-is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private("torch._C:_is_alias_of")
-storage_use_count: Callable[[int], int] = _private("torch._C:_storage_Use_Count")
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = of_torch("torch._C:_is_alias_of")
+storage_use_count: Callable[[int], int] = of_torch("torch._C:_storage_Use_Count")
 """Number of references of C++ to a storage, given as its ``_cdata``."""
 
 
@@ -211,18 +211,18 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-foreach_copy_: Any = _private("torch:_foreach_copy_")
-foreach_mul_: Any = _private("torch:_foreach_mul_")
-foreach_zero_: Any = _private("torch:_foreach_zero_")
-parse_to: Any = _private("torch._C:_nn._parse_to")
+foreach_copy_: Any = of_torch("torch:_foreach_copy_")
+foreach_mul_: Any = of_torch("torch:_foreach_mul_")
+foreach_zero_: Any = of_torch("torch:_foreach_zero_")
+parse_to: Any = of_torch("torch._C:_nn._parse_to")
 """Parses device, dtype and further arguments as ``Module.to`` does."""
 
-typed_storage_class: Callable[[torch.TypedStorage], str] = _private(
+typed_storage_class: Callable[[torch.TypedStorage], str] = of_torch(
     "torch:TypedStorage._pickle_storage_type", "self"
 )
 """Returns the name in torch of the class that a pickle has for a typed storage."""
 
-typed_storage_length: Callable[[torch.TypedStorage], int] = _private(
+typed_storage_length: Callable[[torch.TypedStorage], int] = of_torch(
     "torch:TypedStorage._size", "self"
 )
 
@@ -232,7 +232,7 @@ def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
     return storage._untyped_storage
 
 
-rebuild_tensor: Any = _private(
+rebuild_tensor: Any = of_torch(
     "torch._utils:_rebuild_tensor_v3",
     "storage storage_offset size stride requires_grad backward_hooks dtype metadata",
 )
@@ -242,8 +242,8 @@ rebuild_tensor: Any = _private(
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
-_skip_code: Any = _private("torch._dynamo.eval_frame:skip_code", "code")
+_skip_frames: Any = of_torch("torch._dynamo.decorators:skip", "fn")
+_skip_code: Any = of_torch("torch._dynamo.eval_frame:skip_code", "code")
 
 
 def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -287,12 +287,12 @@ def compiled_only_inside(function: Callable[P, R]) -> Callable[P, R]:
 
 # -- Autograd
 
-current_backward: Callable[[], int] = _private("torch._C:_current_graph_task_id")
+current_backward: Callable[[], int] = of_torch("torch._C:_current_graph_task_id")
 """Returns the number of the backward that runs on this thread, or -1."""
 
-are_transforms_active: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active")
-_get_dispatch_mode: Callable[[Any], Any] = _private("torch._C:_get_dispatch_mode")
-_PROXY: Any = _private("torch._C:_TorchDispatchModeKey.PROXY")
+are_transforms_active: Callable[[], bool] = of_torch("torch._C:_are_functorch_transforms_active")
+_get_dispatch_mode: Callable[[Any], Any] = of_torch("torch._C:_get_dispatch_mode")
+_PROXY: Any = of_torch("torch._C:_TorchDispatchModeKey.PROXY")
 
 
 def is_in_backward() -> bool:
@@ -305,14 +305,14 @@ def are_operations_traced() -> bool:
     return _get_dispatch_mode(_PROXY) is not None or torch.jit.is_tracing()
 
 
-engine: Any = _private("torch.autograd:Variable._execution_engine")
+engine: Any = of_torch("torch.autograd:Variable._execution_engine")
 
 
 class PatchPoint:
     """A function of torch that may be replaced, and is called through its module."""
 
     def __init__(self, path: str, parameters: str | None = None) -> None:
-        _private(path, parameters)
+        of_torch(path, parameters)
         module, _, self._name = path.partition(":")
         self._module: Any = import_module(module)
 
@@ -348,25 +348,25 @@ flex_attention_device = PatchPoint(
 
 # -- Stack of saved-tensor hooks
 
-are_hooks_enabled: Callable[[], bool] = _private(
+are_hooks_enabled: Callable[[], bool] = of_torch(
     "torch._C._autograd:_saved_tensors_hooks_is_enabled"
 )
-top_hooks: Callable[[bool], Any] = _private("torch._C._autograd:_top_saved_tensors_default_hooks")
-push_hooks: Callable[[Any, Any], None] = _private(
+top_hooks: Callable[[bool], Any] = of_torch("torch._C._autograd:_top_saved_tensors_default_hooks")
+push_hooks: Callable[[Any, Any], None] = of_torch(
     "torch._C._autograd:_push_saved_tensors_default_hooks"
 )
-pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_default_hooks")
+pop_hooks: Callable[[], None] = of_torch("torch._C._autograd:_pop_saved_tensors_default_hooks")
 
 disable_hooks = PatchPoint("torch._C._autograd:_saved_tensors_hooks_disable")
 """Disables the hooks; a later attempt to set one raises the given error."""
 
 # -- Operations
 
-all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_get_all_op_names")
-_front: Any = _private("torch._C:DispatchKey.BackendSelect")
+all_operation_names: Callable[[], Sequence[str]] = of_torch("torch._C:_dispatch_get_all_op_names")
+_front: Any = of_torch("torch._C:DispatchKey.BackendSelect")
 """Dispatch key of all calls, after the keys of subclasses and before those of devices."""
 
-_PYTHON_DISPATCHER: Any = _private("torch._C:DispatchKey.PythonDispatcher")
+_PYTHON_DISPATCHER: Any = of_torch("torch._C:DispatchKey.PythonDispatcher")
 """The dispatch key of a dispatcher that compilers enable: it would look for the same kernel again."""
 
 
@@ -412,20 +412,20 @@ def past_the_front(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-has_kernel: Callable[[str, str], bool] = _private("torch._C:_dispatch_has_kernel_for_dispatch_key")
-higher_order_operations: Any = _private("torch._ops:_higher_order_ops")
+has_kernel: Callable[[str, str], bool] = of_torch("torch._C:_dispatch_has_kernel_for_dispatch_key")
+higher_order_operations: Any = of_torch("torch._ops:_higher_order_ops")
 
 # -- Process groups
 
 _c10d: Any = import_module("torch.distributed.distributed_c10d")
-_world: Any = _private("torch.distributed.distributed_c10d:_world")
+_world: Any = of_torch("torch.distributed.distributed_c10d:_world")
 COLLECTIVES_FILE: str = _c10d.__file__
 """Source file of the functions that issue collectives."""
 
-OPERATORS_FILE: str = _private("torch._ops:__file__")
+OPERATORS_FILE: str = of_torch("torch._ops:__file__")
 """Source file of the functions that call operators."""
 
-default_store: Callable[[], dist.Store] = _private(
+default_store: Callable[[], dist.Store] = of_torch(
     "torch.distributed.distributed_c10d:_get_default_store", ""
 )
 
@@ -465,7 +465,7 @@ def new_group_of_its_ranks(
     return group
 
 
-_get_sequence_number: Any = _private(
+_get_sequence_number: Any = of_torch(
     "torch.distributed:ProcessGroup._get_sequence_number_for_group"
 )
 

@@ -93,8 +93,11 @@ def test_replicas_write_in_turn_and_are_compared(world: Worlds, tmp_path: Path) 
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_copies_lie_in_chunks_and_their_memory_is_used_again() -> None:
-    memory = HostMemory(chunk_nbytes=256)
+def test_copies_lie_in_chunks_and_their_memory_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardeddp.checkpoint.snapshot.CHUNK_NBYTES", 256)
+    memory = HostMemory()
     tensors = [torch.randn(numel) for numel in (10, 30, 0, 100, 7, 50)]
     copies = memory.copies(tensors)
     torch.testing.assert_close(copies, tensors, rtol=0, atol=0)

@@ -263,7 +263,7 @@ def bytes_of_collectives(lines: Sequence[str]) -> int:
     """What a rank gives to collectives to compare a layout with the others."""
     given = 0
 
-    send = HostGroup._swap
+    send = HostGroup.hop
 
     def counting(group: HostGroup, axis: Any, sent: Any, *rest: Any) -> None:
         nonlocal given
@@ -271,7 +271,7 @@ def bytes_of_collectives(lines: Sequence[str]) -> int:
         send(group, axis, sent, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostGroup, "_swap", counting)
+        patch.setattr(HostGroup, "hop", counting)
         agree_on_layout(lines, all_ranks())
     return given
 

@@ -158,7 +158,7 @@ def enter_monitored_barrier(group: dist.ProcessGroup) -> None:
 
 def soon(told: pytest.MonkeyPatch) -> None:
     told.setattr(desync, "TRANSFER_S", 1.5)
-    told.setattr(desync, "_BUSY_S", 1.5)
+    told.setattr(desync, "BUSY_S", 1.5)
 
 
 @pytest.mark.slow

@@ -172,17 +172,17 @@ def test_rank_0_stays_with_its_store_until_the_others_have_read_why_it_ends(
         ErrorPropagation(1, 2, LivenessProbe(1)),
     )
     first.explain(ValueError("no such token"))
-    assert list(at_exit) == ["_leave"]
+    assert list(at_exit) == ["leave_store"]
     threading.Timer(0.3, second.explain, [RuntimeError(BROKEN)]).start()
     began = time.monotonic()
-    at_exit["_leave"]()
+    at_exit["leave_store"]()
     assert 0.2 < time.monotonic() - began < 0.9
     first.begin_run()
     assert not at_exit
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     first.explain(ValueError("no such token"))
     began = time.monotonic()
-    at_exit["_leave"]()
+    at_exit["leave_store"]()
     assert time.monotonic() - began < 0.2, "waited, though another process hosts the store"
 
 
@@ -201,7 +201,7 @@ def test_an_error_reaches_the_others_at_the_exit_if_what_ran_until_then_has_fail
     assert str(interrupted).startswith("rank 1 failed: LookupError: no such token")
     second.explain_at_exit(LookupError("another one"))
     second.explain(LookupError("another one"))
-    assert list(at_exit) == ["_leave"]
+    assert list(at_exit) == ["leave_store"]
     second.begin_run()
     second.explain_at_exit(LookupError("handled, and torn down"))
     second.forget_error()
@@ -212,7 +212,7 @@ def test_an_error_reaches_the_others_at_the_exit_if_what_ran_until_then_has_fail
 def test_a_rank_that_ends_because_of_others_lets_them_read_why_and_one_that_is_alone_does_nothing(
     store: MemoryStore, at_exit: dict[str, Callable[[], None]]
 ) -> None:
-    for size, expected in ((1, []), (2, ["_leave"])):
+    for size, expected in ((1, []), (2, ["leave_store"])):
         error_propagation = ErrorPropagation(size - 1, size, LivenessProbe(size - 1))
         store.gone = True
         error_propagation.explain(RuntimeError(BROKEN))

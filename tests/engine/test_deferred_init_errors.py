@@ -173,7 +173,7 @@ def test_an_initialization_that_fails_on_one_rank_fails_on_all() -> None:
     model, recording = recorded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
     fail = mock.Mock(side_effect=OSError("no memory"))
     where = recording.view_of(model[1].weight).storage
-    operation = next(it for it in recording._operations if where in it.writes)
+    operation = next(it for it in recording.operations if where in it.writes)
     operation.function = fail if dist.get_rank() == 1 else operation.function
     with pytest.raises(RankError, match=r"(?s)initialising parameters failed on rank 1.*no memory"):
         Sharding().apply(model, recording=recording)

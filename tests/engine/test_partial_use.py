@@ -339,7 +339,7 @@ def test_a_unit_that_others_gather_again_computes_with_what_was_written_meanwhil
         unit.wait()
         with torch.no_grad():
             model[0].weight.fill_(2.0)
-        unit.gather_with_others()
+        unit.unshard_with_others()
         gathers = runtime.mesh.traffic.calls["all_gather"]
         outputs.append(model[0](torch.ones(1, 4)).sum())
         assert runtime.mesh.traffic.calls["all_gather"] == gathers

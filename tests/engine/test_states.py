@@ -11,10 +11,18 @@ from torch import nn
 
 from shardeddp.engine import runtime, states
 from shardeddp.engine.flat_group import FlatGroup
-from shardeddp.engine.order import OrderAgreement
+from shardeddp.engine.order import OrderAgreement, PassOrder
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.runtime import Runtime
-from shardeddp.engine.states import BUFFER_VERBS, EVENTS, UNIT_VERBS, BufferState, Phase
+from shardeddp.engine.states import (
+    BUFFER_VERBS,
+    EVENTS,
+    FORESIGHT_EVENTS,
+    ORDER_EVENTS,
+    UNIT_VERBS,
+    BufferState,
+    Phase,
+)
 from shardeddp.engine.unit import Unit
 from training import Sharding
 from world import on_ranks
@@ -47,7 +55,7 @@ def documented() -> Iterator[list[str]]:
 def test_the_table_of_states_says_what_is_checked() -> None:
     checked = {
         verb: transition
-        for table in (UNIT_VERBS, BUFFER_VERBS, EVENTS)
+        for table in (UNIT_VERBS, BUFFER_VERBS, EVENTS, ORDER_EVENTS, FORESIGHT_EVENTS)
         for verb, transition in table.items()
     }
     found = {verb: (sources, target) for sources, verb, target, _ in documented()}
@@ -71,6 +79,8 @@ def test_the_callers_in_the_table_are_all_there_are() -> None:
         }
         if verb in EVENTS:
             by_owner = {Runtime: f'_enter_phase("{verb}")'}
+        elif verb in ORDER_EVENTS or verb in FORESIGHT_EVENTS:
+            by_owner = {PassOrder: f'"{verb}"', OrderAgreement: f'.enter("{verb}")'}
         elif verb in BUFFER_VERBS:
             by_owner = {FlatGroup: f"self.buffer.{verb}("}
         calling = {

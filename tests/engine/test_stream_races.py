@@ -131,18 +131,18 @@ MUTANTS = {
     "streams do not follow compute": Mutant(
         place=STREAMS + "CudaStream.issue",
         line="self.follow_compute()",
-        told=["_reduce_scatter(output, buffer", "foreach_copy_(targets, sources)"],
+        told=["reduce_scatter_single(output, buffer", "foreach_copy_(targets, sources)"],
     ),
     "compute does not wait for streams": Mutant(
         place=STREAMS + "StreamHandle.wait",
         line="torch.cuda.current_stream(self._device).wait_event(self._done)",
-        told=["_all_gather(buffer, own", "on compute"],
+        told=["all_gather_single(buffer, own", "on compute"],
     ),
     "the event is recorded on another stream": Mutant(
         place=STREAMS + "CudaStream.issue",
         line="done.record(self._stream)",
         becomes="done.record(torch.cuda.current_stream(self._device))",
-        told=["_all_gather(buffer, own", "on compute"],
+        told=["all_gather_single(buffer, own", "on compute"],
     ),
     "gathered memory is released before compute is done": Mutant(
         place=GROUP + "release",
@@ -223,7 +223,7 @@ MUTANTS = {
         place=REDUCTION + "_finish_shard_group",
         line="self._issued[ReductionStage.IN_SHARD_GROUP].wait()",
         kind="use after unmap",
-        told=["_reduce_scatter(output, buffer", "of compute"],
+        told=["reduce_scatter_single(output, buffer", "of compute"],
     ),
     "a parameter is used outside of its unit before it has arrived": Mutant(
         place="shardeddp.tensor.shard_tensor:gather",
@@ -240,7 +240,7 @@ MUTANTS = {
         told=["dist.all_reduce(tensor", "on compute"],
     ),
     "owners step before parameters have arrived": Mutant(
-        place="shardeddp.optim.whole_parameter:_AllToAll._run",
+        place="shardeddp.optim.whole_parameter:OwnerTransfers._run",
         line="self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()",
         becomes="self._stream.issue(lambda: self._group.all_to_all(arriving, leaving))",
         scenario=Scenario(muon=True),

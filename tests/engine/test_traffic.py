@@ -175,10 +175,10 @@ def test_a_part_is_held_from_forward_to_backward_and_not_longer() -> None:
     groups = [progress.unit.groups[0] for progress in trial.runtime.progresses[1:]]
     trial.train(mean_square, steps=1)
     loss = trial.forward(mean_square)
-    kept = [group._kept_part for group in groups]
-    assert [part.nbytes for part in kept if part is not None] == [UNIT_NBYTES // 2] * (BLOCKS - 1)
+    held = [group.held().in_flight_nbytes for group in groups]
+    assert held == [UNIT_NBYTES // 2] * (BLOCKS - 1) + [UNIT_NBYTES]  # the last is gathered
     loss.backward()
-    assert [group._kept_part for group in groups] == [None] * BLOCKS
+    assert [group.held().in_flight_nbytes for group in groups] == [0] * BLOCKS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardeddp import CheckpointError
-from shardeddp.lightning.restore import _check_scheduler
+from shardeddp.lightning.restore import check_scheduler
 from support.resuming import full_shard, in_one_file
 from support.tasks import TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
@@ -175,12 +175,12 @@ def test_numbers_of_a_scheduler_that_are_none_are_refused_by_name(
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     scheduler = kind(optimizer, **options)
     saved = dict(scheduler.state_dict())
-    _check_scheduler(saved, scheduler, "lr_schedulers.0")
+    check_scheduler(saved, scheduler, "lr_schedulers.0")
     numbers = [key for key, value in saved.items() if isinstance(value, (int, float))]
     assert "last_epoch" in numbers
     for key in numbers:
         with pytest.raises(CheckpointError, match=f"lr_schedulers.0.{key} in .* expected a number"):
-            _check_scheduler({**saved, key: None}, scheduler, "lr_schedulers.0")
+            check_scheduler({**saved, key: None}, scheduler, "lr_schedulers.0")
 
 
 def resume_cut(path: str) -> list[str]:

@@ -7,6 +7,8 @@ import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -160,26 +162,34 @@ def test_a_rank_that_is_alone_asks_nobody_and_saves_all_the_same(batch: int) -> 
 
 
 def boundaries(made: Trainer) -> int:
-    return sum(type(each).__name__ == "_Boundary" for each in made.callbacks)
+    return sum(type(each).__module__ == Preemption.__module__ for each in made.callbacks)
+
+
+@contextmanager
+def attached(made: Trainer) -> Iterator[Preemption]:
+    """Preemption in a Trainer that fits; signals of this process reach it."""
+    preemption = Preemption()
+    preemption.attach(made)
+    made._signal_connector.register_signal_handlers()
+    made.state.fn = TrainerFn.FITTING
+    try:
+        yield preemption
+    finally:
+        preemption.detach()
+        made._signal_connector.teardown()
 
 
 def begun(made: Trainer, times: int, signals: bool) -> int:
     """Boundaries after a signal in a run in which others have begun, as those of tuners."""
-    preemption = Preemption()
-    preemption.attach(made)
-    made.state.fn = TrainerFn.FITTING
     outer = made.callbacks
-    for nested in range(times):
-        made.callbacks = [*outer] if nested else outer
-        preemption.begin(made, all_ranks(), None)
-    made.callbacks = outer
-    if signals:
-        preemption._on_end(signal.SIGTERM)
-        preemption._on_end(signal.SIGTERM)
-    found = boundaries(made)
-    preemption.detach()
-    made.callbacks = outer
-    return found
+    with attached(made) as preemption:
+        for nested in range(times):
+            made.callbacks = [*outer] if nested else outer
+            preemption.begin(made, all_ranks(), None)
+        made.callbacks = outer
+        for _ in range(2 * signals):
+            signal.raise_signal(signal.SIGTERM)
+        return boundaries(made)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -192,13 +202,11 @@ def test_a_signal_adds_nothing_where_all_ranks_ask(times: int) -> None:
 def test_a_rank_that_is_alone_looks_once_from_the_first_signal_on() -> None:
     assert begun(quiet_trainer(), 1, signals=False) == 0
     assert begun(quiet_trainer(), 1, signals=True) == 1
-    made, preemption = quiet_trainer(), Preemption()
-    preemption.attach(made)
-    made.state.fn = TrainerFn.FITTING
-    preemption._on_end(signal.SIGTERM)  # before there is anything to look with
-    preemption.begin(made, all_ranks(), None)
-    assert boundaries(made) == 1
-    preemption.detach()
+    made = quiet_trainer()
+    with attached(made) as preemption:
+        signal.raise_signal(signal.SIGTERM)  # before there is anything to look with
+        preemption.begin(made, all_ranks(), None)
+        assert boundaries(made) == 1
     assert boundaries(made) == 0
 
 

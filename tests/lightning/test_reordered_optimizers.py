@@ -3,14 +3,16 @@
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from shardeddp import ShardedDP
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.schema import KEY, NAMES
+from shardeddp.lightning.resume import Resume
 from support.resuming import Make, full_shard, in_one_file, shard_grad_op
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -170,26 +172,22 @@ def test_states_without_names_are_loaded_by_number_and_another_order_is_said(
 def resume_without_names(path: str) -> list[str]:
     """A directory of a release that kept no list: names of tensors tell it."""
     trainer, expected, _ = trained(full_shard(), Ordered(), 1)
-    trainer.save_checkpoint(path)
+    extended = Resume.extended
 
-    class Older(Reversed):
-        pass
-
-    restore = ShardedDP.load_checkpoint
-
-    def without(self: ShardedDP, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = restore(self, *args, **kwargs)
-        assert self._restore._saved_names
-        self._restore._saved_names = ()
-        state = checkpoint["optimizer_states"][0]["state"][0]
-        assert isinstance(state["exp_avg"], LazyTensor)
+    def without(*args: Any) -> dict[str, Any]:
+        checkpoint = extended(*args)
+        assert checkpoint[KEY].pop(NAMES)
         return checkpoint
 
-    ShardedDP.load_checkpoint = without  # type: ignore[method-assign]
-    try:
-        _, found, _ = trained(full_shard(), Older(), 2, path)
-    finally:
-        ShardedDP.load_checkpoint = restore  # type: ignore[method-assign]
+    with mock.patch.object(Resume, "extended", without):
+        trainer.save_checkpoint(path)
+
+    class Older(Reversed):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["optimizer_states"][0]["state"][0]
+            assert isinstance(state["exp_avg"], LazyTensor)
+
+    _, found, _ = trained(full_shard(), Older(), 2, path)
     return [name for name, moment in expected.items() if not torch.equal(found[name], moment)]
 
 

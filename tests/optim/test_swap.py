@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from shardeddp.optim import whole_parameter
+from shardeddp.optim.whole_parameter import OwnerTransfers
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.optimizers import Closure, Lamb, Lion, owned_step_of
 from training import WIDTH, Sharding, Trial, linears, square
@@ -62,7 +62,7 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
     trial.train(square, steps=1)
     names = [state.keys() for state in trial.optimizer.state_dict()["state"].values()]
     trial.optimizer.load_state_dict(trial.optimizer.state_dict())
-    wholes = list(map(owned_step_of(trial.optimizer)._wholes.of, trial.model.parameters()))
+    wholes = list(map(owned_step_of(trial.optimizer).wholes.of, trial.model.parameters()))
     held = [
         whole.tensor for whole in wholes if whole.tensor is not None and not whole.owner_has_all
     ]
@@ -77,15 +77,14 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
         for each in (trial.optimizer, trial.reference_optimizer):
             each.zero_grad()
 
-    transfer = whole_parameter._AllToAll
     for calls in ([MemoryError], [mock.DEFAULT, MemoryError]):  # for values, for gradients
-        with mock.patch.object(transfer, "gather_to_owners", side_effect=calls):
+        with mock.patch.object(OwnerTransfers, "gather_to_owners", side_effect=calls):
             fails(MemoryError)
     trial.optimizer.refuses = "early"
     fails(ValueError)
     trial.optimizer.refuses = ""
     trial.train(square, steps=2)
-    with mock.patch.object(transfer, "scatter_from_owners", side_effect=MemoryError):
+    with mock.patch.object(OwnerTransfers, "scatter_from_owners", side_effect=MemoryError):
         fails(MemoryError)
     for refuses in ("", "late"):
         trial.backward(square)

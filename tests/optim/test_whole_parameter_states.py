@@ -55,7 +55,7 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
     trial = Trial(linears(4), Sharding(), Lamb, {"Lamb": "parameter"})
     trial.train(square, steps=2)
     parameters = list(trial.model.parameters())
-    whole_of = owned_step_of(trial.optimizer)._wholes.of
+    whole_of = owned_step_of(trial.optimizer).wholes.of
     exchanges = [
         mock.patch.object(whole_parameter, name, wraps=vars(whole_parameter)[name])
         for name in TRAVELS

@@ -10,7 +10,8 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.planner.backward import MemoryRecord, UnitMemory
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import profile
+from shardeddp.planner.work import ModelProfile
 from shardeddp.wrap import resolve_policy
 
 WIDTH, VECTORS = 16, 8

@@ -360,7 +360,7 @@ def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
         (lambda it: it["parts"].update(compute=-1), "parts: compute: expected a finite number"),
         (lambda it: it["gathers"].update(a=math.nan), "gathers: a: expected a finite number"),
         (lambda it: it.update(steps=0), "steps is 0, expected more than 0"),
-        (lambda it: it["task"]["setting"].update(overlaps=1), "overlaps: expected something else"),
+        (lambda it: it["task"]["setting"].update(fp32=1), "fp32: expected something else"),
         (lambda it: it["task"]["setting"].update(recomputes=[]), "recomputes: expected 3 values"),
         (
             lambda it: it["task"]["collectives"][0].update(kind="broadcast"),

@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardeddp.plan.topology import Topology
-from shardeddp.planner.trace import ModelProfile, UnitWork, profile
+from shardeddp.planner.trace import profile
+from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.wrap import resolve_policy
 from shardeddp.wrap.flat_buffers import costs_of
 

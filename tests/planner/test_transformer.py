@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardeddp.errors import UsageError
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.planner.work import ModelProfile
 from shardeddp.wrap import resolve_policy
 
 LENGTH = 16

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.planner.trace import profile
+from shardeddp.planner.work import ModelProfile
 from shardeddp.wrap import resolve_policy
 
 WIDTH, EXPERTS, CHOSEN, TOKENS = 8, 4, 2, 16

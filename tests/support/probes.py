@@ -7,7 +7,7 @@ from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import FITTED, Constants, Step, StepSetting, Task, time_collective
-from shardeddp.planner.trace import UnitWork
+from shardeddp.planner.work import UnitWork
 
 CPU = Device(name="CPU", threads=1, memory_gb=16.0, ranks=2, per_node=2)
 FIGURES = {

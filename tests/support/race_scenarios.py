@@ -188,7 +188,7 @@ class Watch(Callback):
         if self._scenario.snapshots and trainer.global_step > 0:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             names = [[name for name, _ in module.named_parameters()]]
-            mesh: Any = trainer.strategy._group.mesh
+            mesh: Any = trainer.strategy.mesh
             take_snapshot(checkpoint, names, mesh, ()).copied(self._memory)
 
 

@@ -209,7 +209,7 @@ def test_requires_grad_is_set_on_the_unsharded_parameter_as_well() -> None:
         for wanted, set_it in ((True, matrix.requires_grad_), (False, change)):
             set_it()
             with torch._C.DisableTorchFunctionSubclass():  # to look at it while it is released
-                assert matrix.requires_grad == matrix._unsharded.requires_grad == wanted
+                assert matrix.requires_grad == matrix.unsharded.requires_grad == wanted
 
 
 # -- other memory

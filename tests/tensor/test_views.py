@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.views import GatheredView
@@ -262,7 +262,8 @@ def test_gathered_memory_goes_with_the_last_view() -> None:
     pair = shard(make_mesh(), {"large": torch.zeros(100, 100)})["large"]
     with torch.no_grad():
         view = pair.sharded[0]
-        gathered = weakref.ref(view._gathered)
-        assert view._gathered.full.untyped_storage().nbytes() == 4 * 100 * 100
-        del view
-    assert gathered() is None
+        memory = view.plain().untyped_storage()
+        assert memory.nbytes() == 4 * 100 * 100
+        gathered = StorageWeakRef(memory)
+        del view, memory
+    assert gathered.expired()

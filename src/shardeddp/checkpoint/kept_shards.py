@@ -101,7 +101,7 @@ def _watched(
         holder[keys[-1]] = lazy
     else:
         return tensor  # in a tuple: copies of it stay whole
-    lazy.copied = copied
+    lazy.report_copies(copied)
     return lazy
 
 

@@ -207,9 +207,7 @@ class LazyTensor(torch.Tensor):
 
     _read: Read
     _read_before: dict[tuple[Interval, Box | None], torch.Tensor]
-    copied: Callable[[LazyTensor], None] | None
-    """Callback for each deep copy, which is then lazy; None: a deep copy is a plain tensor."""
-
+    _copied: Callable[[LazyTensor], None] | None  # None: a deep copy is a plain tensor
     _kept: torch.Tensor | None  # the elements, in this shape, instead of those on the disk
 
     def __new__(  # noqa: D102
@@ -219,9 +217,13 @@ class LazyTensor(torch.Tensor):
         made.path = path
         made._read = read
         made._read_before = {}
-        made.copied = None
+        made._copied = None
         made._kept = None
         return made
+
+    def report_copies(self, copied: Callable[[LazyTensor], None]) -> None:
+        """Make deep copies lazy, and call a function with each of them."""
+        self._copied = copied
 
     def read_ahead(self, interval: Interval, box: Box | None = None) -> None:
         """Read an interval now, for the next :meth:`elements` call with the same arguments."""
@@ -255,13 +257,13 @@ class LazyTensor(torch.Tensor):
         return Interval(0, self.numel())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if self.copied is None:
+        if self._copied is None:
             return copy.deepcopy(self.whole(), memo)
         other = LazyTensor(self.path, tuple(self.shape), self.dtype, self._read)
-        other.copied = self.copied
+        other._copied = self._copied
         other._kept = None if self._kept is None else self._kept.detach().clone()
         memo[id(self)] = other
-        self.copied(other)
+        self._copied(other)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -37,19 +37,19 @@ from shardeddp.torch_private import storage_of
 # -- HostMemory: memory for the copies of all saves
 
 _ALIGNMENT = 64
-_CHUNK_NBYTES = 1 << 30
+CHUNK_NBYTES = 1 << 30
+"""Size of a chunk of host memory: as pinned memory is allocated in powers of two, one block for
+140 GB would take 256 GB. A single larger tensor gets a larger chunk.
+"""
 
 
 class HostMemory:
     """Host memory that is reused: new pages of the system cost ten times a copy into known pages.
 
-    It is pinned if there are devices to copy from. It consists of chunks, as pinned memory is
-    allocated in powers of two: one block for 140 GB would take 256 GB. A single larger tensor gets
-    a larger chunk. Tests alone pass another size.
+    It is pinned if there are devices to copy from, and consists of chunks of ``CHUNK_NBYTES``.
     """
 
-    def __init__(self, chunk_nbytes: int = _CHUNK_NBYTES) -> None:
-        self._chunk_nbytes = chunk_nbytes
+    def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
         self._is_pinned = False
 
@@ -88,7 +88,7 @@ class HostMemory:
         chunks: list[int] = [0]
         for tensor in tensors:
             nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-            if chunks[-1] and chunks[-1] + nbytes > self._chunk_nbytes:
+            if chunks[-1] and chunks[-1] + nbytes > CHUNK_NBYTES:
                 chunks.append(0)
             offsets.append((len(chunks) - 1, chunks[-1]))
             chunks[-1] += nbytes

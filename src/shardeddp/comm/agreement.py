@@ -34,7 +34,7 @@ from shardeddp.errors import (
 # numbers. Counting costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync`
 # compares the numbers when a rank has been waiting for a while.
 #
-# Agreements travel in messages of one size that begin with a fingerprint of the operation. Ranks in
+# Agreements travel in messages of one size that begin with a checksum of the operation. Ranks in
 # different operations thus all detect it at once. Messages of different sizes would end the
 # process: gloo aborts it. So longer data follows in a second message.
 

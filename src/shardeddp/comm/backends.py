@@ -201,10 +201,10 @@ def _works(work: Work | None) -> list[Work]:
 
 # torch 2.13 renamed both and deprecated the names that 2.11 knows.
 _NAMES = vars(dist)
-_all_gather: Callable[..., Work | None] = (
+all_gather_single: Callable[..., Work | None] = (
     _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
 )
-_reduce_scatter: Callable[..., Work | None] = (
+reduce_scatter_single: Callable[..., Work | None] = (
     _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
 )
 
@@ -224,7 +224,7 @@ class NativeCollectives(Collectives):
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
         own = buffer.view(self.size, -1)[self.rank]
-        _all_gather(buffer, own, group=self._group)
+        all_gather_single(buffer, own, group=self._group)
         return CollectiveHandle(keep=(buffer,))
 
     @past_the_front
@@ -239,9 +239,11 @@ class NativeCollectives(Collectives):
         self.count("reduce_scatter", buffer.nbytes)
         before, after = split_mean_factor(buffer, self.size)
         if before == 1.0:
-            _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
+            reduce_scatter_single(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
         else:
-            _reduce_scatter(output, buffer.mul_(before), op=REDUCE_OPS["sum"], group=self._group)
+            reduce_scatter_single(
+                output, buffer.mul_(before), op=REDUCE_OPS["sum"], group=self._group
+            )
             output.mul_(after)
         return CollectiveHandle(keep=(buffer,))
 

@@ -98,12 +98,15 @@ class CallFingerprints:
         self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
         self._failure = ""  # error of an earlier call; ranks are out of step from then on
         self._is_inherited = False
-        self.thread: int | None = None
-        """Training thread, which alone may call meanwhile; None: any thread may."""
+        self._thread: int | None = None  # the one that may call; None: any may
 
     def leave_to_parent(self) -> None:
         """Refuse all further calls, in a process that was forked from the rank."""
         self._is_inherited = True
+
+    def restrict_to(self, thread: int | None) -> None:
+        """Refuse calls on threads other than the training thread; None: allow any."""
+        self._thread = thread
 
     def call(self, operation: str, advice: str = "") -> None:
         """Return when all ranks have reached the operation.
@@ -122,7 +125,7 @@ class CallFingerprints:
         if self._is_inherited:
             ranks = sorted([self._rank, *self._others])
             raise in_forked_process(f"{operation} at {code_line_of(sys._getframe())}", ranks)
-        if self.thread not in (None, threading.get_ident()) and not is_in_backward():
+        if self._thread not in (None, threading.get_ident()) and not is_in_backward():
             raise DesyncError(
                 f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
                 f"another thread trains: each of them would start collectives in an order of its own. "
@@ -206,7 +209,7 @@ ALARM_S = 1.0
 From then on it counts as standing still.
 """
 
-_BUSY_S = 5.0
+BUSY_S = 5.0
 """The same for a rank that waits in no known communication: it may be about to go on."""
 
 TRANSFER_S = 8.0
@@ -404,7 +407,7 @@ class DesyncCheck:
             return other["still_s"] >= ALARM_S and (sends or has_begun_more)
         # Its handle may belong to a transfer with a third rank, which is merely late.
         certain = sends or self._neighbours == {rank}
-        return certain and has_begun_more and other["handle"] and other["still_s"] >= _BUSY_S
+        return certain and has_begun_more and other["handle"] and other["still_s"] >= BUSY_S
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
@@ -439,7 +442,7 @@ def _stands(report: dict[str, Any] | None) -> bool:
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether both of two ranks stand still, each of them ahead of the other."""
-    if other["still_s"] < (ALARM_S if other["waits"] else _BUSY_S):
+    if other["still_s"] < (ALARM_S if other["waits"] else BUSY_S):
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
     # Gathers and reductions alone prove nothing: their order among each other is not fixed.

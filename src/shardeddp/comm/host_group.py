@@ -99,7 +99,7 @@ class HostGroup:
         self._row, self._column = (*axes, None, None)[:2]
         self._timeout, self._patience = timeout, patience
         self.clock: StepClock | None = None
-        """Clock for the waits of the training thread; None: they are not measured."""
+        """Clock of the training thread's waits; None: they are not measured."""
         self.channel = Channel() if channel is None else channel
         """Tags and thread of the group's operations."""
         self.rank = 0 if self._row is None else self._row.rank()
@@ -108,6 +108,10 @@ class HostGroup:
             self.rank += self._column.rank() * self._row.size()
         self._axes = [axis for axis in (self._row, self._column) if axis is not None]
         self._mirrors = mirrors
+
+    def measure(self, clock: StepClock | None) -> None:
+        """Let a clock measure the waits of the training thread; None ends the measurement."""
+        self.clock = clock
 
     # -- Operations
 
@@ -165,7 +169,7 @@ class HostGroup:
             rank, size, distance = axis.rank(), axis.size(), 1
             while distance < size:
                 arrived = torch.zeros_like(message)
-                self._swap(axis, message.clone(), rank + distance, arrived, rank - distance, tag)
+                self.hop(axis, message.clone(), rank + distance, arrived, rank - distance, tag)
                 torch.maximum(message, arrived, out=message)
                 distance *= 2
 
@@ -179,7 +183,7 @@ class HostGroup:
             while known < size:
                 more = min(known, size - known)
                 arrived = blocks[known : known + more]
-                self._swap(axis, blocks[:more], rank - known, arrived, rank + known, tag)
+                self.hop(axis, blocks[:more], rank - known, arrived, rank + known, tag)
                 known += more
             block = blocks.roll(rank, 0)
         return block.view(self.size, -1)
@@ -221,7 +225,7 @@ class HostGroup:
                 if rank + distance < size:
                     self._wait(axis.send([message], (rank + distance + place) % size, tag))
 
-    def _swap(
+    def hop(
         self,
         axis: dist.ProcessGroup,
         sent: torch.Tensor,
@@ -230,6 +234,7 @@ class HostGroup:
         source: int,
         tag: int,
     ) -> None:
+        """Send a message to one rank of an axis, and receive one from another rank."""
         size = axis.size()
         receiving = axis.recv([arrived], source % size, tag)
         sending = axis.send([sent], target % size, tag)

@@ -374,7 +374,7 @@ class Mesh:
 
     def measure(self, clock: StepClock | None) -> None:
         """Let a step clock measure the waits of compute; None ends the measurement."""
-        self.run.clock = clock
+        self.run.measure(clock)
         checks = (
             self.user_fingerprints.group,
             self.fingerprints.group,
@@ -382,7 +382,7 @@ class Mesh:
         )
         for group in (self.control, *checks):
             if group is not None:
-                group.clock = clock
+                group.measure(clock)
         if self.experts is not None:
             self.experts.measure(clock)
 
@@ -397,7 +397,8 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.fingerprints.thread = self.world_fingerprints.thread = thread
+        for each in (self.fingerprints, self.world_fingerprints):
+            each.restrict_to(thread)
         if self.experts is not None:
             self.experts._let_read(thread)
 

@@ -63,7 +63,7 @@ class ErrorPropagation:
         self._forget_exit()
 
     def _forget_exit(self) -> None:
-        atexit.unregister(_leave)
+        atexit.unregister(leave_store)
         atexit.unregister(self.explain_and_leave)
 
     def leave_to_parent(self) -> None:
@@ -121,7 +121,9 @@ class ErrorPropagation:
         self._forget_exit()
         lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
         hosts = self._rank == 0 and not has_agent_store()
-        atexit.register(_leave, self._client, self._world_size - len(lost_ranks) if hosts else 0)
+        atexit.register(
+            leave_store, self._client, self._world_size - len(lost_ranks) if hosts else 0
+        )
 
     def explain_at_exit(self, error: BaseException) -> None:
         """Call :meth:`explain` when the process exits, unless it is called or a run begins before.
@@ -146,8 +148,10 @@ class ErrorPropagation:
 
         For a process that ends without its exit handlers.
         """
-        atexit.unregister(_leave)
-        _leave(self._client, self._world_size if self._rank == 0 and not has_agent_store() else 0)
+        atexit.unregister(leave_store)
+        leave_store(
+            self._client, self._world_size if self._rank == 0 and not has_agent_store() else 0
+        )
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -319,7 +323,7 @@ def waits_on_device() -> bool:
     return any("nccl" in backend_config(group) for group in process_groups())
 
 
-def _leave(client: StoreClient, readers: int) -> None:
+def leave_store(client: StoreClient, readers: int) -> None:
     """Close connections, so that others fail now; keep the store until ``readers`` know why."""
     # The end of the process closes connections only after all other exit handlers (a logger's
     # upload may take minutes). Ranks that look for the reason must also break their wait while the

@@ -55,7 +55,7 @@ class StoreClient:
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:
         default = default_store()
-        self._worker = _WORKERS.get(default) or _StoreWorker(default)
+        self._worker = _WORKERS.get(default) or StoreWorker(default)
         _WORKERS[default] = self._worker
         store = dist.PrefixStore(f"shardeddp/{topic}", self._worker.store)
         # Counted in the store, which outlives the objects that make clients.
@@ -125,7 +125,7 @@ class StoreClient:
         return self._worker.ask(call, waits_full_timeout=self._patient)
 
 
-class _StoreWorker:
+class StoreWorker:
     """This process's own connection to the store, and the thread that calls it.
 
     A call cannot be interrupted, and never ends if the store's host is frozen.
@@ -172,7 +172,7 @@ class _StoreWorker:
             raise LostStoreError(f"the store of the process group is gone ({error})") from error
 
 
-_WORKERS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
+_WORKERS: weakref.WeakKeyDictionary[dist.Store, StoreWorker] = weakref.WeakKeyDictionary()
 """Workers by the store of the process group: one connection and one thread for a process."""
 
 

@@ -43,8 +43,7 @@ class CallHook(ModuleHook):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.listeners: list[Listener] = []
-        """Entered in this order, left in the reverse one."""
+        self._listeners: list[Listener] = []  # entered in this order, left in the reverse one
 
         # Handles of module hooks; None before the first follow().
         self._handles: list[RemovableHandle] | None = None
@@ -54,13 +53,26 @@ class CallHook(ModuleHook):
         # Listeners of each call that has begun, which have been entered.
         self._calls: list[list[Listener]] = []
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anything listens to the calls."""
+        return bool(self._listeners)
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener after those there are, in each call that begins from now on."""
+        self._listeners.append(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        """Call a listener no more."""
+        self._listeners.remove(listener)
+
     @outside_of_graphs
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if module is self.module:
             entered = list[Listener]()
             try:
-                for listener in self.listeners:
+                for listener in self._listeners:
                     listener.enter()  # may reset the list of calls
                     entered.append(listener)
             finally:

@@ -606,8 +606,7 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
         }
         if not unseen:
             continue
-        recording.reset_names.update(join(path, name) for name in unseen)
-        recording.adopt(unseen.values())
+        recording.adopt(unseen.values(), [join(path, name) for name in unseen])
         reset = next(
             (name for name in _RESETS if callable(inspect.getattr_static(module, name, None))), None
         )

@@ -43,7 +43,7 @@ class FlatGroup:
         self._lender = lender
         self._borrowers: list[FlatGroup] = []
         if lender is not None:
-            lender._borrowers.append(self)
+            lender.lend_to(self)
         self._mesh = mesh
         param_dtype = specs[0].param_dtype
         self.main_shard = lender.main_shard if lender else _make_shard(plan, specs[0].dtype, mesh)
@@ -120,7 +120,7 @@ class FlatGroup:
         return self._versions() != self._gathered_versions
 
     @property
-    def needs_gather(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether unsharding has to fill the buffer, because it does not hold the values already."""
         # Asked in each forward of a unit: only a retained one has to look at its versions.
         gathers = self._gathers
@@ -154,7 +154,7 @@ class FlatGroup:
         ``Runtime._visit`` calls this for a unit that a forward or backward has reached and for the
         next ones (prefetch), by ``Unit.unshard``; ``Unit.reshard`` calls :meth:`release`. A unit in
         use whose main shard has changed is gathered anew (``Unit.refresh``), and so is memory that
-        only views hold (:meth:`refill_views`). Memory:
+        only views hold (:meth:`renew_views`). Memory:
 
         ================  ==================================  =====================================
         buffer            allocated                           freed
@@ -191,7 +191,7 @@ class FlatGroup:
             handle = StreamHandle(CollectiveHandle(), None)
         if self.buffer.fills_outlived_memory:
             handle.wait()  # users may read or write their views at any time
-        self._note_gather()
+        self.note_all_gather()
         return handle
 
     def note_views(self, has_views: bool) -> None:
@@ -218,33 +218,35 @@ class FlatGroup:
         """Let the next :meth:`unshard` gather the whole buffer, as on ranks without any of it."""
         self.keep_writes()
         self._gathered_versions = []
-        # Compute allocated it, and has waited for a gather that read it: `Unit.gather_with_others`
+        # Compute allocated it, and has waited for a gather that read it: `Unit.unshard_with_others`
         # waits before it calls this.
         self._kept_part = None
 
-    def refill_views(self) -> None:
+    def renew_views(self) -> None:
         """Gather into memory that modules or views hold; a collective.
 
         Nothing happens if there is no such memory, or if the main shard has not changed.
         """
-        lender = self._lender or self
-        is_used = lender.buffer.state is BufferState.BOUND or any(
+        if self._lender is not None:
+            self._lender.renew_views()
+            return
+        is_used = self.buffer.state is BufferState.BOUND or any(
             group.has_views for group in self._sharing()
         )
-        if not (is_used and lender.stale):
+        if not (is_used and self.stale):
             return
-        if not lender.plan.resident:
+        if not self.plan.resident:
             self._mesh.fingerprints.call(
                 f"a write to a parameter that its unit uses, or of which something holds a view, "
                 f"{self.layout.slots[0].fqn} or one beside it"
             )
-        is_released = lender.buffer.state is BufferState.RELEASED
-        lender.unshard().wait()
-        for group in lender._borrowers:
-            group._note_gather()
-        lender.finish_copies()
+        is_released = self.buffer.state is BufferState.RELEASED
+        self.unshard().wait()
+        for group in self._borrowers:
+            group.note_all_gather()
+        self.finish_copies()
         if is_released:
-            lender.release(before_backward=lender._kept_part is not None)
+            self.release(before_backward=self._kept_part is not None)
 
     def _gather(self, stages: Sequence[GatherStage]) -> CollectiveHandle:
         # Allocation and copies run on the gather stream, after compute's last use of the buffer.
@@ -325,7 +327,7 @@ class FlatGroup:
     def _versions(self) -> list[int]:
         return [local._version for local in self.local]
 
-    def _note_gather(self) -> None:
+    def note_all_gather(self) -> None:
         """Record the gathered versions; graphs that need former values fail, as unsharded."""
         versions = self._versions()
         changed = [
@@ -375,7 +377,11 @@ class FlatGroup:
             self._keep_write(index, found)
             # Graphs detect the write by the version of the unsharded parameter.
             for group in self._sharing():
-                group._known_versions[index] = self.local[index]._version
+                group.note_known(index)
+
+    def note_known(self, index: int) -> None:
+        """Note that a parameter's elements equal what its unsharded parameter holds."""
+        self._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
         """Copy writes to the main shard if this parameter was written to, before a read of it."""
@@ -390,8 +396,11 @@ class FlatGroup:
 
     def _sharing(self) -> list[FlatGroup]:
         """Return the groups with this group's memory, itself included."""
-        lender = self._lender or self
-        return [lender, *lender._borrowers]
+        return [self, *self._borrowers] if self._lender is None else self._lender._sharing()
+
+    def lend_to(self, borrower: FlatGroup) -> None:
+        """Let another group use this group's memory."""
+        self._borrowers.append(borrower)
 
     def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Return a view of one parameter's elements in a gathered buffer; 1D."""
@@ -402,9 +411,7 @@ class FlatGroup:
         """Copy the elements of a whole written parameter, 1D, that differ to the main shard."""
         fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written.dtype
         known = local.to(self._mesh.device)
-        warned = self.sharded[index].spec.warned
-        if dtype is not local.dtype and "rounded" not in warned:
-            warned.append("rounded")
+        if dtype is not local.dtype and self.sharded[index].spec.is_first("rounded"):
             warnings.warn(
                 f"parameter {fqn} is written to inside of a step, where it is a copy in "
                 f"{dtype} (MixedPrecision(param_dtype=...)): what is written is rounded "

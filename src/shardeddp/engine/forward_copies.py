@@ -154,23 +154,20 @@ class ForwardCopies:
         by_autocast: bool,
     ) -> None:
         self._by_autocast = by_autocast
-        self.active = False
-        """Whether the gathered parameters are usable."""
-
-        self.uses = 0
-        """Number of forwards with gradients since the last gather or backward began."""
-
-        self.sharded: dict[str, torch.Tensor | None] = dict.fromkeys(names)
-        """Sharded parameters of the module by name, unless other code has replaced them."""
+        self._active = False  # the gathered parameters are usable
+        # Number of forwards with gradients since the last gather or backward began.
+        self._uses = 0
+        # Sharded parameters of the module by name, unless other code has replaced them.
+        self._sharded: dict[str, torch.Tensor | None] = dict.fromkeys(names)
 
         self._locals: list[torch.Tensor] = []
         self._versions: list[int] = []  # versions of `_locals` at the gather
-        self.dtype = torch.float32
+        self._dtype = torch.float32
         self._device_type = "cpu"
         self._gathered: dict[str, nn.Parameter] = {}
         self._wrappers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self.wrapped: dict[str, torch.Tensor] = {}
-        """While active, tensors that the forward computes with instead of some gathered ones."""
+        # While active, tensors that the forward computes with instead of some gathered ones.
+        self._wrapped: dict[str, torch.Tensor] = {}
 
         self._inner = dict(inner)
         self._forward = _forward_of(module) or _Forward(())
@@ -188,8 +185,8 @@ class ForwardCopies:
 
     def are_current(self, module: nn.Module) -> bool:
         """Return whether the copies are usable and equal those that the forward would make now."""
-        if not self.active or any(
-            module._parameters.get(name) is not it for name, it in self.sharded.items()
+        if not self._active or any(
+            module._parameters.get(name) is not it for name, it in self._sharded.items()
         ):
             return False
         if self._by_autocast and not self._casts_alike(module):
@@ -215,7 +212,7 @@ class ForwardCopies:
             and _code(module, self._forward) == self._code
             # False outside of autocast, or inside of one that the user has changed.
             and torch.is_autocast_enabled(device)
-            and torch.get_autocast_dtype(device) == self.dtype
+            and torch.get_autocast_dtype(device) == self._dtype
         )
 
     def hold(
@@ -231,22 +228,26 @@ class ForwardCopies:
         It was gathered in the autocast dtype ``cast_to``, if any. The wrapper is a function of a
         tensor-parallel layer on its part.
         """
-        self.sharded[name], self._gathered[name] = sharded, gathered
+        self._sharded[name], self._gathered[name] = sharded, gathered
         self._device_type = sharded.device.type
-        self.dtype = cast_to or self.dtype
+        self._dtype = cast_to or self._dtype
         if wrapper is not None:
             self._wrappers[name] = wrapper
 
     def activate(self, module: nn.Module) -> None:
         """Use the gathered parameters in forwards from now on."""
         self._compiled = self._shadow(module)
-        self.note_gather()
-        self.uses, self.active = 0, True
+        self.note_all_gather()
+        self._uses, self._active = 0, True
+
+    def compute_with(self, name: str, wrapper: torch.Tensor) -> None:
+        """Use a wrapper in place of a gathered parameter, until :meth:`deactivate`."""
+        self._wrapped[name] = wrapper
 
     def deactivate(self, module: nn.Module) -> None:
         """Stop using the gathered parameters, before their release."""
-        self.active = False
-        self.wrapped.clear()
+        self._active = False
+        self._wrapped.clear()
         self._compiled = module  # a shadow holds memory of other parameters as well
 
     def shadow(self, module: nn.Module) -> nn.Module:
@@ -254,7 +255,7 @@ class ForwardCopies:
         return self._compiled if torch.compiler.is_compiling() else self._shadow(module)
 
     def _shadow(self, module: nn.Module) -> nn.Module:
-        shadow = _holding(module, {**self._gathered, **self.wrapped})
+        shadow = _holding(module, {**self._gathered, **self._wrapped})
         if self._inner:
             children = module.__dict__["_modules"]
             inner = {name: it._shadow(children[name]) for name, it in self._inner.items()}
@@ -268,7 +269,7 @@ class ForwardCopies:
         """
         parts: dict[str, torch.Tensor] = {}
         for name, gathered in self._gathered.items():
-            held = cast(ShardTensor, self.sharded[name])
+            held = cast(ShardTensor, self._sharded[name])
             with without_torch_function():  # a released one has the whole shape
                 shape = gathered.shape
             wrapper = self._wrappers.get(name)
@@ -276,34 +277,38 @@ class ForwardCopies:
             if (is_part or wrapper is not None) and module._parameters.get(name) is held:
                 part = held
                 if is_part:
-                    held.spec.mesh.run.cut.add(held.spec.fqn)
+                    held.spec.mesh.run.note_cut(held.spec.fqn)
                     part = flatten_boxes(held, held.spec.shared).view(shape)
                 parts[name] = part if wrapper is None else wrapper(part)
         return _holding(module, parts) if parts else module
+
+    def begin_backward(self) -> None:
+        """Count the uses of the copies anew."""
+        self._uses = 0
 
     def note_use(self) -> None:
         """Accumulate gradients of several uses in the parameters' own dtype.
 
         Lightning's autocast casts for each use.
         """
-        self.uses += 1
-        if self.uses == 2:
+        self._uses += 1
+        if self._uses == 2:
             for name, gathered in self._gathered.items():
-                accumulate_in(gathered, cast(ShardTensor, self.sharded[name]).dtype)
+                accumulate_in(gathered, cast(ShardTensor, self._sharded[name]).dtype)
         for copies in self._inner.values():
             copies.note_use()
 
-    def note_gather(self) -> None:
+    def note_all_gather(self) -> None:
         """Record the versions of the shards that the copies have been gathered from."""
-        self._locals = [cast(ShardTensor, sharded).raw_local for sharded in self.sharded.values()]
+        self._locals = [cast(ShardTensor, it).raw_local for it in self._sharded.values()]
         self._versions = [local._version for local in self._locals]
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.active, self.uses, self.sharded, self._gathered, self._inner = False, 0, {}, {}, {}
-        self._wrappers, self.wrapped = {}, {}
+        self._active, self._uses, self._sharded, self._gathered, self._inner = False, 0, {}, {}, {}
+        self._wrappers, self._wrapped = {}, {}
         self._locals, self._versions = [], []
 
 

@@ -35,26 +35,26 @@ class GroupGradients:
     place                     put there by                       taken from there by
     ========================  =================================  ===================================
     ``.grad`` of the          autograd, inside of the unit;      :meth:`reduce`, by ``_pack``
-    unsharded parameter       :meth:`unreduced`, from the next
+    unsharded parameter       :meth:`current`, from the next
     ``_outside``              :meth:`add_outside`, from uses     :meth:`reduce`, by ``_pack``;
-                              outside of the unit;               :meth:`unreduced`
+                              outside of the unit;               :meth:`current`
                               :meth:`take_assigned`,
-                              :meth:`take_former`
+                              ``_take_former``
     buffer or shard, in this  :meth:`reduce`, from both above    :meth:`begin_backward` of the next:
     backward's reduction      and from partial sums              the reduction has arrived
     (``_packed``)
     partial sums              :meth:`reduce` in the shard group  :meth:`reduce` across replicas, by
     (``_partly_used``)        alone; :meth:`take_assigned`,      ``_take_partial``
-                              :meth:`take_former`
+                              ``_take_former``
     ``.grad``, a view of the  :meth:`install`                    users, who set it to None or to
-    gradient shard                                               another; :meth:`take_former`
+    gradient shard                                               another; ``_take_former``
     (``_views``)              (the next reduction adds to it)
-    ``.grad`` elsewhere       users (``assigned``); a gradient   :meth:`take_assigned`,
-                              that they hold keeps its memory,   :meth:`take_former`;
+    ``.grad`` elsewhere       users (``_assigned``); a gradient  :meth:`take_assigned`,
+                              that they hold keeps its memory,   ``_take_former``;
                               by ``_renew_shard``                :meth:`install` adds to it
     ========================  =================================  ===================================
 
-    If users set ``.grad``, :meth:`drop` empties the first two and partial sums. After a failure
+    If users set ``.grad``, :meth:`assign` empties the first two and partial sums. After a failure
     :meth:`drop_waiting` empties the first two and partial sums.
     """
 
@@ -80,8 +80,8 @@ class GroupGradients:
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
         # Whole gradients of uses outside of the unit, by parameter.
         self._outside: dict[int, torch.Tensor] = {}
-        self.assigned: set[int] = set()
-        """Indices of parameters with a gradient assigned by users since the last backward."""
+        # Indices of parameters with a gradient assigned by users since the last backward.
+        self._assigned: set[int] = set()
 
         # Whether an optimizer may hold local gradients that no reference count shows.
         self._kept_by_others = False
@@ -131,7 +131,7 @@ class GroupGradients:
 
     def take_assigned(self, over: ReduceOver) -> None:
         """Add gradients that users have assigned to those of the running backward."""
-        assigned, self.assigned = sorted(self.assigned), set()
+        assigned, self._assigned = sorted(self._assigned), set()
         for index in assigned:
             found = stored_gradient(self._sharded[index])
             if found is None or (self._views and found is self._views[index]):
@@ -168,21 +168,26 @@ class GroupGradients:
         if stored_gradient(self._unsharded[index]) is not None:
             accumulate_in(self._unsharded[index], self._reduce_dtype)
 
-    def take_local(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take a tensor assigned to ``.grad`` during a backward as this rank's gradient so far.
+    def assign(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Set ``.grad`` of a parameter, as users do.
 
-        The backward of a custom function may assign a gradient that it does not return. It replaces
-        this rank's gradient, and autograd adds to it.
-
-        Returns:
-            True if it is taken: a backward is running, and has not reduced the gradients yet.
+        The backward of a custom function may assign a gradient that it does not return: of this
+        rank's batch, whole. It replaces this rank's gradient, autograd adds to it, and it is
+        averaged, unless the running backward has reduced the gradients already.
         """
-        running = running_backward()
-        if running is None or running == self._reduced_by:
-            return False
-        self.drop(index, None)
-        self.add_outside(index, gradient)
-        return True
+        sharded, running = self._sharded[index], running_backward()
+        if isinstance(gradient, ShardTensor):
+            if self._memory.holds(gradient.to_local()):  # a view of the partial sums
+                gradient.move_to(gradient.to_local().clone())
+        elif gradient is not None and running is not None and running != self._reduced_by:
+            self._drop(index)
+            self.add_outside(index, gradient)
+            store_gradient(sharded, None)
+            return
+        store_gradient(sharded, gradient)
+        self._drop(index)
+        if gradient is not None:
+            self._assigned.add(index)
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
         """Take this rank's gradient of an outside use, not averaged, to reduce it with the unit's.
@@ -224,22 +229,22 @@ class GroupGradients:
         if self._mesh.topology.split_replicas if in_group else self._layout.num_slices > 1:
             return
         for index, former in enumerate(stored_gradients(self._sharded)):
-            if former is not None and self.has_former(index):
-                self.take_former(index)
+            if former is not None and self._has_former(index):
+                self._take_former(index)
 
     def complete(self) -> None:
         """Mark the gradients as complete."""
         self._averaged_over = ReduceOver.ALL
 
-    def has_former(self, index: int) -> bool:
+    def _has_former(self, index: int) -> bool:
         """Return whether a gradient of an earlier step must be merged into an incomplete one."""
         sharded = self._sharded[index]
         if not isinstance(stored_gradient(sharded), ShardTensor):
             return False
-        is_incomplete = self._averaged_over is not ReduceOver.ALL and index not in self.assigned
+        is_incomplete = self._averaged_over is not ReduceOver.ALL and index not in self._assigned
         return (is_incomplete and sharded.requires_grad) or self.is_unreduced(index)
 
-    def take_former(self, index: int) -> None:
+    def _take_former(self, index: int) -> None:
         """Merge a parameter's gradient of an earlier step into its incomplete gradient.
 
         Both are then read, written and dropped as one. The former gradient is equal on all ranks,
@@ -257,12 +262,17 @@ class GroupGradients:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
 
-    def unreduced(self, index: int) -> torch.Tensor | None:
+    def current(self, index: int) -> torch.Tensor | None:
         """Return a parameter's gradient so far, before a later micro-batch completes it.
 
         It is this rank's own, whole; or, if micro-batches are reduced in the shard group, their
-        average so far, sharded. None if there is neither.
+        average so far, sharded. None if there is neither. One of an earlier step is merged into it.
         """
+        former = stored_gradient(self._sharded[index])
+        if former is not None:
+            if running_backward() is not None or not self._has_former(index):
+                return former
+            self._take_former(index)
         gradient, outside = stored_gradient(self._unsharded[index]), self._outside.pop(index, None)
         if outside is not None:
             gradient = outside if gradient is None else gradient + outside
@@ -276,10 +286,8 @@ class GroupGradients:
             gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient
 
-    def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Drop an incomplete gradient; clone a successor that is a view of the partial sums."""
-        if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
-            successor.move_to(successor.to_local().clone())
+    def _drop(self, index: int) -> None:
+        """Drop an incomplete gradient."""
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         if self._memory.partial is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,19 +23,6 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-
-class _Runtime(Protocol):
-    """Receiver of forwards and gradients from hooks: a runtime."""
-
-    progresses: list[UnitProgress]
-
-    def enter(self, progress: UnitProgress) -> None: ...
-    def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None: ...
-    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None: ...
-    def gradient_ready(self, unit: int, index: int, parameter: torch.Tensor) -> None: ...
-    def outside_gradient_ready(self, unit: int, first: int, index: int) -> None: ...
-
-
 # -- Hooks of units: forwards and gradients
 
 
@@ -48,10 +33,8 @@ class EncoderHook(ModuleHook):
     positions and writes zeros there.
     """
 
-    def __init__(
-        self, runtime: _Runtime, encoder: nn.Module, first: Sequence[UnitProgress]
-    ) -> None:
-        self.runtime, self.module, self._first = runtime, encoder, first
+    def __init__(self, encoder: nn.Module, unshard_first: Callable[[], None]) -> None:
+        self.module, self._unshard_first = encoder, unshard_first
         self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
 
     @outside_of_graphs
@@ -62,7 +45,7 @@ class EncoderHook(ModuleHook):
             and not (module.training or torch.is_grad_enabled())
             and not are_transforms_active()
         ):
-            self.runtime.gather_ahead(self._first)
+            self._unshard_first()
 
     def detach(self) -> None:
         """Remove the hook."""
@@ -87,14 +70,20 @@ def is_unit_hook(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), CallHook | EncoderHook)
 
 
-def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
-    """Report forwards of a unit's module and gradients of its parameters to the runtime."""
+def attach_hooks(
+    progress: UnitProgress,
+    listener: Listener,
+    on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
+    on_outside: Callable[[int], Callable[[int], None]],
+) -> CallHook:
+    """Report forwards of a unit's module and gradients of its parameters.
+
+    ``on_gradient`` returns the hook of a parameter by its index in the unit; ``on_outside`` that
+    for outside uses of a group's parameters by the index of the first, called with one in the group.
+    """
     hook = CallHook(progress.unit.spec.module)
-    hook.listeners.append(
-        Listener(partial(runtime.enter, progress), partial(runtime.leave, progress))
-    )
+    hook.listen(listener)
     hook.follow()
-    kind = type(runtime)
     parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()
     places = [
         (group.gradients, index)
@@ -106,11 +95,7 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
             with taking_hooks(parameter):
-                # Weak: autograd's reference to the hook is hidden from the garbage collector, and
-                # would keep the model alive for ever.
-                torch.Tensor.register_post_accumulate_grad_hook(
-                    parameter, weakly(runtime, kind.gradient_ready, progress.index, index)
-                )
+                torch.Tensor.register_post_accumulate_grad_hook(parameter, on_gradient(index))
                 view: Any = parameter.view_as(parameter)
                 accumulator = view.grad_fn.next_functions[0][0]
                 accumulators.append(accumulator)
@@ -122,8 +107,7 @@ def attach_hooks(runtime: _Runtime, progress: UnitProgress) -> CallHook:
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
-        outside = weakly(runtime, kind.outside_gradient_ready, progress.index, first)
-        group.gradients.attach(outside)
+        group.gradients.attach(on_outside(first))
         first += len(group.unsharded)
     return hook
 
@@ -174,25 +158,3 @@ def _is_reached(node: Node) -> bool:
         return bool(will_execute.current(node))
     except RuntimeError:
         return True  # the node of a leaf that is an input of `autograd.grad`
-
-
-def weak_node_hook(
-    runtime: _Runtime, method: Callable[..., None], progress: UnitProgress, *args: object
-) -> Callable[[Any], None]:
-    """Return a hook for a graph node that calls a runtime's method, with a weak reference to it.
-
-    A module may keep an output, and with it the graph, hidden from the garbage collector.
-    """
-    reference, unit, label = weakref.ref(runtime), progress.index, progress.unit.label
-
-    def call(gradients: Any) -> None:
-        runtime = reference()
-        if runtime is None or not runtime.progresses:
-            raise RuntimeError(
-                f"backward comes to {label}, and the sharded model that it belongs to is gone, or "
-                f"has been sharded anew: its gradients would reach no parameter. Keep a reference "
-                f"to the model, and set up no other run of it, until backward has run"
-            )
-        method(runtime, runtime.progresses[unit], *args)
-
-    return call

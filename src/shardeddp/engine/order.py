@@ -19,7 +19,14 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.agreement import ABOUT_EXPERTS, ABOUT_UNITS, HostReduction
 from shardeddp.engine.progress import UnitProgress
 from shardeddp.engine.reducer import Reduced, Reducer
-from shardeddp.engine.states import UnitState
+from shardeddp.engine.states import (
+    FORESIGHT_EVENTS,
+    ORDER_EVENTS,
+    Foresight,
+    OrderState,
+    UnitState,
+    state_after,
+)
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 # -- ExecutionOrder: order of units in a pass, recorded once
@@ -103,11 +110,18 @@ class ForwardRecord:
         self.units: list[int] = []
         """Unit index of each forward; the same on all ranks."""
         self._own: defaultdict[int, list[int]] = defaultdict(list)  # unit -> positions in `units`
+        self._is_over = False  # all ranks have ended their passes
 
-    def clear(self) -> None:
-        """Drop all forwards before another pass."""
-        self.units.clear()
-        self._own.clear()
+    def add(self, *units: int) -> None:
+        """Add the next forward of some rank, or none of an evaluation; drop those of a former pass."""
+        if self._is_over:
+            self.units.clear()
+            self._own.clear()
+        self.units.extend(units)
+
+    def note_end(self, is_over: bool) -> None:
+        """Note whether all ranks have ended their passes."""
+        self._is_over = is_over
 
     def note_own(self, unit: int) -> None:
         """Mark the last forward as one of this rank."""
@@ -156,6 +170,47 @@ class PassKind(NamedTuple):
         return self.backward is not None
 
 
+class PassOrder:
+    """Order of the passes of one kind, and what is known of the next one: `states.py`."""
+
+    def __init__(self) -> None:
+        self.visits = ExecutionOrder()
+        self.state = OrderState.AGREED
+        self.foresight = Foresight.OBSERVED
+        self._position = -1  # of the last visit in the order of backwards
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        if self.state is OrderState.AGREED:
+            # An order predicts the visits of all ranks only after all have agreed on it.
+            self.visits = ExecutionOrder()
+        self.visits.begin()
+        if self.foresight is Foresight.PLANNED:
+            self.enter("another backward")
+        self._position = -1
+
+    def observe(self, position: int) -> None:
+        """Compare a visit with the order of a plan, in which it has a position; -1: none."""
+        if position <= self._position:
+            self.enter("a visit in another order than a plan's")
+        self._position = position
+
+    def end(self, *, is_observed: bool) -> None:
+        """End a pass, or a backward whose visits ranks have agreed on and observed."""
+        # If all ranks have changed together, the next pass is the first of its kind once more.
+        is_changed = self.state is OrderState.CHANGED
+        self.enter("the end of a changed pass" if is_changed else "the end of a pass")
+        if is_observed and self.foresight is Foresight.OBSERVED:
+            self.enter("the end of an observed backward")
+
+    def enter(self, event: str) -> None:
+        """Enter the state that an event leads to."""
+        if event in ORDER_EVENTS:
+            self.state = state_after(ORDER_EVENTS, event, self.state, "a pass")
+        else:
+            self.foresight = state_after(FORESIGHT_EVENTS, event, self.foresight, "a backward")
+
+
 _END = "the end of the pass"
 
 
@@ -172,8 +227,8 @@ class _Field(IntEnum):
     BACKWARD = 1
     """This rank's backward does: 1 if the bytes per forward list all its visits, 2 if not."""
 
-    GATHER = 2
-    """The visit needs the unit's parameters, and they are not gathered."""
+    UNSHARD = 2
+    """The visit needs the unit's parameters, and it is sharded."""
 
     REDUCED = 3
     """State of the unit's gradients: a :class:`Reduced`."""
@@ -184,8 +239,8 @@ class _Planned:
     """Next visit of some rank."""
 
     unit: int
-    gathered: bool
-    """Whether all ranks gather the unit, because one needs it."""
+    unshards: bool
+    """Whether all ranks unshard the unit, because one needs it."""
 
     reduced: Sequence[int] = ()
     """Units whose gradients are reduced before the visit."""
@@ -229,12 +284,9 @@ class OrderAgreement:
         self._reducer = reducer
         self._uses_different_units = uses_different_units
         self._is_evaluation = False  # each rank has its own number of passes
-        self._orders: defaultdict[PassKind, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
-        self._alike: set[PassKind] = set()  # kinds of passes with equal visits on all ranks
-        # Kinds of passes that have just left their recorded order.
-        self._changed: set[PassKind] = set()
+        self._orders: defaultdict[PassKind, PassOrder] = defaultdict(PassOrder)
         self._warned = False
-        self.has_gathers: bool = mesh.gather.size > 1 and any(
+        self.has_all_gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
         )
         """Whether forwards communicate with other ranks."""
@@ -242,21 +294,14 @@ class OrderAgreement:
         self._backwards_need_others = mesh.data.size > 1 and not sharding.retains
         # The same on all ranks, except for the progress of each in the plan.
         self._forwards = ForwardRecord(progresses)
-        self._all_have_ended = False  # all ranks have ended their passes
         self._plan: deque[_Planned] = deque()
         self._left_out = 0  # number of planned visits that were dropped after failures
-        # Kinds of backwards that this rank has run, and those of them with visits that its forwards
-        # had not announced, or in another order.
-        self._known: set[PassKind] = set()
-        self._unforeseen: set[PassKind] = set()
-        self._is_planned = False  # this rank's running backward is planned
-        self._position = -1  # position of the last visit in the order of backwards
 
     # -- Evaluation
 
     def begin_evaluation(self) -> None:
         """Allow each rank any number of passes until :meth:`end_evaluation`."""
-        self._is_evaluation = self.has_gathers
+        self._is_evaluation = self.has_all_gathers
 
     def await_others(self) -> None:
         """Take part in the passes of other ranks until all ranks call this."""
@@ -271,19 +316,15 @@ class OrderAgreement:
 
     def begin(self, kind: PassKind) -> None:
         """Begin a pass of this rank."""
-        if kind not in self._alike:
-            # An order predicts the visits of all ranks only after all have agreed on it.
-            self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
-        self._is_planned, self._position = False, -1
 
     def visit(self, progress: UnitProgress, kind: PassKind) -> None:
         """Wait for this rank's turn to visit a unit, and gather it if ranks agree on this pass."""
         # A forward begins with the root; a backward visits it like any other unit.
         order, is_expected = self._orders[kind], True
-        recorded = order.next()
+        recorded = order.visits.next()
         if kind.is_backward or progress.index:
-            is_expected = order.visit(progress.index)
+            is_expected = order.visits.visit(progress.index)
         if self.agrees(kind):
             self._await_turn(progress, kind)
         elif not is_expected:
@@ -291,7 +332,7 @@ class OrderAgreement:
             expected = _END if recorded is None else self._progresses[recorded].unit.label
             if self._involves_others(kind):
                 self._confirm(found, expected)
-                self._changed.add(kind)
+                order.enter("a visit out of order")
             # No warning in evaluation without gradients: no reduction waits for it.
             if kind.is_backward or torch.is_grad_enabled():
                 self._warn_once(found, expected)
@@ -306,66 +347,58 @@ class OrderAgreement:
         return (
             []
             if self._uses_different_units or self.agrees(kind)
-            else self._orders[kind].upcoming(depth)
+            else self._orders[kind].visits.upcoming(depth)
         )
 
     def at_end(self, kind: PassKind) -> bool:
         """Return whether the last visit ends the pass on all ranks."""
-        return not self.agrees(kind) and self._orders[kind].at_end()
+        return not self.agrees(kind) and self._orders[kind].visits.at_end()
 
     def end(self, kind: PassKind) -> None:
         """End a pass of this rank; if ranks agree on it, wait until all have ended theirs."""
-        expected = self._orders[kind].next()
-        if self.agrees(kind):
+        order, agrees = self._orders[kind], self.agrees(kind)
+        expected = order.visits.next()
+        if agrees:
             if self._is_evaluation:
                 return
             self._serve()
-            if kind.is_backward:
-                self._known.add(kind)
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
-            self._changed.add(kind)
-        # If all ranks have changed together, the next pass is the first of its kind once more.
-        if kind in self._changed:
-            self._alike.discard(kind)
-            self._changed.discard(kind)
-        else:
-            self._alike.add(kind)
+            order.enter("a visit out of order")
+        order.end(is_observed=agrees and kind.is_backward)
 
     def agrees(self, kind: PassKind) -> bool:
         """Return whether ranks send messages about the visits of a pass of this kind."""
         return self._involves_others(kind) and (
-            self._uses_different_units or self._is_evaluation or kind not in self._alike
+            self._uses_different_units
+            or self._is_evaluation
+            or self._orders[kind].state is OrderState.AGREED
         )
 
     def _involves_others(self, kind: PassKind) -> bool:
-        return self._backwards_need_others if kind.is_backward else self.has_gathers
+        return self._backwards_need_others if kind.is_backward else self.has_all_gathers
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Return whether this rank must gather the unit's parameters before it can use them."""
         unit = progress.unit
         return (
-            unit.needs_gather
+            unit.needs_all_gather
             if unit.state is UnitState.SHARDED
             else unit.state is UnitState.UNSHARDED and unit.stale
         )
 
     def _await_turn(self, progress: UnitProgress, kind: PassKind) -> None:
-        if kind.is_backward and kind not in self._known and not self._is_evaluation:
-            self._observe(progress, kind)
+        order = self._orders[kind]
+        observes = kind.is_backward and order.foresight is Foresight.OBSERVED
+        if observes and not self._is_evaluation:
+            positions = self._forwards.awaited().get(progress.index)
+            order.observe(
+                -1 if positions is None else self._forwards.backwards().index(positions[-1])
+            )
         while not self._follow(progress):
             self._ask(progress, kind)
         if not (kind.is_backward or self._is_evaluation):
             self._forwards.note_own(progress.index)
-
-    def _observe(self, progress: UnitProgress, kind: PassKind) -> None:
-        """Record whether an unplanned backward visits a unit in the order of a plan."""
-        positions, position = self._forwards.awaited().get(progress.index), -1
-        if positions is not None:
-            position = self._forwards.backwards().index(positions[-1])
-        if position <= self._position:
-            self._unforeseen.add(kind)
-        self._position = position
 
     def _serve(self) -> None:
         self._carry_out(len(self._plan))
@@ -386,7 +419,7 @@ class OrderAgreement:
         """Carry out the plan up to a unit; if it lacks the unit, all of it, and return False."""
         needed = self._needs(progress)
         for count, planned in enumerate(self._plan, 1):
-            if planned.unit == progress.index and planned.gathered >= needed:
+            if planned.unit == progress.index and planned.unshards >= needed:
                 self._carry_out(count, wanted=progress)
                 return True
         self._carry_out(len(self._plan))
@@ -398,8 +431,8 @@ class OrderAgreement:
         for left in reversed(range(count)):
             planned = self._plan.popleft()
             self._reducer.issue(planned.reduced)
-            if planned.gathered:
-                self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
+            if planned.unshards:
+                self._unshard(self._progresses[planned.unit], keep=wanted is not None and not left)
 
     def _ask(self, wanted: UnitProgress | None, kind: PassKind | None = None) -> bool:
         """Agree with all ranks on next visits, reduce finished units, and plan further visits.
@@ -407,7 +440,7 @@ class OrderAgreement:
         ``wanted`` is None at the end of this rank's pass. Returns whether any rank has a next unit.
         """
         rows, announced = self._send(wanted, kind)
-        forward, backward, gather, reduced = rows.tolist()
+        forward, backward, unshard, reduced = rows.tolist()
         if not self._is_evaluation and sum(map(bool, (*forward, *backward))) > 1:
             self._uses_different_units = True
             if self._mesh.experts is not None:
@@ -421,19 +454,17 @@ class OrderAgreement:
         forwards = [index for index, flag in enumerate(forward[:-1]) if flag]
         backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
         if forwards:
-            self._plan.append(_Planned(forwards[0], bool(gather[forwards[0]])))
-            if self._all_have_ended:
-                self._forwards.clear()
-            if not self._is_evaluation:
-                self._forwards.units.append(forwards[0])
+            self._plan.append(_Planned(forwards[0], bool(unshard[forwards[0]])))
+            self._forwards.add(*(() if self._is_evaluation else forwards[:1]))
         elif max(backward) == 1:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
             self._plan.extend(self._planned(announced.tolist(), coming))
-            self._is_planned = True
+            if kind is not None:
+                self._orders[kind].enter("a plan")
         elif backwards:
-            self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
-        self._all_have_ended = not (forwards or backwards)
-        return not self._all_have_ended
+            self._plan.append(_Planned(backwards[-1], bool(unshard[backwards[-1]])))
+        self._forwards.note_end(is_over=not (forwards or backwards))
+        return bool(forwards or backwards)
 
     def _refuse_different_units(self, *visits: Sequence[int]) -> NoReturn:
         """Refuse different units on ranks that divide experts: they send tokens in every layer."""
@@ -449,18 +480,12 @@ class OrderAgreement:
         Rows of :class:`_Field`, and bytes of forwards.
         """
         in_backward, awaited = kind is not None and kind.is_backward, dict[int, list[int]]()
-        if (
-            wanted is not None
-            and kind is not None
-            and kind in self._known
-            and self._uses_different_units
-            and not self._is_evaluation
-        ):
-            awaited = self._forwards.awaited()
-            if self._is_planned or wanted.index not in awaited:
-                self._unforeseen.add(kind)
-            if kind in self._unforeseen:
-                awaited = {}
+        if wanted is not None and kind is not None and self._announces(kind):
+            order, visits = self._orders[kind], self._forwards.awaited()
+            if order.foresight is Foresight.PLANNED or wanted.index not in visits:
+                order.enter("a visit that was not announced")
+            else:
+                awaited = visits
         # The last column is the end of the pass.
         rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8, device="cpu")
         announced = torch.zeros(len(self._forwards.units), dtype=torch.uint8, device="cpu")
@@ -469,7 +494,7 @@ class OrderAgreement:
         else:
             field = _Field.BACKWARD if in_backward else _Field.FORWARD
             rows[field, wanted.index] = 2 if in_backward and not awaited else 1
-            rows[_Field.GATHER, wanted.index] = self._needs(wanted)
+            rows[_Field.UNSHARD, wanted.index] = self._needs(wanted)
         for unit, positions in awaited.items():
             announced[positions] = 1
             announced[positions[-1]] += self._needs(self._progresses[unit])
@@ -480,6 +505,14 @@ class OrderAgreement:
         left_out = f" after {self._left_out} that were left out" if self._left_out else ""
         HostReduction(message, f"agreement on units{left_out}", self._mesh.control).wait()
         return message[: rows.numel()].view_as(rows), message[rows.numel() :]
+
+    def _announces(self, kind: PassKind) -> bool:
+        """Return whether this rank announces all visits of a backward when it begins."""
+        return (
+            self._orders[kind].foresight in (Foresight.FORESEEN, Foresight.PLANNED)
+            and self._uses_different_units
+            and not self._is_evaluation
+        )
 
     def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:
         """Yield the planned visits of a backward of all ranks.
@@ -497,10 +530,10 @@ class OrderAgreement:
             left[unit] -= 1
             over = [*inside, unit] if unit in coming and not left[unit] else inside
 
-    def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
+    def _unshard(self, progress: UnitProgress, *, keep: bool) -> None:
         unit = progress.unit
         was_sharded = unit.state is UnitState.SHARDED
-        unit.gather_with_others()
+        unit.unshard_with_others()
         if was_sharded and not keep:
             unit.reshard()
 

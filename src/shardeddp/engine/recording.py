@@ -92,7 +92,7 @@ class Recording:
     """Operations on the meta device, recorded while :meth:`active`."""
 
     def __init__(self) -> None:
-        self._operations: list[Operation] = []
+        self.operations: list[Operation] = []
         # By index; kept alive, so that no address is used again.
         self._storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}  # index of each storage, by address
@@ -186,8 +186,9 @@ class Recording:
         """Return the view geometry of a strided meta tensor; an unrecorded one has no values."""
         return MetaView.of(tensor, self._number(tensor))
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Treat tensors that were made unrecorded as uninitialised ones."""
+    def adopt(self, tensors: Iterable[torch.Tensor], names: Iterable[str] = ()) -> None:
+        """Treat tensors that were made unrecorded as uninitialised ones; ``names`` in their model."""
+        self.reset_names.update(names)
         self._unknown -= {self._number(tensor) for tensor in tensors}
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -219,9 +220,9 @@ class Recording:
     def forget_values(self) -> None:
         """Drop all operations but draws if no recorded tensor is left, to free their constants."""
         if not self.is_used:
-            behind = {id(it) for it in self._operations[: self._caught_up]}
-            self._operations = [it.operation for it in needed_steps(self._operations, frozenset())]
-            self._caught_up = sum(id(it) in behind for it in self._operations)
+            behind = {id(it) for it in self.operations[: self._caught_up]}
+            self.operations = [it.operation for it in needed_steps(self.operations, frozenset())]
+            self._caught_up = sum(id(it) in behind for it in self.operations)
 
     def nbytes(self, storage: int) -> int:
         """Return the size of a storage in bytes."""
@@ -368,7 +369,7 @@ class Recording:
         else:
             self._unknown |= writes
         fills = len(given) == (target is not None)
-        self._operations.append(
+        self.operations.append(
             Operation(function, args, kwargs, outputs, reads, writes, replaces, draws, fills)
         )
 
@@ -399,8 +400,8 @@ class Recording:
         if digest not in self._seeded:
             return
         self._generators[id(generator)] = generator
-        steps = needed_steps(self._operations, frozenset())
-        latest = self._operations[self._caught_up :]
+        steps = needed_steps(self.operations, frozenset())
+        latest = self.operations[self._caught_up :]
         # Only the draws since the last time, unless the program has restored an earlier state, or
         # the draws depend on values.
         if digest in {draw.after for it in latest for draw in it.draws} and not any(
@@ -410,7 +411,7 @@ class Recording:
                 ReplayStep(operation, is_wanted=False) for operation in latest if operation.draws
             ]
         list(self.repeat(ReplayPlan(steps, frozenset()), move_generators=True))
-        self._caught_up = len(self._operations)
+        self._caught_up = len(self.operations)
 
     def _draw(self, given: torch.Generator | None) -> tuple[Draw, ...]:
         """Reseed a generator instead of an operation's draw, to a state unique to this draw."""
@@ -453,7 +454,7 @@ class Recording:
     def plan(self, wanted: Iterable[int]) -> ReplayPlan:
         """Plan the operations, in order, for the final values of some storages."""
         kept = frozenset(wanted)
-        return ReplayPlan(needed_steps(self._operations, kept) if kept else [], kept)
+        return ReplayPlan(needed_steps(self.operations, kept) if kept else [], kept)
 
     def repeat(
         self, plan: ReplayPlan, move_generators: bool = False
@@ -464,7 +465,7 @@ class Recording:
 
     def rewind(self) -> None:
         """Restore the states before the recording of generators that have not moved since."""
-        rewind_generators(self._operations, self._states, self._generators.values())
+        rewind_generators(self.operations, self._states, self._generators.values())
 
 
 class _Operations(DispatchMode):

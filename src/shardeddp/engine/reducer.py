@@ -184,12 +184,11 @@ class Reducer:
             for progress in self._progresses:
                 progress.unit.run_gradient_hooks(progress.arrived)
         if self._over is not ReduceOver.ALL:
-            self._mesh.run.incomplete.add(id(self))
+            self._mesh.run.leave_incomplete(self)
             if self.leaves_gradients:
                 for gradients in self._gradients():
                     gradients.leave_incomplete(self._over)
-        elif self.leaves_gradients and id(self) in self._mesh.run.incomplete:
-            self._mesh.run.incomplete.discard(id(self))
+        elif self.leaves_gradients and self._mesh.run.complete(self):
             for gradients in self._gradients():
                 gradients.complete()
         self._averages_over = None
@@ -197,12 +196,12 @@ class Reducer:
     def abort(self) -> None:
         """Finish the reductions that a failed backward has issued."""
         self._averages_over = None
-        self._mesh.run.incomplete.add(id(self))
+        self._mesh.run.leave_incomplete(self)
         self._queue.finish()
 
     def close(self) -> None:
         """Forget that gradients are incomplete, where nothing will complete them."""
-        self._mesh.run.incomplete.discard(id(self))
+        self._mesh.run.complete(self)
 
     @property
     def _over(self) -> ReduceOver:

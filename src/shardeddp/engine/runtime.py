@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,13 +25,12 @@ from shardeddp.comm.desync import refuse_traced
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
 from shardeddp.engine.buffers import BufferBroadcast
-from shardeddp.engine.calls import CallHook
+from shardeddp.engine.calls import CallHook, Listener
 from shardeddp.engine.hooks import (
     EncoderHook,
     attach_hooks,
     call_when_complete,
     find_tensors,
-    weak_node_hook,
 )
 from shardeddp.engine.order import OrderAgreement, PassKind
 from shardeddp.engine.progress import UnitProgress
@@ -42,6 +42,7 @@ from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
 from shardeddp.tensor.backward import graph_is_retained, running_backward
+from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
 from shardeddp.torch_private import (
     are_transforms_active,
@@ -147,7 +148,14 @@ class Runtime:
     def _attach(self) -> None:
         """Hook the modules and parameters of the units."""
         self._hooks = {
-            id(progress.unit.spec.module): attach_hooks(self, progress)
+            # Weak: autograd's references to hooks are hidden from the garbage collector, and would
+            # keep the model alive for ever.
+            id(progress.unit.spec.module): attach_hooks(
+                progress,
+                Listener(partial(self.enter, progress), partial(self.leave, progress)),
+                partial(weakly, self, Runtime.gradient_ready, progress.index),
+                partial(weakly, self, Runtime.outside_gradient_ready, progress.index),
+            )
             for progress in self.progresses
         }
         self._encoder_hooks = [*self._hooks_of_encoders()]
@@ -174,7 +182,7 @@ class Runtime:
         self._buffers = former._buffers
 
     def check_rest(self, action: str) -> None:
-        """Raise an error if resharding the module with another strategy would lose state."""
+        """Raise an error if sharding the module anew with another strategy would lose state."""
         # If the step runs backwards itself, a backward of its outputs may never come.
         awaits = self._root.awaiting_backward and self.optimizes_after_step
         overridden = any(each.unit.is_overridden for each in self.progresses)
@@ -260,8 +268,8 @@ class Runtime:
                 yield outputs
             return
         self._forward = PassKind(name)
-        if self.mesh.run.untied:
-            self._warn_of_untied()
+        if untied := self.mesh.run.take_untied():
+            self._warn_of_untied(untied)
         try:
             self._enter(self._root)
             with self.mesh.run.step(), guard:
@@ -279,9 +287,8 @@ class Runtime:
         """Whether ranks send messages about the units of the running step's forward."""
         return self.agreement.agrees(self._forward)
 
-    def _warn_of_untied(self) -> None:
-        pairs = [f"{name} that of {other}" for name, other in self.mesh.run.untied.items()]
-        self.mesh.run.untied.clear()
+    def _warn_of_untied(self, untied: Mapping[str, str]) -> None:
+        pairs = [f"{name} that of {other}" for name, other in untied.items()]
         if self.mesh.rank == 0:
             warnings.warn(
                 f"parameters were assigned the memory of others by `.data = ...`: {first_three(pairs)}. "
@@ -291,7 +298,7 @@ class Runtime:
                 stacklevel=3,
             )
 
-    def refresh(self) -> None:
+    def follow_step(self) -> None:
         """Gather units in use anew after an optimizer step; the others are at their next use."""
         for progress in self.progresses:
             if progress.unit.state is UnitState.UNSHARDED and progress.unit.stale:
@@ -347,7 +354,7 @@ class Runtime:
 
     def enter(self, progress: UnitProgress) -> None:
         """Begin a forward of the unit's module."""
-        if not (self._root.active or is_in_backward()) and progress.unit.needs_gather:
+        if not (self._root.active or is_in_backward()) and progress.unit.needs_all_gather:
             # Outside of steps a single rank may call the module.
             self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         with outside_selective_checkpoints():
@@ -355,7 +362,7 @@ class Runtime:
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit and prefetch the next ones."""
-        if progress.unit.needs_gather:
+        if progress.unit.needs_all_gather:
             refuse_traced(f"the forward of {progress.unit.label}")
         if are_transforms_active():
             self._enter_transformed(progress)
@@ -385,24 +392,24 @@ class Runtime:
         try:
             if progress is self._root and progress.active == 1:
                 self._begin_pass()
-            if self._root.active:
-                self._visit(progress, self._forward)
-            else:
-                self._ensure_unsharded(progress)
+            self._make_usable(progress)
         except BaseException:
             self._uncount(progress)
             raise
 
-    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
+    def unshard_ahead(self, progresses: Sequence[UnitProgress]) -> None:
         """Gather units before their forwards; called on all ranks."""
         for progress in progresses:
-            if not self._root.active and progress.unit.needs_gather:
+            if not self._root.active and progress.unit.needs_all_gather:
                 self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
             with outside_selective_checkpoints():
-                if self._root.active:
-                    self._visit(progress, self._forward)
-                else:
-                    self._ensure_unsharded(progress)
+                self._make_usable(progress)
+
+    def _make_usable(self, progress: UnitProgress) -> None:
+        if self._root.active:
+            self._visit(progress, self._forward)
+        else:
+            self._ensure_unsharded(progress)
 
     def _follow_calls(self) -> None:
         """Attach hooks to modules' current calls, which users may compile after sharding."""
@@ -410,7 +417,7 @@ class Runtime:
             hook.follow()
         for layer in self._split_layers:
             layer.follow(self._hooks)
-        for key in [key for key, hook in self._hooks.items() if not hook.listeners]:
+        for key in [key for key, hook in self._hooks.items() if not hook.is_heard]:
             self._hooks.pop(key).detach()  # of a layer that is inside of compiled code now
 
     def _hooks_of_encoders(self) -> Iterator[EncoderHook]:
@@ -419,7 +426,7 @@ class Runtime:
                 layer = set(encoder.layers[0].modules())
                 first = [it for it in self.progresses if it.unit.spec.module in layer]
                 if first:
-                    yield EncoderHook(self, encoder, first)
+                    yield EncoderHook(encoder, partial(self.unshard_ahead, first))
 
     def _count(self, progress: UnitProgress) -> None:
         """Count the unit's forward as running; refuse that of a second thread."""
@@ -550,7 +557,7 @@ class Runtime:
             uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
             if uses is None:
                 uses = known[self._in_nodes] = []
-                node.register_prehook(weak_node_hook(self, Runtime._reach_all, progress, uses))
+                node.register_prehook(self._node_hook(Runtime._reach_all, progress, uses))
             else:  # the accumulation node of a parameter that a unit returns persists over steps
                 uses[:] = [
                     it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
@@ -561,7 +568,28 @@ class Runtime:
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_use()
-                call_when_complete(leaves, weak_node_hook(self, Runtime._use_finished, progress))
+                call_when_complete(leaves, self._node_hook(Runtime._use_finished, progress))
+
+    def _node_hook(
+        self, method: Callable[..., None], progress: UnitProgress, *args: object
+    ) -> Callable[[Any], None]:
+        """Return a hook for a graph node that calls a method, with a weak reference to the runtime.
+
+        A module may keep an output, and with it the graph, hidden from the garbage collector.
+        """
+        reference, unit, label = weakref.ref(self), progress.index, progress.unit.label
+
+        def call(gradients: Any) -> None:
+            runtime = reference()
+            if runtime is None or not runtime.progresses:
+                raise RuntimeError(
+                    f"backward comes to {label}, and the sharded model that it belongs to is gone, "
+                    f"or has been sharded anew: its gradients would reach no parameter. Keep a "
+                    f"reference to the model, and set up no other run of it, until backward has run"
+                )
+            method(runtime, runtime.progresses[unit], *args)
+
+        return call
 
     # -- Backward
 
@@ -765,7 +793,7 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     meshes = {mesh.dense for mesh in meshes_of_units(stepped)}
     for runtime in all_runtimes():
         if runtime.mesh in meshes:
-            runtime.refresh()
+            runtime.follow_step()
 
 
 def runtimes_around(module: nn.Module) -> list[Runtime]:

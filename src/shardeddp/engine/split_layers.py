@@ -58,7 +58,7 @@ class SplitLayer(ModuleHook):
         """
         boundary = self._boundary()
         if self._state is not None:
-            self._state.counts_calls = boundary is self.module
+            self._state.count_calls(within_compiled=boundary is not self.module)
         hook = hooks.get(id(boundary))
         if hook is None:
             hook = hooks[id(boundary)] = CallHook(boundary)
@@ -66,7 +66,7 @@ class SplitLayer(ModuleHook):
         if hook is not self._hook:
             self._leave_call()
             self._hook = hook
-            hook.listeners.append(self._listener)
+            hook.listen(self._listener)
             self._within = self._path[self._path.index(boundary) :]
             for module in self._within:
                 module.__dict__.setdefault(_LAYERS, []).append(self)
@@ -88,7 +88,7 @@ class SplitLayer(ModuleHook):
 
     def _leave_call(self) -> None:
         if self._hook is not None:
-            self._hook.listeners.remove(self._listener)
+            self._hook.ignore(self._listener)
         for module in self._within:
             of_module = vars(module)[_LAYERS]
             of_module.remove(self)
@@ -104,7 +104,7 @@ class SplitLayer(ModuleHook):
     def _set(self, runs: bool) -> None:
         self._unit.set_running(self.module, runs)
         if self._state is not None:
-            self._state.is_running = runs
+            self._state.set_running(runs)
             self.module.__dict__.update(self._state.attributes if runs else self._whole)
 
     def _boundary(self) -> nn.Module:
@@ -130,7 +130,7 @@ class SplitLayer(ModuleHook):
         self._calls += 1
         self._set(True)
         if self._state is not None:
-            self._state.num_calls += 1
+            self._state.begin_call()
 
     def _enter_past(self, module: nn.Module, args: Any) -> None:
         # Traced: in compiled code the layer is entered already.

@@ -1,4 +1,4 @@
-"""States: of a unit, of its gathered buffers and of a model, with all transitions between them.
+"""States: of units, their gathered buffers, a model and orders of passes, with all transitions.
 
 =================  ======================================  ==========  =========================
 from               verb or event                           to          called by
@@ -6,15 +6,15 @@ from               verb or event                           to          called by
 sharded            unshard                                 unsharding  _visit, make_unsharded
 unsharding         wait                                    unsharded   make_unsharded,
                                                                        _reshard_unused,
-                                                                       gather_with_others
+                                                                       unshard_with_others
 unsharding         abandon                                 sharded     unshard
 unsharded          refresh                                 unsharded   _ensure_unsharded,
-                                                                       refresh, renew_views,
-                                                                       gather_with_others
-unsharded          reshard                                 sharded     _leave, refresh,
+                                                                       follow_step, renew_views,
+                                                                       unshard_with_others
+unsharded          reshard                                 sharded     _leave, follow_step,
                                                                        _leave_transformed,
                                                                        _reshard_after_backward,
-                                                                       _reshard_unused, _gather,
+                                                                       _reshard_unused, _unshard,
                                                                        renew_views
 released           allocate                                allocated   _gather, activate
 allocated, bound   bind                                    bound       activate
@@ -28,12 +28,21 @@ backward           the end of a backward                   idle        _end_back
 backward           a failed backward inside of a step      forward     _abort_backward
 backward           a failed backward                       idle        _abort_backward
 any                a failure                               idle        reset
+agreed, alike      the end of a pass                       alike       end
+alike, changed     a visit out of order                    changed     visit, end
+changed            the end of a changed pass               agreed      end
+observed           a visit in another order than a plan's  unforeseen  observe
+observed           the end of an observed backward         foreseen    end
+foreseen           a plan                                  planned     _ask
+foreseen, planned  a visit that was not announced          unforeseen  _send
+planned            another backward                        foreseen    begin
 =================  ======================================  ==========  =========================
 
 Verbs of a unit (the first five) are called by ``Runtime``, and by ``Unit.make_unsharded``,
-``Unit.renew_views``, ``Unit.gather_with_others`` and ``OrderAgreement._gather``; a unit abandons a
-gather of its own that it could not issue. Verbs of a buffer are called by ``FlatGroup``. A resident
-buffer is bound when it is made, for good. Events are of ``Runtime``.
+``Unit.renew_views``, ``Unit.unshard_with_others`` and ``OrderAgreement._unshard``; a unit abandons
+an all-gather of its own that it could not issue. Those of a buffer are called by ``FlatGroup``. A
+resident buffer is bound when it is made, for good. Events from the root's forward to a failure are
+of ``Runtime``, the others of ``OrderAgreement`` and its ``PassOrder``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next
 forward or backward. After a transfer error all states stay, for good: to leave them takes
@@ -79,6 +88,38 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
+class OrderState(Enum):
+    """Order of the visits of one kind of pass, as all ranks know it."""
+
+    AGREED = "agreed"
+    """Ranks agree on each visit, and record them."""
+
+    ALIKE = "alike"
+    """All ranks have made the recorded visits: no messages, unless the model's units differ."""
+
+    CHANGED = "changed"
+    """All ranks have left the record together; the next pass is recorded anew."""
+
+
+class Foresight(Enum):
+    """Order of a rank's visits in one kind of backward, as its forwards announce it.
+
+    It matters where ranks use different units.
+    """
+
+    OBSERVED = "observed"
+    """No backward has ended: its visits are compared with what would have been announced."""
+
+    FORESEEN = "foreseen"
+    """The next backward announces all its visits when it begins."""
+
+    PLANNED = "planned"
+    """The running backward follows a plan with the announced visits of all ranks."""
+
+    UNFORESEEN = "unforeseen"
+    """Backwards announce one visit at a time, for good."""
+
+
 State = TypeVar("State", bound=Enum)
 
 # verb or event -> (states in which it may happen, resulting state)
@@ -108,6 +149,21 @@ EVENTS: Mapping[str, tuple[Set[Phase], Phase]] = {
     "a failed backward inside of a step": ({Phase.BACKWARD}, Phase.FORWARD),
     "a failed backward": ({Phase.BACKWARD}, Phase.IDLE),
     "a failure": (set(Phase), Phase.IDLE),
+}
+ORDER_EVENTS: Mapping[str, tuple[Set[OrderState], OrderState]] = {
+    "the end of a pass": ({OrderState.AGREED, OrderState.ALIKE}, OrderState.ALIKE),
+    "a visit out of order": ({OrderState.ALIKE, OrderState.CHANGED}, OrderState.CHANGED),
+    "the end of a changed pass": ({OrderState.CHANGED}, OrderState.AGREED),
+}
+FORESIGHT_EVENTS: Mapping[str, tuple[Set[Foresight], Foresight]] = {
+    "a visit in another order than a plan's": ({Foresight.OBSERVED}, Foresight.UNFORESEEN),
+    "the end of an observed backward": ({Foresight.OBSERVED}, Foresight.FORESEEN),
+    "a plan": ({Foresight.FORESEEN}, Foresight.PLANNED),
+    "a visit that was not announced": (
+        {Foresight.FORESEEN, Foresight.PLANNED},
+        Foresight.UNFORESEEN,
+    ),
+    "another backward": ({Foresight.PLANNED}, Foresight.FORESEEN),
 }
 
 

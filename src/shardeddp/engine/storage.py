@@ -338,12 +338,19 @@ class GatheredBuffer:
             # compute then: the allocator waits for compute, too, before the memory is unmapped.
             if self.flat.is_cuda:
                 self.flat.record_stream(torch.cuda.current_stream(self._device))
-            (self._lender or self)._outlived_memory = StorageWeakRef(self.flat.untyped_storage())
+            self.fill_next(StorageWeakRef(self.flat.untyped_storage()))
         self._storages = {}
         flat, self.flat = self.flat if self._in_turn else None, None
         # No transfer refers to it, and no borrowing buffer.
         if flat is not None and sys.getrefcount(flat) == _LOCAL and RELEASED_MEMORY.give(flat):
-            (self._lender or self)._outlived_memory = None
+            self.fill_next(None)
+
+    def fill_next(self, memory: StorageWeakRef | None) -> None:
+        """Let the next gather fill the memory of this one, while something holds it; None: new."""
+        if self._lender is None:
+            self._outlived_memory = memory
+        else:
+            self._lender.fill_next(memory)
 
     def _move(self, verb: str) -> None:
         self.state = state_after(BUFFER_VERBS, verb, self.state, self)

@@ -47,7 +47,7 @@ def is_taken_over(tensor: torch.Tensor) -> bool:
 
 
 class Takeover:
-    """Replaces a module's sharded parameters by plain ones on the meta device until resharding.
+    """Replaces a module's sharded parameters by plain ones on the meta device, until it is sharded anew.
 
     All ranks do so with the same module.
     """

@@ -60,7 +60,7 @@ class Unit:
     use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
     ``summon_full_params`` borrows its parameters (``summon.py``). They change its state by the
     transitions of ``states.py``. Two operations change none: reductions, and a write to a parameter
-    outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
+    outside of a step, which refills gathered memory that users hold (``FlatGroup.renew_views``).
     """
 
     def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:
@@ -136,9 +136,9 @@ class Unit:
         return any(group.stale for group in self.groups)
 
     @property
-    def needs_gather(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """Whether unsharding has to fill a buffer."""
-        return any(group.needs_gather for group in self.groups)
+        return any(group.needs_all_gather for group in self.groups)
 
     @property
     def is_viewed(self) -> bool:
@@ -196,7 +196,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Complete and release what a failed :meth:`unshard` has issued: memory may have run out."""
-        self._finish_gather()
+        self._finish_all_gather()
         for group in self.groups:
             if group.buffer.state is not BufferState.RELEASED:
                 group.release(before_backward=False)
@@ -205,13 +205,13 @@ class Unit:
     def wait(self) -> None:
         """Complete the all-gathers and register the unsharded parameters with the modules."""
         self._move("wait")
-        self._finish_gather()
+        self._finish_all_gathers()
         for group in self.groups:
             group.activate()
         for registration, buffer, index in self._wrapped:
             registration.unsharded = buffer.wrapped[index]
         for copies, attribute, buffer, index in self._wrapped_copies:
-            copies.wrapped[attribute] = buffer.wrapped[index]
+            copies.compute_with(attribute, buffer.wrapped[index])
         self._register_unsharded()
         for module, copies in self._copies.values():
             copies.activate(module)
@@ -242,9 +242,9 @@ class Unit:
         """Gather changed parameters into buffers that are already in use."""
         self._move("refresh")
         self._handle = [group.unshard() for group in self.groups]
-        self._finish_gather()
+        self._finish_all_gathers()
         for _, copies in self._copies.values():
-            copies.note_gather()
+            copies.note_all_gather()
 
     def make_unsharded(self) -> None:
         """Go through the states up to unsharded: :meth:`unshard`, :meth:`wait`, or neither."""
@@ -262,7 +262,7 @@ class Unit:
         if was_sharded:
             self.reshard()
 
-    def gather_with_others(self) -> None:
+    def unshard_with_others(self) -> None:
         """Gather all of the unit with ranks that need it, even if this rank holds it already.
 
         The unit is unsharded afterwards.
@@ -435,7 +435,7 @@ class Unit:
     def begin_backward(self) -> None:
         """Reset the counts of used parameters and forward copies for a backward."""
         for _, copies in self._copies.values():
-            copies.uses = 0
+            copies.begin_backward()
         for group in self.groups:
             group.begin_backward()
 
@@ -458,7 +458,7 @@ class Unit:
                 if parameter.requires_grad
             }
 
-    def _finish_gather(self) -> None:
+    def _finish_all_gathers(self) -> None:
         with during(self._mesh.run.clock, "gather", self.label):
             for handle in self._handle:
                 handle.wait()

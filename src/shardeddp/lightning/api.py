@@ -282,28 +282,14 @@ _START_METHODS = {"spawn": "spawn", "fork": "fork", "notebook": "fork"}
 
 def register_names(strategy: type[Strategy]) -> None:
     """Register ``Trainer(strategy="sharded_dp")`` and its variants."""
-    register = StrategyRegistry.register
-    for name in _NAMES:
-        register(name, strategy, "ShardedDP, full_shard", override=True)
-    for name in SHARDING_STRATEGIES:
-        register(
-            f"sharded_dp_{name}",
-            strategy,
-            f"ShardedDP, {name}",
-            override=True,
-            sharding_strategy=name,
-        )
-    for name, method in _START_METHODS.items():
-        register(
-            f"sharded_dp_{name}",
-            strategy,
-            f"ShardedDP by {method}",
-            override=True,
-            start_method=method,
-        )
-    _refuse_elsewhere(
-        [name for name, entry in StrategyRegistry.items() if entry["strategy"] is strategy]
-    )
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
+        **{name: ("full_shard", {}) for name in _NAMES},
+        **{f"sharded_dp_{it}": (it, {"sharding_strategy": it}) for it in SHARDING_STRATEGIES},
+        **{f"sharded_dp_{it}": (how, {"start_method": how}) for it, how in _START_METHODS.items()},
+    }
+    for name, (said, options) in variants.items():
+        StrategyRegistry.register(name, strategy, f"ShardedDP, {said}", override=True, **options)
+    _refuse_elsewhere([*variants])
 
 
 def introduction(sharding_strategy: str) -> str:

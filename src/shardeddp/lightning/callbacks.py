@@ -137,8 +137,8 @@ class Averages:
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
 
-    def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
-        """Reshard averages after the module was resharded; a collective of all ranks."""
+    def shard_anew(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
+        """Shard averages anew after their module; a collective of all ranks."""
         for average in _averages(trainer, module):
             _shard_average(average, module, mesh)
         self._mesh = mesh
@@ -235,7 +235,7 @@ class CallbackAdapters:
     """Adapters for a Trainer's runs: averages and summaries of callbacks, uneven data loaders."""
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:
-        self.averages = Averages()
+        self._averages = Averages()
         self.uneven_batches: UnevenBatches = uneven_batches
         self._training: EvenTraining | None = None  # both are set in runs of several ranks only
         self._evaluation: UnevenEvaluation | None = None
@@ -243,6 +243,14 @@ class CallbackAdapters:
     def __reduce__(self) -> Any:
         """Copy without the state of a run, for example with a Trainer."""
         return type(self), (self.uneven_batches,)
+
+    def keep_averages_on_host(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep the copy that a callback is about to average on the module's device."""
+        self._averages.keep_on_host(trainer, module)
+
+    def defer_loads(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
+        """Postpone loads of callbacks, into the module and its averages, until they are sharded."""
+        self._averages.defer_loads(trainer, module, cast)
 
     def before_sharding(self, trainer: Trainer, module: LightningModule) -> list[nn.Parameter]:
         """Prepare callbacks for the sharding of the module.
@@ -252,7 +260,7 @@ class CallbackAdapters:
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
-        self.averages.end_deferral()
+        self._averages.end_deferral()
         averages = _averages(trainer, module)
         return [it for each in averages for it in each.copy.parameters()]
 
@@ -271,14 +279,14 @@ class CallbackAdapters:
             private.replace_summary(summary)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # what it makes could not be used in a later training
-        return self.averages.shard(trainer, module, runtime.mesh)
+        return self._averages.shard(trainer, module, runtime.mesh)
 
     def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
-        """Adapt callbacks after a reshard in the middle of a run; a collective of all ranks."""
+        """Adapt callbacks to a module that was sharded anew in a run; a collective of all ranks."""
         if self._training is not None:
-            self._training.reshard(runtime.mesh)
+            self._training.continue_on(runtime.mesh)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
-        self.averages.reshard(trainer, module, runtime.mesh)
+        self._averages.shard_anew(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
         """Align training loaders that a query of the number of steps created before training.
@@ -302,7 +310,7 @@ class CallbackAdapters:
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Prepare validation, test or prediction."""
-        self.averages.broadcast_buffers()
+        self._averages.broadcast_buffers()
         if self._evaluation is not None:
             self._evaluation.begin(trainer)
 
@@ -323,7 +331,7 @@ class CallbackAdapters:
         # The next run may use another strategy.
         for summary in () if trainer is None else _summaries(trainer):
             private.restore_summary(summary)
-        self.averages.forget()
+        self._averages.forget()
 
 
 def _summaries(trainer: Trainer) -> list[ModelSummary]:

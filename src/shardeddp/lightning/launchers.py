@@ -159,7 +159,7 @@ def make_launcher(
 def _end(group: RunGroup, sharding: ModelSharding, error: BaseException) -> None:
     """End a run that has failed in this process; callbacks are told of the error next."""
     group.explain_at_exit(error)
-    sharding.hooks.close()
+    sharding.end_hooks()
 
 
 # -- Launcher of spawned and forked ranks

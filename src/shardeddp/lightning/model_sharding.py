@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -112,8 +112,7 @@ class ModelSharding:
         self._group, self._restore = group, restore
         self.recording = Recording()
         """Covers every module that is built; several may be built before one is sharded."""
-        self.hooks = ExitStack()
-        """Recording of hooks; closed before the model is sharded, or after a hook has failed."""
+        self._hooks = ExitStack()  # closes the recording of hooks
         self._shards_several = shards_several
 
     @contextmanager
@@ -130,12 +129,16 @@ class ModelSharding:
             yield
 
     def begin_hooks(self) -> None:
-        """Record operations of hooks on meta tensors until ``hooks`` is closed.
+        """Record operations of hooks on meta tensors until :meth:`end_hooks`.
 
         These are the setup hooks, and hooks of a checkpoint that is read before the sharding.
         """
         if self.recording.is_used:
-            self.hooks.enter_context(self.recording.watched(builds=False))
+            self._hooks.enter_context(self.recording.watched(builds=False))
+
+    def end_hooks(self) -> None:
+        """End the recording of hooks before the model is sharded, or after a hook has failed."""
+        self._hooks.close()
 
     def shard(
         self,
@@ -144,14 +147,16 @@ class ModelSharding:
         replace_layers: Callable[[], None],
         *,
         fitting: bool,
+        averages: Iterable[nn.Parameter] = (),
     ) -> Runtime:
         """Shard a module and return its engine; a collective of all ranks.
 
         A module that an earlier run has sharded in the same way keeps its engine. Parameters that
         other runs have sharded differently, or in another module, are sharded anew with their
         present values. Before, ``replace_layers`` replaces layers on the Trainer's request
-        (SyncBatchNorm).
+        (SyncBatchNorm). Its ``averages`` get their values after it.
         """
+        self.recording.set_aside(averages)
         runtime = runtime_of(module)
         outdated = runtime is not None and self._is_outdated(runtime, precision)
         if runtime is None or outdated:
@@ -177,6 +182,10 @@ class ModelSharding:
         except BaseException:
             takeover.restore_values()
             raise
+
+    def forget_values(self) -> None:
+        """Free what was recorded, once the module and its averages have their values."""
+        self.recording.forget_values()
 
     def memory_plan(self, runtime: Runtime, *, accumulates: bool) -> MemoryPlan:
         """Plan the memory of this rank for a sharded model, without activations."""

@@ -225,13 +225,12 @@ def _plan_with(
 
 
 class PlanLauncher:
-    """Launcher that plans the run and prints the plan; starts no ranks and runs no training.
-
-    The plan becomes the strategy's ``planned``.
-    """
+    """Launcher that plans the run and prints the plan; starts no ranks and runs no training."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        self.plan: Plan | None = None
+        """Plan of the last run."""
 
     is_interactive_compatible = True
     """Flag for Lightning: works in a notebook, since it starts no process."""
@@ -256,7 +255,7 @@ class PlanLauncher:
         )
         setting: RunSetting = self._strategy.setting(trainer)
         options = setting.options
-        plan, note = plan_of_run(
+        self.plan, note = plan_of_run(
             module,
             batch,
             setting,
@@ -266,8 +265,7 @@ class PlanLauncher:
             if options.sharding_strategy in SHARDING_STRATEGIES
             else {},
         )
-        self._strategy.planned = plan
-        rank_zero_only(print)("\n".join([str(plan), "", *note]))
+        rank_zero_only(print)("\n".join([str(self.plan), "", *note]))
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
 
@@ -419,7 +417,7 @@ def choose_on_rank_zero(
     over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
     rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
     size = chosen.shard_size or options.shard_size
-    group.options = options.with_sharding(chosen.sharding_strategy, size)
+    group.choose(chosen.sharding_strategy, size)
     return chosen
 
 

@@ -90,14 +90,13 @@ class Preemption:
             launcher: Process id of the rank that started this one; None: another launcher did.
         """
         self._is_single_rank = group.size == 1
-        boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
+        boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen, launcher)
         if not self._is_single_rank:
             callbacks_of(trainer).append(boundary)
         self._boundary = boundary
         if self._seen:
             self._look()
-        if launcher is not None:
-            self._boundary.launcher = launcher
+
         if not _requeues(trainer) and not _is_caught(signal.SIGUSR1):
             private.register_signal(trainer, signal.SIGUSR1, self._on_end)
 
@@ -195,10 +194,14 @@ class _Boundary(SilentCallback, Checkpoint):
     """
 
     def __init__(
-        self, signals: AsyncMaximum, answer: Callable[[Trainer, int], None], seen: Callable[[], int]
+        self,
+        signals: AsyncMaximum,
+        answer: Callable[[Trainer, int], None],
+        seen: Callable[[], int],
+        launcher: int | None,
     ) -> None:
         super().__init__()
-        self.launcher: int | None = None
+        self.launcher = launcher
         self._signals, self._answer, self._seen = signals, answer, seen
         self._agreed = _NOTHING
 

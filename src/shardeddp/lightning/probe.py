@@ -21,8 +21,9 @@ from shardeddp.comm.streams import CommStream
 from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
-from shardeddp.planner.trace import UnitWork, profile
+from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Block, Decoder, Dimensions
+from shardeddp.planner.work import UnitWork
 from shardeddp.wrap import resolve_policy
 
 REPEATS = 9

@@ -300,7 +300,7 @@ class Restore:
             check_optimizers(checkpoint, self.path)
             saved_schedulers = checkpoint.get("lr_schedulers", ())
             for number, pair in enumerate(zip(saved_schedulers, schedulers, strict=False)):
-                _check_scheduler(*pair, f"lr_schedulers.{number}")
+                check_scheduler(*pair, f"lr_schedulers.{number}")
             if states and len(states) != len(optimizers):
                 raise CheckpointError(
                     f"the checkpoint has the states of {len(states)} optimizers, expected "
@@ -375,7 +375,7 @@ class Restore:
         return type(error)(f"{error}. {self._group.broadcast(advice)}")
 
 
-def _check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
+def check_scheduler(saved: Any, scheduler: Any, path: str) -> None:
     """Check the entries of a scheduler's state that torch reads, not those of user classes."""
     own: Any = scheduler.state_dict()
     kind, base = type(scheduler), {key: own[key] for key in _OF_SCHEDULERS if key in own}

@@ -203,13 +203,13 @@ class Resume:
         loaders = private.combined_loader(trainer.fit_loop)
         if trainer.ckpt_path is None or loaders is None:
             return
-        if self._streams.wait or any(isinstance(each, Stateful) for each in loaders.flattened):
+        if self._streams.waits or any(isinstance(each, Stateful) for each in loaders.flattened):
             private.drop_combined_loader(trainer.fit_loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
         """Put the user's own loaders back into the loop, before user hooks at training start."""
         loaders = private.combined_loader(trainer.fit_loop)
-        if self._streams.wait and loaders is not None:
+        if self._streams.waits and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)
 
     def begin_training(self, loop: FitLoop) -> None:
@@ -229,7 +229,7 @@ class Resume:
     def end_run(self) -> None:
         """Drop a run's loaders."""
         self._randomness.forget()
-        self._streams.wait = False
+        self._streams.end_run()
 
 
 class _NotStarted(LoaderProxy):
@@ -257,25 +257,29 @@ class _ResumedStreams:
     """
 
     def __init__(self) -> None:
-        self.wait = False
+        self.waits = False
         """True from the load of a checkpoint between epochs until training starts."""
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Set ``wait`` if a checkpoint was saved between epochs."""
+        """Wait if a checkpoint was saved between epochs."""
         loop = _mapping_in(checkpoint, "loops", "fit_loop")
         epoch = _mapping_in(loop, "epoch_progress", "current")
         ended = _mapping_in(loop, "epoch_loop.batch_progress").get("is_last_batch", False)
         counts = {epoch.get(name) for name in ("ready", "started", "processed")}
-        self.wait = bool(ended) and len(counts) == 1 and None not in counts
+        self.waits = bool(ended) and len(counts) == 1 and None not in counts
 
     def defer(self, loader: object) -> object:
         """Replace a training loader by a proxy during setup; stateful loaders do not need one."""
         streams = has_iterable_dataset(loader) or not isinstance(loader, DataLoader)
-        if not self.wait or not streams or isinstance(loader, Stateful):
+        if not self.waits or not streams or isinstance(loader, Stateful):
             return loader
         return _SizedNotStarted(loader) if has_length(loader) else _NotStarted(loader)
 
     def begin(self, loaders: Sequence[object]) -> list[object]:
         """Replace the proxies by the user's loaders at the start of training."""
-        self.wait = False
+        self.waits = False
         return [vars(each)["loader"] if isinstance(each, _NotStarted) else each for each in loaders]
+
+    def end_run(self) -> None:
+        """Wait no longer: the run has ended, perhaps before it has trained."""
+        self.waits = False

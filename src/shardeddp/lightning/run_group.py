@@ -36,7 +36,7 @@ from shardeddp.comm.rendezvous import (
     switches_of,
 )
 from shardeddp.comm.store import StoreClient
-from shardeddp.config import Options
+from shardeddp.config import Options, ShardSizeOption
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -196,6 +196,10 @@ class RunGroup:
                 "torch.distributed itself is asked for is not, as the process group was made "
                 "before, without that. Start a new process for it"
             )
+
+    def choose(self, sharding_strategy: str, shard_size: ShardSizeOption) -> None:
+        """Replace ``auto`` in the options by a choice that is the same on all ranks."""
+        self.options = self.options.with_sharding(sharding_strategy, shard_size)
 
     def on_rank_zero(self, topic: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a result of rank 0 on all ranks; a collective through the store, without a mesh.

@@ -80,6 +80,10 @@ class _Totals:
         self.own.append((data, compute))
         self._count(*counts)
 
+    def compare(self, own: Sequence[float], rank: int, of_all: tuple[float, float]) -> None:
+        """Compare with other ranks: seconds of each per step, and what all have counted."""
+        self.slower, self.of_all = self.steps * (max(own) - own[rank]), of_all
+
     def add(self, other: _Totals) -> None:
         """Add the steps of other totals."""
         self.steps += other.steps
@@ -138,8 +142,79 @@ class _Fit:
     since_log: _Totals = field(default_factory=_Totals)
     all: _Totals = field(default_factory=_Totals)
     stragglers: Stragglers = field(default_factory=Stragglers)
+    last: deque[list[Span]] = field(default_factory=lambda: deque[list[Span]](maxlen=10))
     cold: int = 1
     """Steps to leave out: the first, and those around a reshard. They allocate, compile and agree."""
+
+    def count(self, samples: int, tokens: int) -> None:
+        """Count a batch of the current step."""
+        self.counted = [self.counted[0] + samples, self.counted[1] + tokens]
+
+    def begin_anew(self, mesh: Mesh) -> None:
+        """Forget the steps so far, which were those of another strategy."""
+        self.hear()
+        # Steps that cannot be read yet, the one that ends now, and the first of the new strategy.
+        self.cold, self.mesh = len(self.waiting) + 2, mesh
+        self.window, self.since_log, self.all = _Totals(), _Totals(), _Totals()
+        self.last.clear()
+
+    def end_step(self, step: int, interval: int) -> _Totals | None:
+        """End a step; return the totals to log if that is due, ``interval`` steps after the last."""
+        self.step = step
+        self.clock.end_step()
+        sent = self.mesh.sent_nbytes
+        self.waiting.append((*self.counted, sent - self.sent))  # pyright: ignore[reportArgumentType]
+        self.counted, self.sent = [0, 0], sent
+        self.take()
+        # Count ended steps, which are equal on all ranks; the number of readable steps may differ.
+        self.ended += 1
+        due: _Totals | None = None
+        if self.ended % WINDOW == 1 and self.asked is not None:
+            self.hear()
+            if 0 < interval <= self.step - self.logged and self.since_log.steps:
+                self.logged, due, self.since_log = self.step, self.since_log, _Totals()
+        if self.ended % WINDOW == 0:
+            self.ask()
+        return due
+
+    @contextmanager
+    def excluded(self) -> Generator[None]:
+        """Exclude what runs inside from the step: its time, and what it sends."""
+        before = self.mesh.sent_nbytes
+        with self.clock.during(EVALUATION):
+            yield
+        self.sent += self.mesh.sent_nbytes - before
+
+    def ask(self) -> None:
+        """Send what this rank has measured to the others, and begin a window."""
+        self.asked = self.window, _send(self.window.described(), self.mesh)
+        self.window = _Totals()
+
+    def take(self) -> None:
+        """Take the times of steps that can be read."""
+        for spans in self.clock.take():
+            counts = self.waiting.popleft()
+            if self.cold:
+                self.cold -= 1
+                continue
+            self.window.add_step(spans, counts)
+            self.last.append(spans)
+
+    def hear(self, *, is_whole: bool = True) -> None:
+        """Evaluate the step times of all ranks, which were sent one step ago."""
+        if self.asked is None:
+            return
+        (window, answer), self.asked = self.asked, None
+        ranks = answer.wait().view(torch.float32).view(-1, 4).tolist()
+        topology = self.mesh.topology
+        alike = topology.world_size // topology.data_size  # ranks with the same batches
+        times = [(data, compute) for data, compute, *_ in ranks]
+        of_all = sum(it[2] for it in ranks) / alike, sum(it[3] for it in ranks) / alike
+        window.compare([*map(sum, times)], self.mesh.rank, of_all)
+        self.since_log.add(window)
+        self.all.add(window)
+        if is_whole and (said := self.stragglers.add(times)):
+            rank_zero_warn(said)
 
 
 # -- StepMonitor
@@ -176,7 +251,7 @@ class StepMonitor(Callback):
         """Ranks that were slower than the others in that training."""
         self._trace = None if trace is None else Path(trace)
         self._record = None if record is None else Path(record)
-        self._last: deque[list[Span]] = deque(maxlen=10)
+
         self._fit: _Fit | None = None
         # Copies without weights and shards, or the reason why there is none, by module.
         self._bare: WeakKeyDictionary[LightningModule, Any] = WeakKeyDictionary()
@@ -224,8 +299,7 @@ class StepMonitor(Callback):
                 trainer, lambda: clock.during("data"), lambda: clock.__exit__()
             )
         )
-        undo.callback(private.surround_validation(trainer, self._evaluation))
-        self._fit = _Fit(
+        self._fit = fit = _Fit(
             mesh=mesh,
             clock=clock,
             undo=undo,
@@ -233,8 +307,8 @@ class StepMonitor(Callback):
             logged=trainer.global_step,
             sent=mesh.sent_nbytes,
         )
+        undo.callback(private.surround_validation(trainer, fit.excluded))
         self.report, self.stragglers, self._expected, self._note = None, [], None, ""
-        self._last.clear()
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)
         mesh.measure(clock)
@@ -253,15 +327,13 @@ class StepMonitor(Callback):
         if fit is None:
             return
         samples = samples_of(batch)
-        fit.counted[0] += samples
-        fit.counted[1] += samples * tokens_of(batch)
+        fit.count(samples, samples * tokens_of(batch))
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
         if trainer.is_global_zero and self._expected is None and not self._note:
             self._plan(trainer, batch)
         if trainer.global_step != fit.step:
-            fit.step = trainer.global_step
             self._end_step(trainer, fit)
         if self.report is not None and trainer.progress_bar_callback is not None:
             name, rate = self.report.throughput
@@ -273,64 +345,19 @@ class StepMonitor(Callback):
             f"StepMonitor: the model was resharded after {fit.ended} steps, and the report is of "
             f"those after it"
         )
-        self._hear(fit)
-        # Steps that cannot be read yet, the one that ends now, and the first of the new strategy.
-        fit.cold, fit.mesh = len(fit.waiting) + 2, mesh
-        fit.window, fit.since_log, fit.all = _Totals(), _Totals(), _Totals()
+        fit.begin_anew(mesh)
+        self.stragglers = fit.stragglers.named
         self.report, self._expected, self._note = None, None, ""
-        self._last.clear()
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)
 
     def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
-        fit.clock.end_step()
-        sent = fit.mesh.sent_nbytes
-        fit.waiting.append((*fit.counted, sent - fit.sent))  # pyright: ignore[reportArgumentType]
-        fit.counted, fit.sent = [0, 0], sent
-        self._take(fit)
-        # Count ended steps, which are equal on all ranks; the number of readable steps may differ.
-        fit.ended += 1
-        if fit.ended % WINDOW == 1 and fit.asked is not None:
-            self._hear(fit)
-            if 0 < log_interval(trainer) <= fit.step - fit.logged and fit.since_log.steps:
-                fit.logged = fit.step
-                self.report = self._report(fit.since_log)
-                fit.since_log = _Totals()
-                for logger in trainer.loggers:
-                    logger.log_metrics(self.report.metrics(), step=fit.step)
-        if fit.ended % WINDOW == 0:
-            self._ask(fit)
-
-    def _ask(self, fit: _Fit) -> None:
-        """Send what this rank has measured to the others, and begin a window."""
-        fit.asked, fit.window = (fit.window, _send(fit.window.described(), fit.mesh)), _Totals()
-
-    def _take(self, fit: _Fit) -> None:
-        for spans in fit.clock.take():
-            counts = fit.waiting.popleft()
-            if fit.cold:
-                fit.cold -= 1
-                continue
-            fit.window.add_step(spans, counts)
-            self._last.append(spans)
-
-    def _hear(self, fit: _Fit, *, is_whole: bool = True) -> None:
-        """Evaluate the step times of all ranks, which were sent one step ago."""
-        if fit.asked is None:
-            return
-        (window, answer), fit.asked = fit.asked, None
-        ranks = answer.wait().view(torch.float32).view(-1, 4).tolist()
-        times = [(data, compute) for data, compute, *_ in ranks]
-        own = [*map(sum, times)]
-        topology = fit.mesh.topology
-        alike = topology.world_size // topology.data_size  # ranks with the same batches
-        window.of_all = sum(it[2] for it in ranks) / alike, sum(it[3] for it in ranks) / alike
-        window.slower = window.steps * (max(own) - own[fit.mesh.rank])
-        fit.since_log.add(window)
-        fit.all.add(window)
-        if is_whole and (said := fit.stragglers.add(times)):
-            rank_zero_warn(said)
+        due = fit.end_step(trainer.global_step, log_interval(trainer))
         self.stragglers = fit.stragglers.named
+        if due is not None:
+            self.report = self._report(due)
+            for logger in trainer.loggers:
+                logger.log_metrics(self.report.metrics(), step=fit.step)
 
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step and count the model's FLOPs, on rank 0."""
@@ -391,16 +418,6 @@ class StepMonitor(Callback):
 
     # -- Evaluation, and the end
 
-    @contextmanager
-    def _evaluation(self) -> Generator[None]:
-        """Exclude what runs inside from the step: its time, and what it sends."""
-        fit = self._fit
-        assert fit is not None
-        before = fit.mesh.sent_nbytes
-        with fit.clock.during(EVALUATION):
-            yield
-        fit.sent += fit.mesh.sent_nbytes - before
-
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report; write trace and record."""
@@ -409,10 +426,11 @@ class StepMonitor(Callback):
             return
         if fit.mesh.device.type == "cuda":
             torch.cuda.synchronize(fit.mesh.device)  # once
-        self._take(fit)
-        self._hear(fit)
-        self._ask(fit)
-        self._hear(fit, is_whole=False)
+        fit.take()
+        fit.hear()
+        fit.ask()
+        fit.hear(is_whole=False)
+        self.stragglers = fit.stragglers.named
         if fit.all.steps:
             self._finish(fit, trainer)
         else:
@@ -440,7 +458,7 @@ class StepMonitor(Callback):
         self.report = self._report(fit.all)
         rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
         with _warned("trace", self._trace):
-            self._write_trace(fit.mesh.rank)
+            self._write_trace(fit)
         if trainer.is_global_zero:
             with _warned("record", self._record):
                 self._write_record(self.report, trainer)
@@ -451,11 +469,11 @@ class StepMonitor(Callback):
             self._fit.undo.close()
         self._fit = None
 
-    def _write_trace(self, rank: int) -> None:
+    def _write_trace(self, fit: _Fit) -> None:
         if self._trace is None:
             return
-        events, begin = list[dict[str, Any]](), 0.0
-        for spans in self._last:
+        events, begin, rank = list[dict[str, Any]](), 0.0, fit.mesh.rank
+        for spans in fit.last:
             events += [
                 {
                     "ph": "X",

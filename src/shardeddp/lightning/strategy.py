@@ -62,6 +62,7 @@ from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.out_of_memory import MemoryGuard, explain_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
+    PlanLauncher,
     RunSetting,
     choose_on_rank_zero,
     planned_precision,
@@ -227,8 +228,7 @@ class ShardedDP(ParallelStrategy):
         """Choice of ``auto`` with its reason; set in ``setup_environment``."""
         self._tensor_ranks = TensorRankChecks()
         self._expert_ranks = ExpertRankChecks()
-        self.planned: Plan | None = None
-        """Plan made under ``plan_only``."""
+
         self.num_nodes = 1  # set by the Trainer
         self._group = RunGroup(options)
         self._checkpoints = Checkpoints(self._group)
@@ -259,6 +259,11 @@ class ShardedDP(ParallelStrategy):
     def options(self) -> Options:
         """Present options; ``auto`` and :meth:`reshard` replace them."""
         return self._group.options
+
+    @property
+    def planned(self) -> Plan | None:
+        """Plan made under ``plan_only``; None before."""
+        return self._launcher.plan if isinstance(self._launcher, PlanLauncher) else None
 
     # -- Ranks, devices, model
 
@@ -482,7 +487,7 @@ class ShardedDP(ParallelStrategy):
         if self.trainer is not None:
             if self._fitting:
                 self._checkpoints.check_stores(self.trainer)
-            self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
+            self._callbacks.keep_averages_on_host(self.trainer, self.trainer.lightning_module)
 
     @property
     def _ranks(self) -> Ranks:
@@ -518,7 +523,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._model_sharding.hooks.close()
+        self._model_sharding.end_hooks()
         module = self.lightning_module
         if self.accelerator is None or module is None:
             raise RuntimeError(
@@ -537,13 +542,16 @@ class ShardedDP(ParallelStrategy):
         """Shard the model, and load what callbacks and checkpoints have for it."""
         sharding, callbacks = self._model_sharding, self._callbacks
         replace_layers = partial(private.replace_layers, self, module)
-        sharding.recording.set_aside(callbacks.before_sharding(trainer, module))
         self._runtime = sharding.shard(
-            module, self.precision_plugin, replace_layers, fitting=self._fitting
+            module,
+            self.precision_plugin,
+            replace_layers,
+            fitting=self._fitting,
+            averages=callbacks.before_sharding(trainer, module),
         )
         self._restore.load(callbacks.after_sharding(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
-        sharding.recording.forget_values()
+        sharding.forget_values()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -859,7 +867,7 @@ class ShardedDP(ParallelStrategy):
         self._restore.load_model(
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
-        self._callbacks.averages.defer_loads(
+        self._callbacks.defer_loads(
             trainer, trainer.lightning_module, self.options.checkpoint_options.cast
         )
 

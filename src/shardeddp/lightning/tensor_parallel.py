@@ -85,7 +85,7 @@ class TensorRankChecks:
         """Begin the counts of a training anew; forget what a failed one has observed."""
         self._counts.clear()
         self._end_observation()
-        mesh.run.observed = None
+        mesh.run.end_observation()
 
     def begin_evaluation(self) -> None:
         """Begin the counts of evaluations anew."""
@@ -97,8 +97,7 @@ class TensorRankChecks:
         mesh = runtime.mesh
         if mesh.topology.tensor_size == 1:
             return
-        if mesh.run.observed is None:
-            mesh.run.cut.clear()
+        mesh.run.begin_step()
         self._counts[name] += 1
         if self._is_due(name):
             _compare_batches(name, inputs, mesh)
@@ -108,21 +107,20 @@ class TensorRankChecks:
                 it for it in states if isinstance(it, SplitLayerState) and it.has_whole_output
             ]
             for layer in self._observed:
-                layer.observe = mesh.run.observe
+                layer.observe_output(mesh.run.observe)
 
     def _end_observation(self) -> list[str]:
         """Return the names of the layers whose outputs were observed."""
         observed, self._observed = self._observed, []
         for layer in observed:
-            layer.observe = None
+            layer.observe_output(None)
         return [layer.name for layer in observed]
 
     def begin_backward(self, loss: torch.Tensor, mesh: Mesh) -> None:
         """Compare the losses of a backward, and have its gradients observed."""
         if mesh.topology.tensor_size > 1 and self._is_due("backward", 1):
             _compare_losses(loss, mesh)
-            if mesh.run.observed is None:
-                mesh.run.observed = {}
+            mesh.run.begin_observation()
 
     def end_backward(self, runtime: Runtime) -> None:
         """Compare the gradients of a backward if it has reduced them."""
@@ -130,9 +128,8 @@ class TensorRankChecks:
         if mesh.topology.tensor_size == 1 or not runtime.sync_gradients:
             return
         self._counts["backward"] += 1
-        observed = mesh.run.observed or {}
+        observed = mesh.run.end_observation()
         whole = {name: it for name, it in observed.items() if name not in mesh.run.cut}
-        mesh.run.observed = None
         if self._is_due("backward"):
             _compare_gradients(runtime.root_module.parameters(), whole, mesh)
             _compare_outputs(self._end_observation(), observed, mesh)

@@ -51,7 +51,9 @@ class UnevenEvaluation:
         """
         loop, mesh = _loop_of(trainer), self._mesh
         divided = _DividingRanks.of(mesh)
-        if private.combined_loader(loop) is None or not (self._agreement.has_gathers or divided):
+        if private.combined_loader(loop) is None or not (
+            self._agreement.has_all_gathers or divided
+        ):
             return
         lengths = [*_lengths(loop)]
         texts = all_gather_bytes(json.dumps(lengths).encode(), mesh.control)
@@ -61,7 +63,7 @@ class UnevenEvaluation:
             divided.refuse_lengths(texts)
             if None in lengths:
                 _compare_ends(trainer, loop, divided)
-        if mesh.experts is None and self._agreement.has_gathers:
+        if mesh.experts is None and self._agreement.has_all_gathers:
             self._agreement.begin_evaluation()
             self._restore = private.delay_ends(loop, self._wait)
 
@@ -262,8 +264,8 @@ class EvenTraining:
         # Agreed end of the epoch before the next batch; None: not agreed
         self._over: bool | None = None
 
-    def reshard(self, mesh: Mesh) -> None:
-        """Continue after a reshard in the middle of a run."""
+    def continue_on(self, mesh: Mesh) -> None:
+        """Continue a run whose module was sharded anew."""
         self._mesh = mesh
 
     def align(self, trainer: Trainer) -> bool:

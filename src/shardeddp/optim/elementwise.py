@@ -125,6 +125,7 @@ class LocalStep(SwappedStep):
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
         self._joins = True  # whether neighbours were joined in the last arrangement
         self._patience = 1  # steps between two attempts to join segments that were left apart
+        self._may_join = False  # neighbours are apart that a later attempt may join
         self._waited = 0  # steps since the last attempt
         # Steps of torch's own are known: a state is a tensor with one element per element, or one
         # number per parameter. Others may keep anything, and skip tensors without requires_grad.
@@ -202,7 +203,7 @@ class LocalStep(SwappedStep):
             self._joins = self._waited > self._patience
             self._patience = 1 if self._joins else min(2 * self._patience, _MOST_PATIENCE)
             return True
-        self._joins = self._states.refused and self._waited >= self._patience
+        self._joins = self._may_join and self._waited >= self._patience
         return self._joins
 
     def _arrange(self, groups: list[list[torch.Tensor]], parts: list[Gradients]) -> None:
@@ -223,12 +224,11 @@ class LocalStep(SwappedStep):
                 self._optimizer.param_groups, groups, parts, strict=True
             )
         ]
-        self._states.arrange(groups, found)
-        if not self._joins:
-            self._states.refused = self._is_known
-        else:
+        are_apart = self._states.arrange(groups, found)
+        self._may_join = are_apart if self._joins else self._is_known
+        if self._joins:
             self._waited = 0
-            if self._states.refused:
+            if are_apart:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._tensors, self._marked = [], []
         stepped: list[tuple[Segment, torch.Tensor]] = []
@@ -303,9 +303,6 @@ class LocalStates(OutsideStates):
         self.changed = False
         """True if segments have been divided since they were arranged."""
 
-        self.refused = False
-        """True if neighbours were left apart in the last arrangement because of their states."""
-
     def __getitem__(self, parameter: Any) -> State:
         if not isinstance(parameter, torch.Tensor):
             return self.inside[parameter]
@@ -371,9 +368,13 @@ class LocalStates(OutsideStates):
 
     def arrange(
         self, groups: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[Sequence[int]]]
-    ) -> None:
-        """Divide segments that are in no chain; join neighbours in chains with equal signatures."""
-        self.refused = False
+    ) -> bool:
+        """Divide segments that are in no chain; join neighbours in chains with equal signatures.
+
+        Returns:
+            True if neighbours in a chain are left apart because of their states.
+        """
+        are_apart = False
         together = [
             [it for index in indices if isinstance(it := parameters[index], ShardTensor)]
             for parameters, each in zip(groups, found, strict=True)
@@ -386,11 +387,12 @@ class LocalStates(OutsideStates):
             self._divide(segment, [place for place, (a, b) in enumerate(pairs, 1) if a != b])
         for each in together:
             if len(segments := list(dict.fromkeys(map(self.segment_of, each)))) > 1:
-                self._join(segments)
+                are_apart |= self._join(segments)
         for segment in {self.segment_of(it) for each in together for it in each}:
             copies = self._copies
             self._give(segment, segment.shard if copies is None else copies.tensor_for(segment))
         self.changed = False
+        return are_apart
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of a parameter, which is stepped on by itself from here on."""
@@ -409,14 +411,15 @@ class LocalStates(OutsideStates):
         ):
             self._add(part, state)
 
-    def _join(self, segments: Sequence[Segment]) -> None:
+    def _join(self, segments: Sequence[Segment]) -> bool:
+        """Join neighbours with equal signatures; return whether the state of one forbids that."""
         signatures: list[Any] = []
         for segment in segments:
             known = segment.tensor in self.inside
             held = references(self.inside, segment.tensor) if known else []
             state = self.inside.get(segment.tensor)
             signatures.append(signature(segment, state, held, self._slices))
-        self.refused |= None in signatures
+
         for common, pairs in groupby(zip(signatures, segments, strict=True), key=itemgetter(0)):
             parts = [(segment, self.inside.get(segment.tensor)) for _, segment in pairs]
             if common is not None and len(parts) > 1:
@@ -424,6 +427,7 @@ class LocalStates(OutsideStates):
                 for segment, _ in parts:
                     self.inside.pop(segment.tensor, None)
                 self._add(*joined)
+        return None in signatures
 
     def _add(self, segment: Segment, state: State | None) -> None:
         self._segments.update(dict.fromkeys(segment.shards, segment))
@@ -433,7 +437,7 @@ class LocalStates(OutsideStates):
     def _give(self, segment: Segment, tensor: torch.Tensor) -> None:
         if tensor is not segment.tensor:
             state = self.inside.pop(segment.tensor, None)
-            segment.tensor = tensor
+            segment.step_on(tensor)
             self._add(segment, state)
 
 

@@ -48,6 +48,10 @@ class Segment:
         self.tensor = self.shard
         """Tensor stepped on, 1D: the segment itself, or a copy in host memory."""
 
+    def step_on(self, tensor: torch.Tensor) -> None:
+        """Let the optimizer step on another tensor of this size."""
+        self.tensor = tensor
+
     @property
     def numel(self) -> int:
         """Number of elements, with the padding between parameters."""

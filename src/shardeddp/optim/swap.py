@@ -50,6 +50,15 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
         self._optimizer = optimizer
         self.inside = defaultdict(dict)
 
+    def enter(self) -> None:
+        """Give the optimizer its own states for a step."""
+        self._optimizer.state = self.inside  # type: ignore[assignment]
+
+    def leave(self) -> None:
+        """Take the optimizer's own states back after a step, and show it these."""
+        self.inside = self._optimizer.state
+        self._optimizer.state = self  # type: ignore[assignment]
+
     def __iter__(self) -> Iterator[Any]:
         others = [key for key in self.inside if not isinstance(key, torch.Tensor)]
         return chain(filter(self.__contains__, self._parameters()), others)
@@ -212,7 +221,7 @@ class SwappedStep(ABC):
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
             group["params"] = parameters
-        self._optimizer.state = self._states.inside  # type: ignore[assignment]
+        self._states.enter()
 
     def _leave(self) -> None:
         if self._sharded is None:
@@ -220,8 +229,7 @@ class SwappedStep(ABC):
         for group, sharded in zip(self._optimizer.param_groups, self._sharded, strict=True):
             group["params"] = sharded
         self._sharded = None
-        self._states.inside = self._optimizer.state
-        self._optimizer.state = self._states  # type: ignore[assignment]
+        self._states.leave()
 
     @torch.no_grad()
     def _restore_memory(self, *, keep: bool) -> None:

@@ -71,7 +71,7 @@ class OwnerTransfer:
     """Tensor of the parameter's shape and dtype; at the owner only."""
 
 
-class _AllToAll:
+class OwnerTransfers:
     """All-to-all between shards and owners, in bytes, so that dtypes can mix.
 
     Transfers are the same on every rank of ``mesh.slices``, in the same order.
@@ -575,7 +575,7 @@ class OwnedStep(SwappedStep):
 
     def __init__(self, optimizer: optim.Optimizer, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._wholes = WholeParameters(mesh)
+        self.wholes = WholeParameters(mesh)
         # Parameters with a gradient; their memory is released after the step.
         self._moved: list[OwnedParameter] = []
         self._begun: BegunOperations = {}  # outside of the mesh, before the optimizer's own step
@@ -585,14 +585,14 @@ class OwnedStep(SwappedStep):
     def _pre_step(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
-        self._wholes.follow([it for group in groups for it in group])
+        self.wholes.follow([it for group in groups for it in group])
         self._states.send_to_owners()
         found: list[list[torch.Tensor]] = []
         moved: list[OwnerTransfer] = []
         for group in zip(groups, gradients, strict=True):
             mine: list[torch.Tensor] = []
             for parameter, gradient in zip(*group, strict=True):
-                whole = self._wholes.of(parameter)
+                whole = self.wholes.of(parameter)
                 if whole is None:
                     mine.append(parameter)
                 elif gradient is not None:
@@ -602,8 +602,8 @@ class OwnedStep(SwappedStep):
                         mine.append(whole.tensor)
             found.append(mine)
         # One after the other: a tensor in transfer is in memory twice.
-        _AllToAll(self._values(), self._mesh).gather_to_owners()
-        _AllToAll(moved, self._mesh).gather_to_owners()
+        OwnerTransfers(self._values(), self._mesh).gather_to_owners()
+        OwnerTransfers(moved, self._mesh).gather_to_owners()
         if self._mesh.slices.size > 1:
             self._begun = self._mesh.begun_by_others()
         return found
@@ -617,7 +617,7 @@ class OwnedStep(SwappedStep):
                 f"it divides its work over ranks itself, take its form for one device, which "
                 f"ShardedDP divides; else leave it out of optimizer_scope"
             )
-        _AllToAll(self._values(), self._mesh).scatter_from_owners()
+        OwnerTransfers(self._values(), self._mesh).scatter_from_owners()
 
     def _values(self) -> list[OwnerTransfer]:
         return [whole.values for whole in self._moved if not whole.owner_has_all]
@@ -628,11 +628,11 @@ class OwnedStep(SwappedStep):
         self._moved = []
 
     def _forget(self) -> None:
-        self._wholes = WholeParameters(self._mesh)
+        self.wholes = WholeParameters(self._mesh)
 
     def _outside(self, optimizer: optim.Optimizer) -> OwnedStates:
         held = [it for group in optimizer.param_groups for it in group["params"]]
         mesh = next((it.spec.mesh for it in held if isinstance(it, ShardTensor)), self._mesh)
         if mesh is not self._mesh:
-            self._mesh, self._wholes = mesh, WholeParameters(mesh)
-        return OwnedStates(optimizer, self._wholes, self._mesh)
+            self._mesh, self.wholes = mesh, WholeParameters(mesh)
+        return OwnedStates(optimizer, self.wholes, self._mesh)

@@ -1,6 +1,6 @@
 """Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardeddp.plan.buffers import BufferPlan
@@ -357,97 +357,17 @@ def backward_moments(
     ``keeps_last`` is False if the last unit is released at the end of its forward, as all others
     are. Other arguments are as in :func:`plan_memory`.
     """
-    gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
-    summed = [sum(group.summed_nbytes for group in unit) for unit in units]
-    largest = [max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units]
-    buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
-    arriving = [
-        sum(group.receive_nbytes for group in unit) if needs_receive_buffer else 0 for unit in units
-    ]
-    parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
-    packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
-    kept_root = 0 if sharding.retains else sum(parameters[:1])
-    sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
-    # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
-    # and a group of one rank has nothing to wait for.
-    early = [
-        sum(it.averages_nbytes for it in unit if not needs_receive_buffer or it.shard_size == 1)
-        for unit in units
-    ]
-    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     uses = range(1, len(units)) if uses is None else uses
+    unit_bytes = _UnitBytes(
+        units, needs_receive_buffer=needs_receive_buffer, accumulates=accumulates
+    )
     kept = kept_parts(units, sharding, uses, keeps_last=keeps_last)
-    backward = _backward_of(uses, parameters, kept, sharding, prefetch)
-    # All gradients of a step are added up before one is reduced.
-    adds_all = accumulates and not sharding.reduce_every_backward
-    # After the reduce-scatter averages are in the place of partial sums.
-    partial = [sum(it.partial_nbytes for it in unit) if accumulates else 0 for unit in units]
-    late = [max(0, more - former) for more, former in zip(sharing, partial, strict=True)]
-
-    def added(unit: int) -> tuple[int, int]:
-        """Return bytes of a new gradient, before and after the cast in which it is added."""
-        group = largest[unit]
-        if group is None:
-            return 0, 0
-        own = group.largest_nbytes
-        return own, own // group.param_itemsize * group.summed_itemsize
-
-    def waiting_behind(closed: Sequence[int]) -> int:
-        """Return bytes in reductions across replicas while the last of these units is reduced."""
-        own = sum(early[it] for it in closed[-1:])
-        if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
-            return own or sum(late[it] for it in closed[-2:-1])
-        # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
-        behind = own + sum(late[it] for it in closed[:-1])
-        return min(behind, (WAITING_UNITS + 1) * max(sharing, default=0))
-
-    def in_backward(it: _Use, held: int, behind: int) -> BackwardMemory:
-        """Return the moment of a backward, beside what is held and reduced meanwhile."""
-        # Autograd holds the gradients of a unit until all of its backwards have added to them.
-        held += sum(gradients[unit] for unit in it.opened) + it.adds * gradients[it.unit]
-        own = cast = gradients[it.unit]
-        adds = it.adds or (adds_all and not it.is_open)
-        if adds:  # a new one exists beside what it is added to, cast if that is of former backwards
-            own, cast = added(it.unit)
-        return BackwardMemory(
-            unit=it.unit,
-            position=it.position,
-            nbytes=held + behind + it.unsharded_nbytes + (own if it.is_open else cast),
-            own_nbytes=own,
-            accumulates=adds,
-            root_nbytes=0 if adds_all else sum(gradients[:1]),
-        )
-
-    moments: list[BackwardMemory] = []
-    closed = [it.unit for it in backward if not it.is_open]
-    if adds_all:
-        base = kept_root + waiting
-        for it in [*backward, _Use(unit=0, position=0, closed=closed)] if units else []:
-            # Those of the unit whose backwards were over before are being reduced meanwhile.
-            last = it.closed[-1:]
-            behind = sum(max(0, packed[unit] - summed[unit] + early[unit]) for unit in last)
-            moments.append(in_backward(it, base, behind))
-            # The averages are copied out of the buffer before that is released.
-            done = max(0, packed[it.unit] - summed[it.unit]) + sharing[it.unit]
-            moments.append(
-                BackwardMemory(
-                    unit=it.unit,
-                    position=it.position,
-                    nbytes=base + it.unsharded_nbytes + max(buffers[it.unit], done),
-                    is_over=True,
-                )
-            )
-        return moments
-    root = kept_root + sum(gradients[:1]) + waiting
-    # The root's reduction, after the last inner unit.
-    last = root + sum(gradients[it] for it in closed[-1:]) + sum(buffers[:1])
-    last += waiting_behind([*closed, 0] if units else [])
-    moments.append(BackwardMemory(unit=0, nbytes=last, is_over=True))
-    for it in backward:
-        # The previous unit is in its reduce-scatter, the one before it is reduced across replicas.
-        before = sum(packed[unit] for unit in it.closed[-1:]) + waiting_behind(it.closed)
-        moments.append(in_backward(it, root, before))
-    return moments
+    backward = _backward_of(uses, unit_bytes.parameters, kept, sharding, prefetch)
+    held = 0 if sharding.retains else sum(unit_bytes.parameters[:1])
+    held += waiting_gradients(units, sharding, accumulates=accumulates)
+    if accumulates and not sharding.reduce_every_backward:
+        return unit_bytes.moments_of_sums(backward, held)
+    return unit_bytes.moments_in_turn(backward, held)
 
 
 def kept_parts(
@@ -522,3 +442,114 @@ def _backward_of(
         if unit not in ahead:
             closed.append(unit)
     return found
+
+
+class _UnitBytes:
+    """Bytes of the tensors of each unit in a backward, and the moments at which they add up."""
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[GroupCost]],
+        *,
+        needs_receive_buffer: bool,
+        accumulates: bool,
+    ) -> None:
+        def total(nbytes: Callable[[GroupCost], int]) -> list[int]:
+            return [sum(map(nbytes, unit)) for unit in units]
+
+        self._receives = needs_receive_buffer
+        self.parameters = total(lambda it: it.gathered_nbytes)
+        self._gradients = total(lambda it: it.gradient_nbytes)
+        self._summed = total(lambda it: it.summed_nbytes)
+        self._largest = [
+            max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units
+        ]
+        self._buffers = total(lambda it: it.buffer_nbytes)
+        self._packed = total(lambda it: it.buffer_nbytes + it.receive_nbytes * needs_receive_buffer)
+        self._sharing = total(lambda it: it.averages_nbytes)
+        # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
+        # and a group of one rank has nothing to wait for.
+        self._early = total(
+            lambda it: it.averages_nbytes * (not needs_receive_buffer or it.shard_size == 1)
+        )
+        # After the reduce-scatter averages are in the place of partial sums.
+        partial = total(lambda it: it.partial_nbytes * accumulates)
+        self._late = [
+            max(0, more - former) for more, former in zip(self._sharing, partial, strict=True)
+        ]
+
+    def moments_of_sums(self, backward: Sequence[_Use], held: int) -> list[BackwardMemory]:
+        """Return the moments of a backward in which all gradients of a step are added up first."""
+        moments: list[BackwardMemory] = []
+        closed = [it.unit for it in backward if not it.is_open]
+        for it in [*backward, _Use(unit=0, position=0, closed=closed)] if self._gradients else []:
+            # Those of the unit whose backwards were over before are being reduced meanwhile.
+            behind = sum(
+                max(0, self._packed[last] - self._summed[last] + self._early[last])
+                for last in it.closed[-1:]
+            )
+            moments.append(self._in_backward(it, held, behind, adds_all=True))
+            # The averages are copied out of the buffer before that is released.
+            done = max(0, self._packed[it.unit] - self._summed[it.unit]) + self._sharing[it.unit]
+            moments.append(
+                BackwardMemory(
+                    unit=it.unit,
+                    position=it.position,
+                    nbytes=held + it.unsharded_nbytes + max(self._buffers[it.unit], done),
+                    is_over=True,
+                )
+            )
+        return moments
+
+    def moments_in_turn(self, backward: Sequence[_Use], held: int) -> list[BackwardMemory]:
+        """Return the moments of a backward in which gradients are reduced unit after unit."""
+        closed = [it.unit for it in backward if not it.is_open]
+        held += sum(self._gradients[:1])
+        # The root's reduction, after the last inner unit.
+        last = held + sum(self._gradients[it] for it in closed[-1:]) + sum(self._buffers[:1])
+        last += self._waiting_behind([*closed, 0] if self._gradients else [])
+        moments = [BackwardMemory(unit=0, nbytes=last, is_over=True)]
+        for it in backward:
+            # The previous unit is in its reduce-scatter, the one before it is reduced across
+            # replicas.
+            before = sum(self._packed[unit] for unit in it.closed[-1:])
+            before += self._waiting_behind(it.closed)
+            moments.append(self._in_backward(it, held, before, adds_all=False))
+        return moments
+
+    def _in_backward(self, it: _Use, held: int, behind: int, *, adds_all: bool) -> BackwardMemory:
+        """Return the moment of a unit's backward, beside what is held and reduced meanwhile."""
+        # Autograd holds the gradients of a unit until all of its backwards have added to them.
+        held += (
+            sum(self._gradients[unit] for unit in it.opened) + it.adds * self._gradients[it.unit]
+        )
+        own = cast = self._gradients[it.unit]
+        adds = it.adds or (adds_all and not it.is_open)
+        if adds:  # a new one exists beside what it is added to, cast if that is of former backwards
+            own, cast = self._added(it.unit)
+        return BackwardMemory(
+            unit=it.unit,
+            position=it.position,
+            nbytes=held + behind + it.unsharded_nbytes + (own if it.is_open else cast),
+            own_nbytes=own,
+            accumulates=adds,
+            root_nbytes=0 if adds_all else sum(self._gradients[:1]),
+        )
+
+    def _added(self, unit: int) -> tuple[int, int]:
+        """Return bytes of a new gradient, before and after the cast in which it is added."""
+        group = self._largest[unit]
+        if group is None:
+            return 0, 0
+        own = group.largest_nbytes
+        return own, own // group.param_itemsize * group.summed_itemsize
+
+    def _waiting_behind(self, closed: Sequence[int]) -> int:
+        """Return bytes in reductions across replicas while the last of these units is reduced."""
+        own = sum(self._early[it] for it in closed[-1:])
+        if self._receives:  # a unit waits for the next one's, and in a group of one for none
+            return own or sum(self._late[it] for it in closed[-2:-1])
+        # Streams keep the order, so the host issues both at once, up to the limit of the reduction
+        # queue.
+        behind = own + sum(self._late[it] for it in closed[:-1])
+        return min(behind, (WAITING_UNITS + 1) * max(self._sharing, default=0))

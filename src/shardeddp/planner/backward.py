@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,13 @@ class LiveStorages:
                 self.nbytes += memory.nbytes()
         self.history.append(self.nbytes)
         self.peak = max(self.peak, self.nbytes)
+
+    def measure(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        """Return a function's result, and the bytes that were made and alive at most meanwhile."""
+        largest, at_start, self.peak = self.peak, self.nbytes, self.nbytes
+        result = call()
+        made, self.peak = self.peak - at_start, max(self.peak, largest)
+        return result, made
 
     def born(self, tensor: torch.Tensor) -> int:
         """Return the place in ``history`` of the operation that made a tensor's storage."""

@@ -25,9 +25,9 @@ from shardeddp.planner.cost import (
     Step,
     Task,
 )
-from shardeddp.planner.trace import UnitWork
+from shardeddp.planner.work import UnitWork
 
-VERSION = 5
+VERSION = 6
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""

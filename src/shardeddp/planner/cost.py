@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardeddp.plan.hardware import Cluster
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.trace import UnitWork
+from shardeddp.planner.work import UnitWork
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of fused attention's backward per FLOP of its forward; it recomputes the scores."""
@@ -122,8 +122,7 @@ class StepSetting:
     """Bytes that a rank's optimizer step reads and writes."""
     host_gbs: float | None = None
     """Bandwidth in GB/s of an optimizer step on the host; None: the step runs on the device."""
-    overlaps: bool = True
-    """True if reductions overlap the backward; False if they follow it."""
+
     forward_prefetch: int = 1
     """Number of units gathered ahead in forward; 0: compute waits for each gather."""
     backward_prefetch: int = 1
@@ -217,9 +216,6 @@ def _exposed_by_kind(
     gathers = sum(
         time_collective(it, cluster, c) * it.times for it in task.collectives if it.phase == "begin"
     )
-    if not setting.overlaps:
-        reductions = times["backward"][1][0] + times["step"][1][0]
-        times["backward"][1] = times["step"][1] = _NONE
     for phase, prefetch in (
         ("forward", setting.forward_prefetch),
         ("step", setting.forward_prefetch),

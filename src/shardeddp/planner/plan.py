@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -24,6 +24,7 @@ from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.planner.axes import WHOLE, ModelAxes
+from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
@@ -205,24 +206,9 @@ def make_plan(
     offloads = _several("offloads", offloads, str)
     if precisions is not None:
         precisions = _several("precisions", precisions, str)
-    for option, found, is_right, wanted in (
-        ("gpu", gpu, isinstance(gpu, str), "the name of a GPU"),
-        ("gpu_figures", gpu_figures, _has_names(gpu_figures), "figures by name"),
-        ("arguments", arguments, isinstance(arguments, Mapping), "arguments by name"),
-        ("batch", batch, callable(batch), "a function of the number of samples"),
-    ):
-        if found is not None and not is_right:
-            raise UsageError(f"expected {option} to be {wanted}, found {found!r}")
+    _check_values(gpu=gpu, gpu_figures=gpu_figures, arguments=arguments, batch=batch)
     calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
-    name = calibration.device.name if calibration.device else "H100-80" if gpu is None else gpu
-    given = {key: value for key, value in (gpu_figures or {}).items() if value is not None}
-    alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # not used
-    cluster = Cluster(
-        gpu=find_gpu(name, **{**alone, **calibration.figures, **given}),
-        count=gpus,
-        per_node=per_node,
-        network_gbits=calibration.network_gbits,
-    )
+    cluster = _cluster(calibration, gpu, gpu_figures or {}, gpus, per_node)
     source = _source(model, arguments or {}, inputs, batch, length)
     try:
         check_size("length", length)
@@ -238,12 +224,7 @@ def make_plan(
     except ConfigurationError as error:
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
-    axes = [
-        ModelAxes(tensor_size=split, tensor_plan=of_source or asked, expert_size=of, experts=chosen)
-        for split in tensor_parallel_sizes
-        for of in expert_parallel_sizes
-        if split == 1 or of == 1
-    ]
+    traced = ModelAxes(tensor_plan=of_source or asked, experts=chosen)
     planner = Planner(
         source=source,
         length=length,
@@ -256,7 +237,12 @@ def make_plan(
         recomputes=recomputes,
         offloads=offloads,
         micro_batches=micro_batches,
-        axes=axes,
+        axes=[
+            replace(traced, tensor_size=split, expert_size=of)
+            for split in tensor_parallel_sizes
+            for of in expert_parallel_sizes
+            if split == 1 or of == 1
+        ],
         forward_prefetch=ahead,
         backward_prefetch=back,
         mixed_precision=dtypes,
@@ -307,11 +293,37 @@ def _several(
     return values
 
 
-def _has_names(values: object) -> bool:
-    """Return whether a value is a mapping with text as its keys."""
-    if not isinstance(values, Mapping):
-        return False
-    return all(isinstance(it, str) for it in cast("Mapping[Any, Any]", values))
+def _check_values(*, gpu: object, gpu_figures: object, arguments: object, batch: object) -> None:
+    """Refuse options of other types; None stands for none."""
+    names = gpu_figures if isinstance(gpu_figures, Mapping) else (None,)
+    has_names = all(isinstance(it, str) for it in cast("Iterable[Any]", names))
+    for option, found, is_right, wanted in (
+        ("gpu", gpu, isinstance(gpu, str), "the name of a GPU"),
+        ("gpu_figures", gpu_figures, has_names, "figures by name"),
+        ("arguments", arguments, isinstance(arguments, Mapping), "arguments by name"),
+        ("batch", batch, callable(batch), "a function of the number of samples"),
+    ):
+        if found is not None and not is_right:
+            raise UsageError(f"expected {option} to be {wanted}, found {found!r}")
+
+
+def _cluster(
+    calibration: Calibration,
+    gpu: str | None,
+    gpu_figures: Mapping[str, float | None],
+    gpus: int,
+    per_node: int,
+) -> Cluster:
+    """Return the cluster of a plan: figures that are given come before measured ones."""
+    name = calibration.device.name if calibration.device else "H100-80" if gpu is None else gpu
+    given = {key: value for key, value in gpu_figures.items() if value is not None}
+    alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # not used
+    return Cluster(
+        gpu=find_gpu(name, **{**alone, **calibration.figures, **given}),
+        count=gpus,
+        per_node=per_node,
+        network_gbits=calibration.network_gbits,
+    )
 
 
 def _check_sizes(

@@ -46,7 +46,8 @@ from shardeddp.planner.collectives import (
 )
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
-from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
+from shardeddp.planner.trace import SELECTIVE, PlannedPrecision, profile
+from shardeddp.planner.work import ModelProfile
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import warnings
@@ -11,16 +10,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from types import MethodType
 from typing import Any, TypeGuard, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
@@ -41,185 +38,26 @@ from shardeddp.planner.backward import (
     with_form,
 )
 from shardeddp.planner.collectives import Exchange, UnitUsage
+from shardeddp.planner.device_functions import (
+    DeviceFunctions,
+    attention_of_devices,
+    flex_attention_on_host,
+)
 from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values, is_grouped
+from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
     DispatchMode,
     FakeTensorMode,
     HigherOrderOperator,
-    flex_attention_device,
     pytree,
     storage_of,
 )
 from shardeddp.wrap import Policy, build_units, require_parameters
 from shardeddp.wrap.kept_operations import is_kept_by
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
-
-# -- counted work
-
-
-@dataclass(kw_only=True)
-class UnitWork:
-    """Counted work of a forward; that of backward and recomputation is derived from it."""
-
-    matmul_flops: float = 0.0
-    matmul_nbytes: float = 0.0
-    """Bytes of matmuls' operands and results."""
-    attention_flops: float = 0.0
-    """FLOPs of fused attention; half as many if it is causal."""
-    moved_nbytes: float = 0.0
-    """Bytes that all other operations read and write."""
-    kernels: int = 0
-    saved_nbytes: int = 0
-    """Bytes saved for the backward: each storage once, without parameters and their copies."""
-    costly_nbytes: int = 0
-    """Bytes of all results that selective checkpointing keeps."""
-    kept_matmul_flops: float = 0.0
-    """Part of ``matmul_flops`` whose results it keeps."""
-    kept_attention_flops: float = 0.0
-    """The same of ``attention_flops``."""
-    kept_moved_nbytes: float = 0.0
-    """The same of ``moved_nbytes``."""
-    input_nbytes: int = 0
-    """Bytes of the module's input tensors, without those that are inputs of earlier units."""
-
-    def add(self, other: UnitWork, times: int = 1) -> None:
-        """Add other work ``times`` times."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + times * value)
-
-
-@dataclass(kw_only=True)
-class ModelProfile:
-    """Work of one micro-batch, by unit of the engine."""
-
-    units: list[UnitSpec]
-    """Units in the order of their first forwards, after the root unit and those without any."""
-    usages: list[UnitUsage]
-    """Use of each unit."""
-    work: list[UnitWork]
-    """Work of each unit, the root unit first."""
-    trained: list[UnitWork]
-    """Part of each unit's work that has a backward: all if no parameter is frozen, as half of its
-    FLOPs in the backward are for the gradients of parameters."""
-    head: UnitWork
-    """Root's work after the last inner unit: logits and loss; included in ``work[0]``."""
-    tokens: int
-    """Tokens of a micro-batch; samples if inputs are not sequences."""
-    buffers_nbytes: int
-    """Bytes of the module's buffers, which every rank has whole."""
-    broadcast_nbytes: list[int]
-    """Bytes of the buffers of each dtype that follow those of rank 0."""
-    exchanges: list[list[Exchange]]
-    """Exchanges of each unit between the ranks that have parts of its layers."""
-    memory: list[UnitMemory]
-    """Memory of each unit while it runs; that of the root unit is for its ``head``."""
-    visits: list[int]
-    """Unit of each forward, as a place in ``units``, in their order."""
-    recomputed: list[bool]
-    """True for units that activation checkpointing recomputes."""
-    others_recomputed: list[str] = field(default_factory=list[str])
-    """Names of other modules than units that it recomputes, which is not planned."""
-    is_routed: bool = False
-    """True if shapes depend on choices by scores, which are assumed to be even."""
-    is_even: bool = True
-    """True if these choices are even without a remainder."""
-
-    @cached_property
-    def total(self) -> UnitWork:
-        """Sum over all units."""
-        return _sum(self.work)
-
-    @cached_property
-    def inner(self) -> UnitWork:
-        """Sum over all inner units."""
-        return _sum(self.work[1:])
-
-    @cached_property
-    def trained_shares(self) -> tuple[float, float, float]:
-        """Fractions of matmuls, attention and other kernels that have a backward."""
-        return _shares(_sum(self.trained), self.total)
-
-    def recomputed_shares(self, recompute: str) -> tuple[float, float, float]:
-        """Return the same of inner units, as far as a recomputation repeats them."""
-        if recompute == "none":
-            return 0.0, 0.0, 0.0
-        flags = zip(self.work, self.usages, self.recomputed, strict=True)
-        again = _sum([it for it, use, is_again in flags if is_again and use.has_backward])
-        shares = _shares(again, self.inner)
-        if recompute == "full":
-            return shares
-        kept = again.kept_matmul_flops, again.kept_attention_flops, again.kept_moved_nbytes
-        whole = self.inner.matmul_flops, self.inner.attention_flops, self.inner.moved_nbytes
-        parts = zip(shares, kept, whole, strict=True)
-        return tuple(share - part / of if of else 0.0 for share, part, of in parts)  # pyright: ignore[reportReturnType]  # of three
-
-    @property
-    def model_flops(self) -> float:
-        """FLOPs of a forward and a backward, without recomputation; attention counts as matmuls."""
-        whole, trained = self.total, _sum(self.trained)
-        return (
-            whole.matmul_flops
-            + whole.attention_flops
-            + 2 * (trained.matmul_flops + trained.attention_flops)
-        )
-
-    def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
-        """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
-
-        def at(one: UnitWork, other: UnitWork) -> UnitWork:
-            first, second = vars(one), vars(other)
-            return UnitWork(
-                **{
-                    name: first[name] + (micro_batch - 1) * (second[name] - first[name])
-                    for name in first
-                }
-            )
-
-        # Equal units share one object.
-        pairs = {id(one): (one, other) for one, other in zip(self.memory, two.memory, strict=True)}
-        made = {key: one.extrapolate(other, micro_batch) for key, (one, other) in pairs.items()}
-        return ModelProfile(
-            units=self.units,
-            usages=self.usages,
-            trained=[at(*pair) for pair in zip(self.trained, two.trained, strict=True)],
-            work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
-            head=at(self.head, two.head),
-            tokens=self.tokens * micro_batch,
-            exchanges=[
-                [
-                    replace(it, nbytes=it.nbytes + (micro_batch - 1) * (other.nbytes - it.nbytes))
-                    for it, other in zip(*pair, strict=True)
-                ]
-                for pair in zip(self.exchanges, two.exchanges, strict=True)
-            ],
-            memory=[made[id(one)] for one in self.memory],
-            visits=self.visits,
-            recomputed=self.recomputed,
-            others_recomputed=self.others_recomputed,
-            buffers_nbytes=self.buffers_nbytes,
-            broadcast_nbytes=self.broadcast_nbytes,
-            is_routed=self.is_routed,
-        )
-
-
-def _sum(works: Sequence[UnitWork]) -> UnitWork:
-    result = UnitWork()
-    for work in works:
-        result.add(work)
-    return result
-
-
-def _shares(part: UnitWork, whole: UnitWork) -> tuple[float, float, float]:
-    """Return fractions of matmuls, attention and other work; 1 of what there is none of."""
-
-    def share(name: str) -> float:
-        return vars(part)[name] / vars(whole)[name] if vars(whole)[name] else 1.0
-
-    return share("matmul_flops"), share("attention_flops"), share("moved_nbytes")
-
 
 # -- recording of operations
 
@@ -296,13 +134,53 @@ class _Recorder:
         own = self.trained[self.inside[-1]]
         return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
 
+    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
+        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+        self.visits.append(index)
+        around, self.unsaved = self.unsaved, []
+        self.inside.append(index)
+        try:
+            return self.live.measure(forward)
+        finally:
+            self.inside.pop()
+            self.unsaved = around
+
+    def end_forward(
+        self,
+        index: int,
+        made: int,
+        root: torch.Tensor | None,
+        inputs: Any,
+        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+    ) -> None:
+        """Run the backward of a unit whose forward has allocated so many bytes at most."""
+        timeline = self.run_backward(index, root, inputs, parameters)
+        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        if root is not None:
+            self.with_backward.add(index)
+
+    def repeat(self, first: _FirstRun, places: Sequence[int]) -> None:
+        """Repeat the records of a run of equal units, in the units at these places."""
+        for at, place in enumerate(places):
+            self.work[place].add(first.works[at])
+            self.trained[place].add(first.trained[at])
+            self.exchanges[place] += first.exchanges[at]
+            self.memory[place] = first.memory[at]
+            if first.has_backward[at]:
+                self.with_backward.add(place)
+        self.visits += [places[at] for at in first.visits]
+
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
         self.after_units, self.largest[0] = True, 0
         self.head, self.trained_head = UnitWork(), UnitWork()
 
-    def end_step(self) -> None:
-        """Note what the backward of the loss has computed: that of the head, or of a lone root."""
+    def end_step(
+        self, root: torch.Tensor | None, parameters: Sequence[tuple[torch.Tensor, torch.dtype]]
+    ) -> None:
+        """Run the backward of the loss, and note what it has computed: that of the head, or all."""
+        head = self.run_backward(0, root, self.anchors, parameters)
+        self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
         done, before = UnitWork(), UnitWork()
         if self.after_units:
             for rest, whole, head in (
@@ -510,140 +388,6 @@ class _Recording(DispatchMode):
         return out
 
 
-_IN_FLOAT32 = {
-    "cdist", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2", "norm", "normalize", "pow",
-    "__pow__", "reciprocal", "renorm", "rsqrt", "softplus",
-}  # fmt: skip
-"""Functions that autocast computes in float32 on GPUs, and not on the host (torch.amp's lists)."""
-
-_TO_FLOAT32 = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "softmin", "sum"}
-"""The same, with operands in their own dtype and float32 results."""
-
-
-class _Functions(TorchFunctionMode):
-    """Mode in which functions of torch compute as on GPUs; it opens higher-order operators.
-
-    On the host an RMS norm of vectors and weights of one dtype is seven kernels, and saves copies
-    in float32; and autocast leaves norms and softmax in bfloat16.
-    """
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _ATTENTION:
-            return _without_dropout(*args, **kwargs)
-        if func in (torch.rms_norm, F.rms_norm):
-            given = inspect.signature(F.rms_norm).bind(*args, **kwargs).arguments
-            x, weight = given["input"], given.get("weight")
-            if weight is None or weight.dtype == x.dtype:
-                return _RmsNorm.apply(x, weight, len(given["normalized_shape"]))
-        name = getattr(func, "__name__", "")
-        if name in _IN_FLOAT32 | _TO_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            if name in _IN_FLOAT32:
-                args, kwargs = pytree.tree_map(_in_float32, (args, kwargs))
-            elif kwargs.get("dtype") is None and _in_float32(args[0]) is not args[0]:
-                kwargs = {**kwargs, "dtype": torch.float32}
-        if isinstance(func, HigherOrderOperator) and func.name() in _WHAT_IT_CALLS:
-            with self:
-                return _WHAT_IT_CALLS[func.name()](*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _in_float32(value: Any) -> Any:
-    is_low = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
-    return value.float() if is_low else value
-
-
-def _cond(predicate: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:
-    return first(*operands)
-
-
-def _while_loop(condition: Any, body: Any, carried: Sequence[Any], others: Sequence[Any]) -> Any:
-    return body(*carried, *others)
-
-
-def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], others: Sequence[Any]) -> Any:
-    count, made = len(carried), list[Any]()
-    for step in zip(*xs, strict=True):
-        out = combine(*carried, *step, *others)
-        carried, made = out[:count], [*made, out[count:]]
-    return [*carried, *map(torch.stack, zip(*made, strict=True))]
-
-
-def _flex_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> Any:
-    shape = query.shape[:-1]
-    rest = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True), *rest
-
-
-def _allow(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    pass
-
-
-_ATTENTION = F.scaled_dot_product_attention
-
-
-def _without_dropout(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Compute attention without dropout: GPUs draw it in the kernel, the host keeps all scores."""
-    return _ATTENTION(query, key, value, attn_mask, 0.0, *args, **kwargs)
-
-
-@contextmanager
-def _attention_of_devices() -> Generator[None]:
-    """Let functions of torch call attention as GPUs do; a mode sees only what users call."""
-    F.scaled_dot_product_attention = _without_dropout
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = _ATTENTION
-
-
-@contextmanager
-def _flex_attention_on_host() -> Generator[None]:
-    """Disable torch's check that refuses its backward on the host; no backward runs here."""
-    check = flex_attention_device.current
-    flex_attention_device.replace(_allow)
-    try:
-        yield
-    finally:
-        flex_attention_device.replace(check)
-
-
-_WHAT_IT_CALLS: dict[str, Callable[..., Any]] = {
-    "cond": _cond,  # the first branch
-    "flex_attention": _flex_attention,  # attention to all keys
-    "scan": _scan,
-    "while_loop": _while_loop,  # one iteration
-}
-
-
-class _RmsNorm(torch.autograd.Function):
-    """RMS norm with correct shapes, dtypes and saved tensors: input, weight, scale per vector."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
-        scales = torch.empty(*x.shape[:-dims], *[1] * dims, dtype=torch.float32)
-        ctx.save_for_backward(x, scales, weight)
-        return x.clone() if weight is None else x * weight
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        x, _, weight = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
-
-
 # -- repeated modules run once
 
 
@@ -681,23 +425,12 @@ class _UnitRuns:
         if first is None:
             out = self._run_first(key, index, forward, args, kwargs)
         else:
-            self._repeat(first, index, (args, kwargs))
+            self._recorder.repeat(first, self._inner[index])
+            self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out = first.out
         result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
         self._recorder.end_unit()
         return result
-
-    def _repeat(self, first: _FirstRun, index: int, given: Any) -> None:
-        recorder, inner = self._recorder, self._inner[index]
-        for at, place in enumerate(inner):
-            recorder.work[place].add(first.works[at])
-            recorder.trained[place].add(first.trained[at])
-            recorder.exchanges[place] += first.exchanges[at]
-            recorder.memory[place] = first.memory[at]
-            if first.has_backward[at]:
-                recorder.with_backward.add(place)
-        recorder.visits += [inner[at] for at in first.visits]
-        recorder.add_inputs(recorder.work[index], given)
 
     def _run_first(
         self,
@@ -712,20 +445,16 @@ class _UnitRuns:
         before = [UnitWork(**vars(recorder.work[place])) for place in inner]
         trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
         at_start = len(recorder.visits)
-        recorder.visits.append(index)
         counts = [len(recorder.exchanges[place]) for place in inner]
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
-        result, made = self._run_forward(index, partial(forward, *args, **kwargs))
+        result, made = recorder.run_forward(index, partial(forward, *args, **kwargs))
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
         out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
         del result
-        timeline = recorder.run_backward(index, root, ends, _parameters_of(self._units[index]))
-        recorder.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
-        if root is not None:
-            recorder.with_backward.add(index)
+        recorder.end_forward(index, made, root, ends, _parameters_of(self._units[index]))
         del root
         own = inner.index(index)
         recorder.note_trained(
@@ -746,20 +475,6 @@ class _UnitRuns:
                 visits=[inner.index(it) for it in recorder.visits[at_start:]],
             )
         return out
-
-    def _run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
-        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
-        recorder, live = self._recorder, self._recorder.live
-        around, recorder.unsaved = recorder.unsaved, []
-        largest, at_start, live.peak = live.peak, live.nbytes, live.nbytes
-        recorder.inside.append(index)
-        try:
-            result = forward()
-        finally:
-            recorder.inside.pop()
-            recorder.unsaved = around
-        made, live.peak = live.peak - at_start, max(live.peak, largest)
-        return result, made
 
 
 @contextmanager
@@ -969,6 +684,35 @@ def profile(
         ConfigurationError: Parameters are lazy, or the step fails on tensors without values.
     """
     dtypes = PlannedPrecision.of(precision, mixed_precision)
+    _check_trainable(module)
+    traced = _TracedModel(module, policy, dtypes, axes)
+    units = traced.units
+    is_kept = is_kept_by((recomputation and recomputation.save_ops) or SELECTIVE)
+    recomputed, others = _recomputed(module, units, recomputation)
+    recorder = traced.record(lambda: step(module, micro_batch), is_kept)
+    calls = Counter(recorder.visits)
+    order = [0, *(it for it in range(1, len(units)) if it not in calls), *calls]
+    trained = recorder.trained_works()
+    return ModelProfile(
+        units=[units[it] for it in order],
+        usages=[_usage(it, units, recorder) for it in order],
+        work=[recorder.work[it] for it in order],
+        trained=[trained[it] for it in order],
+        head=recorder.head,
+        tokens=tokens,
+        buffers_nbytes=traced.buffers_nbytes,
+        broadcast_nbytes=traced.broadcast_nbytes,
+        exchanges=[recorder.exchanges[it] for it in order],
+        memory=[recorder.memory[it] for it in order],
+        visits=[order.index(it) for it in recorder.visits],
+        recomputed=[recomputed[it] for it in order],
+        others_recomputed=others,
+        is_routed=recorder.values.were_read and recorder.values.were_chosen,
+        is_even=recorder.values.are_even,
+    )
+
+
+def _check_trainable(module: nn.Module) -> None:
     if lazy := [name for name, it in module.named_parameters() if is_lazy(it)]:
         raise ConfigurationError(
             f"{type(module).__name__} has parameters that get their shapes from data (nn.Lazy...: "
@@ -981,93 +725,88 @@ def profile(
             f"step with something to train, found that all is frozen. requires_grad_(True) of a part "
             f"trains it; forwards alone are not planned"
         )
-    mode = FakeTensorMode()
-    without_memory(module, mode, dtypes.stored)
-    recorders: list[_Recorder] = []
-    with mode:
-        policy, split = axes.split(module, policy, lambda: recorders[-1].rehearsal())
-    units = with_dtypes(module, build_units(module, policy, split), dtypes.options, dtypes.autocast)
-    is_kept = is_kept_by((recomputation and recomputation.save_ops) or SELECTIVE)
-    recomputed, others = _recomputed(module, units, recomputation)
-    with mode:
-        cast_at_boundaries(module, units, dtypes.options)
-        if dtypes.options.param_dtype is not None:
-            _gather_parameters(units)
-    free = {storage_of(it) for it in module.parameters()}
-    buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
-    buffers_nbytes = sum(nbytes for storage, nbytes in buffers.items() if storage not in free)
-    free |= buffers.keys()
-    broadcast = BufferBroadcast(module).by_dtype()
-    wrapped = [*_wrapped(units)]
 
-    def run(
-        truth: bool = False, *, reuses: bool = True
+
+class _TracedModel:
+    """Module without memory: one rank's part of it, in units, with the dtypes of a run."""
+
+    def __init__(
+        self, module: nn.Module, policy: Policy, dtypes: PlannedPrecision, axes: ModelAxes
+    ) -> None:
+        self._module, self._dtypes, self._axes = module, dtypes, axes
+        self._mode = FakeTensorMode()
+        without_memory(module, self._mode, dtypes.stored)
+        self._recorders: list[_Recorder] = []
+        with self._mode:
+            policy, split = axes.split(module, policy, lambda: self._recorders[-1].rehearsal())
+        self.units = with_dtypes(
+            module, build_units(module, policy, split), dtypes.options, dtypes.autocast
+        )
+        with self._mode:
+            cast_at_boundaries(module, self.units, dtypes.options)
+            if dtypes.options.param_dtype is not None:
+                _gather_parameters(self.units)
+        own = {storage_of(it) for it in module.parameters()}
+        buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
+        self._free = own | buffers.keys()
+        self.buffers_nbytes = sum(nbytes for it, nbytes in buffers.items() if it not in own)
+        broadcast = BufferBroadcast(module).by_dtype()
+        self.broadcast_nbytes = [sum(it.nbytes for it in each) for each in broadcast.values()]
+        self._wrapped = [*_wrapped(self.units)]
+
+    def record(self, step: Callable[[], Any], is_kept: Callable[..., bool]) -> _Recorder:
+        """Run a step until it succeeds, with other values where it has read some.
+
+        Raises:
+            ConfigurationError: It fails on tensors without values.
+        """
+        recorder, was_asked, error = self._run(step, is_kept)  # booleans are False: no NaN is found
+        if isinstance(error, (AttributeError, TypeError)):  # from skipped forwards, perhaps
+            recorder, was_asked, error = self._run(step, is_kept, reuses=False)
+        if error is not None and was_asked:
+            recorder, _, error = self._run(step, is_kept, truth=True)  # so that assertions hold
+        if error is not None:
+            raise _refusal(self._module, self._axes, error, self.units) from error
+        return recorder
+
+    def _run(
+        self,
+        step: Callable[[], Any],
+        is_kept: Callable[..., bool],
+        *,
+        truth: bool = False,
+        reuses: bool = True,
     ) -> tuple[_Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
-        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(free), is_kept)
-        recorders.append(recorder)
-        mixed = torch.autocast("cpu", torch.bfloat16, enabled=dtypes.autocast is not None)
-        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
+        units, is_mixed = self.units, self._dtypes.autocast is not None
+        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(self._free), is_kept)
+        self._recorders.append(recorder)
         recording = _Recording(recorder, truth)
         try:
-            eager = torch.compiler.set_stance("force_eager")  # compiled later, not here
             with (
                 _quiet(),
-                eager,
-                mode,
+                torch.compiler.set_stance("force_eager"),  # compiled later, not here
+                self._mode,
                 _once_each(units, recorder, reuses=reuses),
-                mixed,
-                hooks,
+                torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
+                torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
                 recording,
-                _Functions(),
-                _flex_attention_on_host(),
-                _attention_of_devices(),
+                DeviceFunctions(),
+                flex_attention_on_host(),
+                attention_of_devices(),
             ):
-                for index, spec, parameter in wrapped:
+                for index, spec, parameter in self._wrapped:
                     recorder.bind(index, spec, parameter)
-                out = step(module, micro_batch)
-                axes.end_forward(module)
-                loss = out.get("loss") if isinstance(out, Mapping) else out
+                out = step()
+                self._axes.end_forward(self._module)
+                root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
                 del out
-                root = root_of(loss)
-                del loss
-                ends, own = recorder.anchors, _parameters_of(units[0])
-                head = recorder.run_backward(0, root, ends, own)
-                recorder.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
-                recorder.end_step()
+                recorder.end_step(root, _parameters_of(units[0]))
         except ConfigurationError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
-
-    recorder, was_asked, error = run()  # booleans are False: no NaN is found
-    if isinstance(error, (AttributeError, TypeError)):  # from skipped forwards, perhaps
-        recorder, was_asked, error = run(reuses=False)
-    if error is not None and was_asked:
-        recorder, _, error = run(True)  # booleans are True: assertions hold
-    if error is not None:
-        raise _refusal(module, axes, error, units) from error
-    calls = Counter(recorder.visits)
-    order = [0, *(it for it in range(1, len(units)) if it not in calls), *calls]
-    trained = recorder.trained_works()
-    return ModelProfile(
-        units=[units[it] for it in order],
-        usages=[_usage(it, units, recorder) for it in order],
-        work=[recorder.work[it] for it in order],
-        trained=[trained[it] for it in order],
-        head=recorder.head,
-        tokens=tokens,
-        buffers_nbytes=buffers_nbytes,
-        broadcast_nbytes=[sum(it.nbytes for it in each) for each in broadcast.values()],
-        exchanges=[recorder.exchanges[it] for it in order],
-        memory=[recorder.memory[it] for it in order],
-        visits=[order.index(it) for it in recorder.visits],
-        recomputed=[recomputed[it] for it in order],
-        others_recomputed=others,
-        is_routed=recorder.values.were_read and recorder.values.were_chosen,
-        is_even=recorder.values.are_even,
-    )
 
 
 def _usage(index: int, units: Sequence[UnitSpec], recorder: _Recorder) -> UnitUsage:

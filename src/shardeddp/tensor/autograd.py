@@ -29,7 +29,7 @@ from shardeddp.tensor.unsharded import (
     sharded_of,
     with_gradient_of,
 )
-from shardeddp.tensor.views import Gathered, GatheredView, refresh_views
+from shardeddp.tensor.views import Gathered, GatheredView, update_views
 from shardeddp.torch_private import (
     described_gradient,
     engine_run,
@@ -359,7 +359,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
             leaf.warn_outside(stacklevel=6)  # caller of the torch function
     full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
-    refresh_views(args, kwargs)
+    update_views(args, kwargs)
     result = func(*full_args, **full_kwargs)
     for gathered, version in found.values():
         if gathered.full._version != version:

@@ -86,6 +86,10 @@ class DividedExperts(DividedState):
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     breaks_graphs: bool = False
 
+    def note_sent(self) -> None:
+        """Note that tokens were sent to the experts."""
+        self.is_sent = True
+
 
 def divided_experts(root: nn.Module) -> list[DividedExperts]:
     """Return the experts of a model that are divided over ranks."""
@@ -305,7 +309,7 @@ def _counts(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 def _number_and_axis(experts: nn.Module, axis: TensorAxis | None) -> tuple[int, TensorAxis | None]:
     if (divided := _divided(experts)) is not None:
-        divided.is_sent = True
+        divided.note_sent()
         return divided.count, divided.axis
     if isinstance(experts, nn.ModuleList):
         return len(experts), axis

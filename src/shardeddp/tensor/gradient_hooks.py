@@ -88,6 +88,11 @@ class GradientHooks:
         self._on_gradient[handle.id] = hook
         return handle
 
+    def show_node(self) -> None:
+        """Note that a user has been given the node, where all gradients of the parameter end."""
+        self.listen()
+        self.node_is_known = True
+
     def listen(self) -> None:
         """Pass gradients of the unsharded parameter through the hooks from now on."""
         sharded, unsharded = self._sharded(), self._unsharded and self._unsharded()

@@ -81,6 +81,18 @@ class DividedState(ModuleHook):
     breaks_graphs: bool = False
     """Whether the module's call is a graph break in compiled code."""
 
+    def count_calls(self, *, within_compiled: bool) -> None:
+        """Count calls, unless they are within compiled code."""
+        self.counts_calls = not within_compiled
+
+    def begin_call(self) -> None:
+        """Count a call of the module."""
+        self.num_calls += 1
+
+    def set_running(self, runs: bool) -> None:
+        """Note whether the module's forward runs."""
+        self.is_running = runs
+
 
 class DividedCount(ModuleHook):
     """Refusal of copies of a module with a number that ranks divide, such as ``num_heads``."""

@@ -339,13 +339,16 @@ class SplitLayerState(DividedState):
 
     attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    observe: Callable[[str, torch.Tensor], None] | None = None
-    """Called in backward with the name of the layer and the gradient of its output; None: nothing is."""
+    _observe: Callable[[str, torch.Tensor], None] | None = None
 
     @property
     def has_whole_output(self) -> bool:
         """True if all ranks get the same output, of the whole layer: its gradient has to be equal, too."""
         return self.after in _WHOLE
+
+    def observe_output(self, observe: Callable[[str, torch.Tensor], None] | None) -> None:
+        """Call a function in backward with the layer's name and the gradient of its output; or none."""
+        self._observe = observe
 
     def install(self, style: ParallelStyle, *, sums_input: bool = True) -> None:
         """Surround the forward of the layer with the exchanges of its style.
@@ -395,8 +398,8 @@ class SplitLayerState(DividedState):
             return output
         first, *others = cast("tuple[Any, ...]", output if isinstance(output, tuple) else (output,))
         made = _AFTER[self.after](self, first)
-        if not torch.compiler.is_compiling() and self.observe is not None and made.requires_grad:
-            made.register_hook(partial(self.observe, self.name))
+        if not torch.compiler.is_compiling() and self._observe is not None and made.requires_grad:
+            made.register_hook(partial(self._observe, self.name))
         return (made, *others) if isinstance(output, tuple) else made
 
 

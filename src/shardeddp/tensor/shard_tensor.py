@@ -45,7 +45,6 @@ from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes, whole_of
 from shardeddp.tensor.backward import (
     are_requested,
-    running_backward,
     store_gradient,
     stored_gradient,
 )
@@ -126,8 +125,13 @@ class ShardSpec:
     tensor_rank: int = 0
     """Index of this rank's group in ``boxes``."""
 
-    warned: list[str] = field(default_factory=list)
-    """Kinds of warnings given for this parameter, so that none is given twice."""
+    _warned: set[str] = field(default_factory=set[str])
+
+    def is_first(self, warning: str) -> bool:
+        """Return whether a kind of warning is given for this parameter for the first time."""
+        is_first = warning not in self._warned
+        self._warned.add(warning)
+        return is_first
 
     @cached_property
     def interval(self) -> Interval:
@@ -210,16 +214,11 @@ class ShardSpec:
 class _FlatGroupGradients(Protocol):
     """Gradients of a unit's parameters on their way to ``.grad``: `GroupGradients`."""
 
-    assigned: set[int]
-
     def note_kept(self) -> None: ...
     def add_outside(self, index: int, gradient: torch.Tensor) -> None: ...
-    def take_local(self, index: int, gradient: torch.Tensor) -> bool: ...
-    def unreduced(self, index: int) -> torch.Tensor | None: ...
+    def current(self, index: int) -> torch.Tensor | None: ...
     def is_unreduced(self, index: int) -> bool: ...
-    def has_former(self, index: int) -> bool: ...
-    def take_former(self, index: int) -> None: ...
-    def drop(self, index: int, successor: torch.Tensor | None) -> None: ...
+    def assign(self, index: int, gradient: torch.Tensor | None) -> None: ...
 
 
 class _KeepsWrites(Protocol):
@@ -227,7 +226,7 @@ class _KeepsWrites(Protocol):
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
-    def refill_views(self) -> None: ...
+    def renew_views(self) -> None: ...
     def is_held(self, index: int) -> bool: ...
 
 
@@ -395,12 +394,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         It takes the values, and keeps its own memory. If the other one is not assigned to in turn
         (two parameters that are swapped), the next step reports it.
         """
-        untied, own = self._spec.mesh.run.untied, self._spec.fqn
-        for name in [it for it, its_other in untied.items() if own in (it, its_other)]:
-            del untied[name]
         other = _parameter_with_memory_of(data)
-        if other is not None and other is not self:
-            untied[own] = other._spec.fqn
+        of_other = None if other is None or other is self else other._spec.fqn
+        self._spec.mesh.run.note_memory(self._spec.fqn, of_other)
 
     def leave_values(self) -> None:
         """Leave the values to the tensors and views that share them; the parameter gets others."""
@@ -420,12 +416,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def _warn_of_held_parts(self) -> None:
         # Within a step graphs hold views too, many of which are dropped without a backward.
         home = None if self._spec.mesh.run.in_step else self.home
-        if (
-            home is not None
-            and "held" not in self._spec.warned
-            and home.is_held(self._index_in_group)
-        ):
-            self._spec.warned.append("held")
+        is_held = home is not None and home.is_held(self._index_in_group)
+        if is_held and self._spec.is_first("held"):
             warnings.warn(
                 f"parameter {self._spec.fqn} gets other values by `.data = ...`, and something holds "
                 f"a part of it that was taken in a step (a view such as `p.detach()[:2]`, or a graph "
@@ -467,28 +459,17 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         ):
             return gradient
         group_gradients, index = self._group_gradients
-        if gradient is not None:
-            if running_backward() is not None or not group_gradients.has_former(index):
-                return gradient
-            group_gradients.take_former(index)
-        return group_gradients.unreduced(index)
+        return group_gradients.current(index)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
-        elif gradient is not None and self._group_gradients is not None:
-            # A gradient computed in a function's backward is of this rank's batch: it is averaged.
+        if self._group_gradients is None:
+            store_gradient(self, gradient)
+        else:
             group_gradients, index = self._group_gradients
-            if group_gradients.take_local(index, gradient):
-                store_gradient(self, None)
-                return
-        store_gradient(self, gradient)
-        if self._group_gradients is not None:
-            group_gradients, index = self._group_gradients
-            group_gradients.drop(index, gradient)
-            if gradient is not None:
-                group_gradients.assigned.add(index)
+            group_gradients.assign(index, gradient)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """Return a gradient in this parameter's layout; gather it first if it has another one."""
@@ -518,8 +499,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
         It is that of the unsharded parameter; hooks may be set on it.
         """
-        self._made_hooks().listen()
-        self._made_hooks().node_is_known = True
+        self._made_hooks().show_node()
 
     @property
     def node_is_known(self) -> bool:
@@ -656,9 +636,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def warn_outside(self, stacklevel: int = 4) -> None:
         """Warn, once, of the cost of a use outside of the unit's forward."""
-        if "outside" in self._spec.warned:
+        if not self._spec.is_first("outside"):
             return
-        self._spec.warned.append("outside")
         nbytes = self._spec.numel * self.element_size()
         warnings.warn(
             f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: "
@@ -1000,7 +979,7 @@ def end_writes(*targets: torch.Tensor) -> None:
         if target.home is not None:
             homes[target.home] = None
     for home in homes:
-        home.refill_views()
+        home.renew_views()
 
 
 def mark_written(local: torch.Tensor) -> None:
@@ -1060,16 +1039,15 @@ class _Average(torch.autograd.Function):
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
         size = spec.mesh.data.size
-        if is_copy and "copy" not in spec.warned:
-            spec.warned.append("copy")  # compared once: the comparison synchronizes the device
-            if _differs(total, gradient * size):
-                warnings.warn(
-                    f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of "
-                    f"all ranks' gradients, which are not the same. Under DDP each rank trains a "
-                    f"copy by its own. For that, copy whole values: copy.deepcopy(module) inside of "
-                    f"strategy.summon_full_params(), or full_tensor() of the parameter",
-                    stacklevel=2,
-                )
+        # Compared once: the comparison synchronizes the device.
+        if is_copy and spec.is_first("copy") and _differs(total, gradient * size):
+            warnings.warn(
+                f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of "
+                f"all ranks' gradients, which are not the same. Under DDP each rank trains a "
+                f"copy by its own. For that, copy whole values: copy.deepcopy(module) inside of "
+                f"strategy.summon_full_params(), or full_tensor() of the parameter",
+                stacklevel=2,
+            )
         local = spec.localize(total).div(size)
         return ShardTensor(local.to(home), spec)
 

@@ -58,7 +58,7 @@ class Gathered:
         local = self.sharded.to_local()
         return local is self._local and _version_of(local) == self._version
 
-    def refresh(self) -> None:
+    def update(self) -> None:
         """Gather again, a collective, if the shard has changed in any way."""
         if self.is_current:
             return
@@ -189,7 +189,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """Return the current elements as a plain tensor, which must not be written to."""
-        self._gathered.refresh()
+        self._gathered.update()
         return self._plain
 
     def tolist(self) -> Any:  # noqa: D102
@@ -219,7 +219,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not asks_only_about(func) and func not in _BACKWARDS:
-            refresh_views(args, kwargs)
+            update_views(args, kwargs)
         # Classes with more to say about the function, sharded parameters above all.
         others = tuple(kind for kind in types if not issubclass(kind, cls))
         for kind in others:
@@ -239,7 +239,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
         targets = [target for target in everything if isinstance(target, cls)]
         refuse_unmet(func, args, kwargs)
         for view in views:
-            view._gathered.refresh()
+            view._gathered.update()
         _check_targets(func, targets, args, kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(
             cls, lambda view: view._plain, (args, kwargs)
@@ -256,14 +256,14 @@ class GatheredView(NoRawMemory, torch.Tensor):
         )
 
 
-def refresh_views(*arguments: Any) -> None:
+def update_views(*arguments: Any) -> None:
     """Gather views among a function's arguments again if their shards have changed; a collective.
 
     Call it before autograd saves them: it notes their versions, which a later gather would change.
     """
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, GatheredView):
-            leaf._gathered.refresh()
+            leaf._gathered.update()
 
 
 def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
