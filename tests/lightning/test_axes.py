@@ -70,19 +70,20 @@ class Weighs(RecordsPeak):
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
 
-def weigh(block: type[nn.Module], options: dict[str, Any]) -> list[tuple[MemoryPlan, int, int]]:
-    """By strategy, the plan, bytes of all tensors between steps, and the most that a step adds."""
-    found = []
+def weigh(
+    name: str, block: type[nn.Module], options: dict[str, Any]
+) -> tuple[MemoryPlan, int, int]:
+    """The plan, bytes of all tensors between steps, and the most that a step adds."""
     loader: Any = DataLoader(torch.ones(16, 8), batch_size=2)
-    for name in STRATEGIES:
-        before, weighs = settled_nbytes(), Weighs()
-        strategy = ShardedDP(name, auto_wrap_policy={block}, **options)
-        trainer = make_trainer(
-            strategy, max_steps=3, callbacks=[weighs], use_distributed_sampler=False
-        )
-        trainer.fit(Model(block), loader)
-        found.append((strategy.memory_plan, weighs.resting - before, max(accumulate(weighs.sizes))))
-    return found
+    before, weighs = settled_nbytes(), Weighs()
+    strategy = ShardedDP(name, auto_wrap_policy={block}, **options)
+    trainer = make_trainer(strategy, max_steps=3, callbacks=[weighs], use_distributed_sampler=False)
+    trainer.fit(Model(block), loader)
+    return strategy.memory_plan, weighs.resting - before, max(accumulate(weighs.sizes))
+
+
+def weigh_all(block: type[nn.Module], options: dict[str, Any]) -> Any:
+    return [weigh(name, block, options) for name in STRATEGIES]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -102,7 +103,7 @@ def test_a_rank_with_a_part_of_a_model_holds_what_was_planned(
     world: Worlds, block: type[nn.Module], axis: str, options: dict[str, Any], size: int
 ) -> None:
     options = {**options, f"{axis}_parallel_size": size}
-    for answers in world(4).run(weigh, block, options):
+    for answers in world(4).run(weigh_all, block, options):
         for name, (plan, resting, added) in zip(STRATEGIES, answers, strict=True):
             about = f"{name}: {resting:,} + {added:,} bytes, planned {plan}"
             assert abs(resting - plan.resting_nbytes) < 0.02 * plan.resting_nbytes, about

@@ -848,8 +848,9 @@ class Dropping(Planned):
         torch.manual_seed(0)
         self.blocks = nn.Sequential(*(DroppingBlock() for _ in range(3)))
 
-    def on_train_start(self) -> None:
-        torch.manual_seed(20 + self.device_mesh[self.axis].get_local_rank())
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(20 + self.device_mesh[self.axis].get_local_rank())
 
 
 class DrawingApart(Dropping):

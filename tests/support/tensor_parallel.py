@@ -96,7 +96,8 @@ class Family(LightningModule):
         self.kind, self.options, self.steps = kind, options, steps
         self.model: Any = None
         self.losses: list[float] = []
-        self.gradients: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] | None = None
+        """Gets the gradients of the last step."""
 
     def configure_model(self) -> None:
         """Build the model, once."""
@@ -119,6 +120,8 @@ class Family(LightningModule):
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         """Keep whole gradients, before they are clipped; 0 for a parameter that has none."""
+        if self.gradients is None:
+            return
         for name, parameter in self.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, ShardTensor):
@@ -148,6 +151,7 @@ def train_alone(
 ) -> list[float]:
     """The losses of one process on whole batches; ``weights`` get what it ends with, ``gradients`` the last."""
     module = family(kind, options, steps)
+    module.gradients = gradients
     module.configure_model()
     module.train()
     optimizer, losses = optimizer_of(module), list[float]()
@@ -161,8 +165,6 @@ def train_alone(
         optimizer.zero_grad()
     if weights is not None:
         weights.update(module.state_dict())
-    if gradients is not None:
-        gradients.update(module.gradients)
     return losses
 
 
@@ -183,12 +185,11 @@ def train_split(
         strategy, max_steps=steps, gradient_clip_val=1.0, use_distributed_sampler=False
     )
     module = Family(kind, options, steps)
+    module.gradients = gradients
     trainer.fit(module)
     assert dist.get_world_size() % size == 0
     if weights is not None:
         weights.update(full_weights(module))
-    if gradients is not None:
-        gradients.update(module.gradients)
     return module.losses
 
 
