@@ -365,11 +365,13 @@ def test_each_axis_sends_what_textbooks_say(
             gathers = 2 * whole - once if name == "full_shard" else whole
             gathered += gathers * 4 * (among - 1) // among
             reduced += whole * 4 * (among - 1) // among
-        if name == "no_shard":  # an all-reduce is a reduce-scatter and an all-gather
-            assert parameters == {"all_reduce": 2 * reduced}
+        # An all-reduce is a reduce-scatter and an all-gather; one is of the logged loss.
+        logged = 2 * 4 * (ranks - 1) // ranks
+        if name == "no_shard":
+            assert parameters == {"all_reduce": logged + 2 * reduced}
         else:
-            assert parameters["all_gather"] == gathered
-            assert parameters["reduce_scatter"] == reduced
+            sent_by_kind = {"all_gather": gathered, "reduce_scatter": reduced}
+            assert parameters == {"all_reduce": logged, **sent_by_kind}
 
 
 LAYERS = {

@@ -358,6 +358,7 @@ class Documented(LightningModule):
         torch.manual_seed(0)
         super().__init__()
         self.model = FeedForward(8, 12)
+        self.batches: list[torch.Tensor] = []
 
     def configure_model(self) -> None:
         tp_mesh = self.device_mesh["tensor_parallel"]
@@ -371,11 +372,15 @@ class Documented(LightningModule):
             fully_shard(self.model.w3, mesh=dp_mesh)
             fully_shard(self.model, mesh=dp_mesh)
 
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.batches.append(batch)
+
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         return self.model(batch).sum()
 
     def train_dataloader(self) -> Any:
-        return DataLoader(DOCUMENTED, batch_size=8 // 2)
+        rows: Any = torch.randn(8 * STEPS, 8, generator=torch.Generator().manual_seed(5))
+        return DataLoader(rows, batch_size=4)  # in the order of Lightning's own sampler
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
@@ -385,11 +390,8 @@ class WithoutFullyShard(Documented):
     shards = False
 
 
-DOCUMENTED: Any = torch.randn(8 * STEPS, 8, generator=torch.Generator().manual_seed(5))
-
-
 def train_documented(kind: type[Documented]) -> Any:
-    """The weights that it ends with under each strategy, or why there are none."""
+    """Batches of this rank, and the weights that it ends with, by strategy; or why there are none."""
     found = []
     for name in STRATEGIES:
         trainer = make_trainer(ShardedDP(name, tensor_parallel_size=2), max_steps=STEPS)
@@ -398,22 +400,26 @@ def train_documented(kind: type[Documented]) -> Any:
             trainer.fit(module)
         except ConfigurationError as error:
             return str(error)
-        found.append({key: it.full_tensor() for key, it in module.state_dict().items()})
+        weights = {key: it.full_tensor() for key, it in module.state_dict().items()}
+        found.append((module.batches, weights))
     return found
 
 
 def test_the_documented_example_of_lightning_trains_without_its_fully_shard_lines(
     world: Worlds,
 ) -> None:
+    answers = world(4).run(train_documented, WithoutFullyShard)
     module = Documented()
     optimizer = module.configure_optimizers()
-    for batch in DOCUMENTED.split(8):
-        (module.model(batch).sum() / 2).backward()  # of two ranks with different batches
+    # Ranks 0 and 1 split layers, as ranks 2 and 3 do.
+    for batches in zip(answers[0][0][0], answers[2][0][0], strict=True):
+        (module.model(torch.cat(batches)).sum() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: it.detach() for name, it in module.state_dict().items()}
-    for answers in world(4).run(train_documented, WithoutFullyShard):
-        for found in answers:
+    assert len(answers[0][0][0]) == STEPS
+    for answer in answers:
+        for _, found in answer:
             assert distance(found, expected) < 1e-5
     for message in world(4).run(train_documented, Documented):
         assert "fully_shard" in message
