@@ -65,23 +65,33 @@ class Checked(Walk):
     def __init__(self, names: list[str]) -> None:
         super().__init__(names)
         self.changes: dict[tuple[str, str], int] = {}
-        """The most bytes that a change has held beside the former shards and the new ones."""
+        """The most bytes that a change has held beside all former shards and the new ones.
+
+        New ones are those of parameters and gradients. The optimizer's states are moved behind them, one
+        by one: these count by what the change adds to them.
+        """
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         former = trainer.strategy.options.sharding_strategy
-        whole = {name: it.full_tensor() for name, it in self.tensors(trainer, pl_module)}
+        former_tensors = dict(self.tensors(trainer, pl_module))
+        whole = {name: it.full_tensor() for name, it in former_tensors.items()}
+        nbytes = {name: it.to_local().nbytes for name, it in former_tensors.items()}
+        del former_tensors
         with record_allocations() as sizes:
             super().on_train_batch_start(trainer, pl_module)
         moved = dict(self.tensors(trainer, pl_module))
         assert moved.keys() == whole.keys()
         for name, it in moved.items():
             assert torch.equal(it.to_local(), it.spec.localize(whole[name])), name
-            assert torch.equal(it.full_tensor(), whole[name]), name
         if (now := trainer.strategy.options.sharding_strategy) != former:
             units = [it.unit for it in trainer.strategy.runtime.progresses]
             held = sum((it.held() for it in units), HeldMemory())
-            shards = held.main_nbytes + held.in_flight_nbytes
-            shards += sum(it.to_local().nbytes for name, it in moved.items() if " of " in name)
+            moved_nbytes = {name: it.to_local().nbytes for name, it in moved.items()}
+            gradients = sum(
+                it for name, it in moved_nbytes.items() if name.startswith("gradient of")
+            )
+            grown = sum(it - nbytes[name] for name, it in moved_nbytes.items() if "_avg" in name)
+            shards = held.main_nbytes + held.in_flight_nbytes + gradients + max(0, grown)
             self.changes[former, now] = max(accumulate(sizes)) - shards
 
     def tensors(self, trainer: Any, module: Any) -> Iterator[tuple[str, ShardTensor]]:
@@ -143,7 +153,7 @@ class WideGpt(TinyGpt):
     """Large enough that a few kilobytes of messages do not count, and a parameter is a small part."""
 
     def __init__(self) -> None:
-        super().__init__(64, 8)
+        super().__init__(64, 4)
 
 
 def change_all() -> tuple[dict[tuple[str, str], int], list[int]]:
@@ -164,7 +174,7 @@ def test_each_change_moves_every_element_and_never_brings_the_model_to_one_rank(
     for pair in answers[0][0]:
         most = max(changes[pair] for changes, _ in answers)
         print(f"| {' | '.join(pair)} | {most:,} | {most / sum(nbytes):.1%} |")
-        assert most < 3 * max(nbytes) < sum(nbytes) / 4, pair
+        assert most < 2 * max(nbytes) < sum(nbytes) / 4, pair
 
 
 class MuonGpt(TinyGpt):
