@@ -39,6 +39,35 @@ def record_allocations() -> Iterator[list[int]]:
     sizes.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 
+@contextmanager
+def record_new_memory() -> Iterator[list[int]]:
+    """Give a list that gets, when the block ends, the bytes of what it has allocated, after each change.
+
+    Memory that was there before does not count, freed or not.
+    """
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        yield found
+    living: dict[int, int] = {}
+    for event in sorted(
+        _all_events(record.profiler.kineto_results.experimental_event_tree()),
+        key=lambda event: event.start_time_ns,
+    ):
+        if event.name == "[memory]":
+            address, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+            if nbytes > 0:
+                living[address] = nbytes
+            else:
+                living.pop(address, None)
+            found.append(sum(living.values()))
+
+
+def _all_events(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all_events(event.children)
+
+
 def all_complete(sizes: list[int], kept: float = 0.0) -> bool:
     """Whether the records of all ranks end with what is to be kept; to be asked on all of them.
 
