@@ -6,8 +6,6 @@ do not count. Adam steps in one kernel per tensor (``fused=True``): otherwise it
 it steps on together, which are the optimizer's and not the engine's.
 """
 
-import gc
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +28,13 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import SingleUnitPolicy, build_units
 from shardeddp.wrap.flat_buffers import plan_unit
-from support.allocations import ATTEMPTS, all_complete, record_allocations
+from support.allocations import (
+    ATTEMPTS,
+    all_complete,
+    living_nbytes,
+    record_allocations,
+    settled_nbytes,
+)
 from support.waiting import until
 from training import Sharding, batch
 from world import Worlds, on_ranks
@@ -149,35 +153,6 @@ def check_held(before: int, expected: int, more: int = 0) -> None:
     assert until(
         lambda: expected - A_NUMBER_NBYTES <= found() <= expected + more + A_NUMBER_NBYTES
     ), f"found {found():,} bytes, expected {expected:,} and up to {more:,} more"
-
-
-def settled_nbytes() -> int:
-    """Bytes of all tensors, when what former steps have left to other threads is gone."""
-    found = [living_nbytes()]
-    while len(found) < 4 or len(set(found[-4:])) > 1:
-        time.sleep(0.05)
-        found.append(living_nbytes())
-    return found[-1]
-
-
-def living_nbytes() -> int:
-    """Bytes of all tensors that exist, each memory counted once."""
-    gc.collect()
-    memory: set[tuple[int, int]] = set()  # where it begins, and minus its bytes
-    with torch._C.DisableTorchFunctionSubclass():
-        for candidate in gc.get_objects():
-            if issubclass(type(candidate), torch.Tensor) and not issubclass(
-                type(candidate), ShardTensor
-            ):
-                storage = torch.Tensor.untyped_storage(candidate)
-                if storage.device.type != "meta":  # of what a compiler has traced; without memory
-                    memory.add((storage.data_ptr(), -storage.nbytes()))
-    # An unsharded parameter's storage is a part of its unit's.
-    total = end = 0
-    for start, negative in sorted(memory):
-        counted = max(0, start - negative - max(start, end))
-        total, end = total + counted, max(end, start - negative)
-    return total
 
 
 # -- the worst moment

@@ -1,6 +1,7 @@
 """Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.verify import tensor_rows, verify
+from shardeddp.checkpoint.verify import tensor_rows
 from shardeddp.errors import ConfigurationError
+from shardeddp_cli import main
 from support.experts import StackedExperts
 from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
@@ -32,7 +36,10 @@ from support.whole_batches import (
     check_precision,
     descent_of,
     distance,
+    load_run,
+    same_bits,
     train_whole,
+    whole_state,
 )
 from world import Worlds
 
@@ -123,11 +130,12 @@ def train(
     if name == "hybrid_shard":
         more["shard_size"] = max(1, dist.get_world_size() // 2)
     more = {
+        "expert_parallel_size": size,
         "experts": None if kind is Stacked else Expert,
         "auto_wrap_policy": {kind.block},
         **more,
     }
-    strategy = ShardedDP(name, expert_parallel_size=size, **more)
+    strategy = ShardedDP(name, **more)
     trainer_options = {
         "max_steps": steps,
         "accumulate_grad_batches": 2,
@@ -144,6 +152,7 @@ def train(
     assert all(isinstance(it, ShardTensor) for it in module.parameters())
     # A state dict and a summoned model are whole, and what rank 0 writes to it reaches all ranks.
     state = {key: value.full_tensor() for key, value in module.state_dict().items()}
+    saved = whole_state(module, *trainer.optimizers) if path else state
     with strategy.summon_full_params(module):
         for key, whole in module.named_parameters():
             assert torch.equal(whole, state[key])
@@ -151,11 +160,13 @@ def train(
                 whole.data.add_(1)
     for key, value in module.state_dict().items():
         assert torch.equal(value.full_tensor(), state[key] + 1)
-    return state, module.seen
+    return saved, module.seen
 
 
-def train_all(size: int, kind: type[Mixture], names: tuple[str, ...]) -> list[Any]:
-    return [train(it, size, kind) for it in names]
+def train_all(
+    size: int, kind: type[Mixture], names: tuple[str, ...], *how: Any, **options: Any
+) -> list[Any]:
+    return [train(it, size, kind, *how, **options) for it in names]
 
 
 @pytest.mark.long
@@ -174,13 +185,16 @@ def test_experts_train_as_in_one_process_under_every_strategy(
 
 
 @pytest.mark.long
-def test_ranks_repeat_a_training_to_the_bit(world: Worlds) -> None:
-    run = partial(train, "hybrid_shard", 2, Mixture, "value", steps=FEWER_STEPS)
-    expected, _ = train_whole(Mixture, "value", steps=FEWER_STEPS)
-    (first, _), *_ = world(4).run(run)
-    for found, _ in world(4).run(run):
-        assert distance(found, expected) < 1e-5
-        assert all(torch.equal(found[name], first[name]) for name in first)
+@pytest.mark.parametrize("kind", [Mixture, Stacked], ids=["list", "stacked"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_repeat_a_training_to_the_bit(world: Worlds, size: int, kind: type[Mixture]) -> None:
+    run = partial(train_all, size, kind, STRATEGIES, "value", steps=FEWER_STEPS)
+    expected, _ = train_whole(kind, "value", steps=FEWER_STEPS)
+    first, *_ = world(4).run(run)
+    for answers in world(4).run(run):
+        for (found, seen), (former, losses) in zip(answers, first, strict=True):
+            assert distance(found, expected) < 1e-5
+            assert same_bits(found, former) and seen == losses
 
 
 def test_activation_checkpointing_computes_the_same(world: Worlds) -> None:
@@ -264,89 +278,162 @@ def test_all_ranks_skip_a_step_in_which_an_expert_of_one_overflows(world: Worlds
         assert distance(found, expected) < 1e-3
 
 
+class EvenRouter(Router):
+    """Experts in turn, whatever tokens are."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights = super().forward(x)
+        return torch.arange(x.shape[0] * CHOSEN).view(-1, CHOSEN) % EXPERTS, weights
+
+
+class EvenBlock(ListBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = EvenRouter()
+
+
 class Counted(Mixture):
-    """Counts what a micro-batch sends."""
+    """Counts what a micro-batch sends, and keeps which experts its routers choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.router.register_forward_hook(self.keep)
+
+    def keep(self, router: nn.Module, args: Any, output: Any) -> None:
+        self.chosen.append(output[0])
 
     def on_train_batch_start(self, *args: Any) -> None:
+        self.chosen.clear()
         self.trainer.strategy.traffic.reset()
         self.trainer.strategy.mesh.activation_traffic.reset()
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         strategy = self.trainer.strategy
-        self.sent = dict(strategy.traffic.nbytes), dict(strategy.mesh.activation_traffic.nbytes)
+        self.sent = dict(strategy.mesh.activation_traffic.nbytes), dict(strategy.traffic.nbytes)
 
 
-def count() -> Any:
-    strategy = ShardedDP("shard_optimizer", expert_parallel_size=2, experts=Expert)
-    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False)
-    module = Counted()
-    trainer.fit(module)
-    groups = [it for each in strategy.runtime.progresses for it in each.unit.groups]
-    experts = sum(it.layout.padded_numel for it in groups if it.sharded[0].spec.boxes)
-    rest = sum(it.layout.padded_numel for it in groups if not it.sharded[0].spec.boxes)
-    return module.sent, experts, rest
+class CountedEven(Counted):
+    block = EvenBlock
 
 
-def test_experts_are_reduced_over_ranks_that_have_the_same(world: Worlds) -> None:
-    tokens = BATCH // 4 * 4 * CHOSEN
-    total = 0
-    for (data, activations), experts, rest in world(4).run(count):
-        # Half of a group of two, three quarters of a group of four, of float32.
-        assert data["reduce_scatter"] == experts * 4 // 2 + rest * 4 * 3 // 4
-        total += activations["all_to_all"]
-    # What each rank tells the other in each block: int64 for each of that one's experts, and the
-    # layer. In the first step ranks agree on units, and tell no end of the forward.
-    rows = total - 4 * 2 * (EXPERTS // 2 + 1) * 8
-    # Each row of 8 float32 that is not at home goes there and back, and again in backward.
-    assert rows % (4 * 8 * 4) == 0 and 0 < rows // (4 * 8 * 4) < 4 * 2 * tokens
-
-
-def load(path: str, size: int) -> dict[str, torch.Tensor]:
-    """What a run with another number of expert ranks finds in a checkpoint, and goes on from."""
-    more = {} if size == 1 else {"expert_parallel_size": size, "experts": Expert}
-    strategy = ShardedDP("full_shard", auto_wrap_policy={ListBlock}, **more)
-    trainer = make_trainer(
-        strategy, max_steps=FEWER_STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
+def count(name: str, size: int, kind: type[Counted]) -> Any:
+    """Bytes of activations and of parameters; choices of each block; elements of groups."""
+    strategy = ShardedDP(
+        name, expert_parallel_size=size, experts=Expert, auto_wrap_policy={kind.block}
     )
-    module = Mixture() if size > 1 else Alone()
-    trainer.fit(module, ckpt_path=path, weights_only=False)
-    (optimizer,) = trainer.optimizers
-    moments = {
-        f"moment of {name}": optimizer.state[parameter]["exp_avg"].full_tensor()
-        for name, parameter in module.named_parameters()
-    }
-    return {key: value.full_tensor() for key, value in module.state_dict().items()} | moments
+    trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
+    module = kind()
+    trainer.fit(module)
+    numel = {"experts": [0, 0], "rest": [0, 0]}
+    for at, progress in enumerate(progresses := strategy.runtime.progresses):
+        for group in progress.unit.groups:
+            every = numel["experts" if group.sharded[0].spec.boxes else "rest"]
+            every[0] += group.layout.padded_numel
+            if at in (0, len(progresses) - 1):  # gathered once: root and last block
+                every[1] += group.layout.padded_numel
+    return *module.sent, torch.stack(module.chosen), numel
 
 
-class Alone(Mixture):
-    """Has all experts on every rank."""
+@pytest.mark.parametrize("kind", [CountedEven, Counted], ids=["even", "routed"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+def test_each_axis_sends_what_textbooks_say(
+    world: Worlds, name: str, size: int, kind: type[Counted]
+) -> None:
+    ranks, rows = 4, BATCH // 4 * 4 * CHOSEN
+    answers = world(ranks).run(count, name, size, kind)
+    # Of each block and rank, the rows that it sends to each other one of its group, and to itself.
+    sent = torch.zeros(2, ranks, size)
+    for rank, (_, _, chosen, _) in enumerate(answers):
+        for to in range(size):
+            sent[:, rank, to] = (chosen * size // EXPERTS == to).flatten(1).sum(1)
+    for rank, (activations, parameters, _, numel) in enumerate(answers):
+        own, group = rank % size, slice(rank - rank % size, rank - rank % size + size)
+        leaving = int(sent[:, rank].sum() - sent[:, rank, own].sum())
+        arriving = int(sent[:, group, own].sum() - sent[:, rank, own].sum())
+        if kind is CountedEven:
+            assert leaving == arriving == 2 * rows * (size - 1) // size
+        # Rows of 8 float32 go there and back, and again in backward. In each block ranks tell how many
+        # rows come for each expert, and the layer, in int64; and once the end of the forward.
+        told = (2 + 1) * (size - 1) * (EXPERTS // size + 1) * 8
+        assert activations["all_to_all"] == 2 * (leaving + arriving) * 8 * 4 + told
+        gathered = reduced = 0
+        for each, among in (("experts", ranks // size), ("rest", ranks)):
+            whole, once = numel[each]
+            gathers = 2 * whole - once if name == "full_shard" else whole
+            gathered += gathers * 4 * (among - 1) // among
+            reduced += whole * 4 * (among - 1) // among
+        # An all-reduce is a reduce-scatter and an all-gather; one is of the logged loss.
+        logged = 2 * 4 * (ranks - 1) // ranks
+        if name == "no_shard":
+            assert parameters == {"all_reduce": logged + 2 * reduced}
+        else:
+            sent_by_kind = {"all_gather": gathered, "reduce_scatter": reduced}
+            assert parameters == {"all_reduce": logged, **sent_by_kind}
 
-    def setup(self, stage: str) -> None:
-        pass
+
+LAYERS = {
+    "blocks.*.router.gate": "colwise_gather_output",
+    "blocks.*.experts.*.up": "colwise",
+    "blocks.*.experts.*.down": "rowwise",
+}
+AXES: dict[str, dict[str, Any]] = {
+    "experts by 2": {"expert_parallel_size": 2, "experts": Expert},
+    "experts by 4": {"expert_parallel_size": 4, "experts": Expert},
+    "layers by 2": {"tensor_parallel_size": 2, "tensor_parallel_plan": LAYERS},
+    "layers by 4": {"tensor_parallel_size": 4, "tensor_parallel_plan": LAYERS},
+    "shards": {},
+}
+
+
+def load_all(path: str) -> list[dict[str, torch.Tensor]]:
+    policy = {"auto_wrap_policy": {ListBlock}}
+    return [load_run(path, Mixture, policy | it) for it in AXES.values()]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_checkpoint_is_loaded_with_other_numbers_of_expert_ranks(
-    world: Worlds, tmp_path: Path, kind: str, name: str
+@pytest.mark.parametrize(
+    ("axis", "kind", "name"),
+    [
+        ("experts by 2", "sharded", "full_shard"),
+        ("experts by 2", "full", "no_shard"),
+        ("experts by 4", "sharded", "no_shard"),
+        ("experts by 4", "full", "full_shard"),
+        ("layers by 2", "full", "full_shard"),
+        ("layers by 4", "sharded", "shard_grad_op"),
+    ],
+)
+def test_a_checkpoint_of_one_axis_is_loaded_with_any_other_and_by_ddp(
+    world: Worlds,
+    tmp_path: Path,
+    axis: str,
+    kind: str,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "a.ckpt"
-    run = partial(train, name, 2, path=str(path), state_dict_type=kind, steps=FEWER_STEPS)
+    path = content = str(tmp_path / "a.ckpt")
+    options = {"expert_parallel_size": 1, "experts": None, **AXES[axis], "state_dict_type": kind}
+    run = partial(train, name, 0, path=path, steps=FEWER_STEPS, **options)
     (saved, _), *_ = world(4).run(run)
-    loaded = [world(ranks).run(load, str(path), size) for ranks, size in ((4, 4), (4, 2), (2, 1))]
-    for answers in loaded:
-        for found in answers:
-            assert all(torch.equal(found[name], saved[name]) for name in saved)
-            assert all(torch.equal(found[name], loaded[0][0][name]) for name in found)
-    if kind == "full":  # which is what DDP reads
-        content = torch.load(path, weights_only=False)["state_dict"]
-        assert all(torch.equal(content[name], saved[name]) for name in saved)
-        Mixture().load_state_dict(content)
-    else:
-        assert not verify(path) and read_manifest(path).run.expert_size == 2
-        rows = {it.name: it for it in tensor_rows(read_manifest(path))}
+    expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
+    assert distance({it: saved[it] for it in expected}, expected) < 1e-5
+    if kind == "sharded":
+        rows = {it.name: it for it in tensor_rows(read_manifest(Path(path)))}
         assert rows["model.blocks.0.experts.3.up.weight"].shape == (12, 8)
+        assert main(["verify", path]) == main(["inspect", path]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        over = axis.replace(" by ", " over ")
+        assert re.search(rf"by 4 ranks, {name}, (shards over \d, )?{over} ", said)
+        content = str(tmp_path / "whole.ckpt")
+        assert main(["consolidate", path, "-o", content]) == 0
+    for answers in world(4).run(load_all, path):
+        for found in answers:
+            assert same_bits(found, saved)
+    for given, at in (({}, path), (None, content)):
+        for found in world(2).run(load_run, at, Mixture, given):
+            assert same_bits(found, saved)
 
 
 class Hooked(Mixture):
@@ -496,6 +583,70 @@ class Watching(Mixture):
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         before = self.watched()
         return super().loss(x) + before + 2 * self.watched()
+
+
+class SendingBlock(RowsBlock):
+    """Sends tokens itself, over the group of expert ranks."""
+
+    mesh: DeviceMesh | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        index, weights = self.router(flat)
+        order = index.flatten().argsort(stable=True)
+        rows = flat[order // CHOSEN]
+        leaving = index.flatten().bincount(minlength=EXPERTS)
+        if self.mesh is None:
+            rows = self.experts(rows.split(leaving.tolist()))
+        else:
+            group, size = self.mesh.get_group(), self.mesh.size()
+            arriving = torch.empty_like(leaving)
+            dist.all_to_all_single(arriving, leaving, group=group)
+            there, here = (it.view(size, -1).sum(1).tolist() for it in (leaving, arriving))
+            rows = all_to_all_single_autograd(rows, here, there, group)
+            experts = torch.arange(EXPERTS // size).repeat(size).repeat_interleave(arriving)
+            by_expert = experts.argsort(stable=True)
+            parts = rows[by_expert].split(experts.bincount(minlength=EXPERTS // size).tolist())
+            made = self.experts(parts)
+            rows = torch.empty_like(made).index_copy(0, by_expert, made)
+            rows = all_to_all_single_autograd(rows, there, here, group)
+        each = torch.empty_like(rows).index_copy(0, order, rows).view(*index.shape, -1)
+        return x + (each * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class NumberedBlock(SendingBlock):
+    """Sends tokens by a dispatch that knows the number of experts, and not their module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        index, weights = self.router(flat)
+        routed = TokenDispatch(index, EXPERTS, self.mesh)
+        rows = self.experts(routed.dispatch(flat).split(routed.counts))
+        return x + (routed.combine(rows) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class Sending(Mixture):
+    block = SendingBlock
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for block in self.blocks:
+                block.mesh = self.device_mesh["expert_parallel"]
+
+
+class Numbered(Sending):
+    block = NumberedBlock
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Sending, Numbered])
+def test_a_model_may_send_tokens_by_itself(world: Worlds, kind: type[Sending]) -> None:
+    expected, losses = train_whole(kind, steps=FEWER_STEPS)
+    run = partial(train_all, 2, kind, STRATEGIES, steps=FEWER_STEPS, experts=Rows)
+    for answers in world(4).run(run):
+        for found, seen in answers:
+            assert distance(found, expected) < 1e-5
+            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
 
 
 class WithRows(Watching):

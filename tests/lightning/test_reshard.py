@@ -1,6 +1,6 @@
 """Another sharding strategy in the middle of a run: losses, states and identities are those of a run that keeps one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -16,7 +16,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from shardeddp import ReshardSchedule, ShardedDP, ShardTensor, StepMonitor
 from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError
+from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor import shard_tensor
+from support.allocations import record_new_memory
 from support.tasks import Block, EvaluatedGpt, NormalizedDescent, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
 from world import Worlds, on_ranks
@@ -55,6 +57,42 @@ class Walk(Callback):
         if not trainer.strategy.mesh.run.incomplete:
             trainer.strategy.reshard(name, 2 if name == "hybrid_shard" else None)
         self.seen.append(str(trainer.strategy.runtime.sharding))
+
+
+class Checked(Walk):
+    """Compares all elements around each change, and counts the memory of it."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.changes: dict[tuple[str, str], int] = {}
+        """The most bytes that a change has held beside the former shards and the new ones."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        former = trainer.strategy.options.sharding_strategy
+        whole = {name: it.full_tensor() for name, it in self.tensors(trainer, pl_module)}
+        with record_new_memory() as nbytes:
+            super().on_train_batch_start(trainer, pl_module)
+        moved = dict(self.tensors(trainer, pl_module))
+        assert moved.keys() == whole.keys()
+        for name, it in moved.items():
+            assert torch.equal(it.to_local(), it.spec.localize(whole[name])), name
+        if (now := trainer.strategy.options.sharding_strategy) != former:
+            units = [it.unit for it in trainer.strategy.runtime.progresses]
+            held = sum((it.held() for it in units), HeldMemory())
+            shards = held.main_nbytes + held.in_flight_nbytes
+            shards += sum(it.to_local().nbytes for name, it in moved.items() if " of " in name)
+            self.changes[former, now] = max(nbytes) - shards
+
+    def tensors(self, trainer: Any, module: Any) -> Iterator[tuple[str, ShardTensor]]:
+        """Parameters, gradients and states of the optimizer."""
+        (optimizer,) = trainer.optimizers
+        for name, parameter in module.named_parameters():
+            yield name, parameter
+            if parameter.grad is not None:
+                yield f"gradient of {name}", parameter.grad
+            for key, it in optimizer.state.get(parameter, {}).items():
+                if key != "step":
+                    yield f"{key} of {name}", it
 
 
 def train(
@@ -98,6 +136,34 @@ def test_each_strategy_goes_on_as_each_other_one() -> None:
     assert circuit.identities == set(map(id, found.parameters()))
     assert len(set(circuit.seen)) == len(NAMES)
     assert trainer.strategy.options.sharding_strategy == "full_shard"
+
+
+class WideGpt(TinyGpt):
+    """Large enough that a few kilobytes of messages do not count."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+
+
+def change_all() -> tuple[dict[tuple[str, str], int], list[int]]:
+    checked = Checked(all_pairs())
+    model, _ = train([checked], WideGpt)
+    assert sorted(checked.changes) == sorted(permutations(NAMES, 2))
+    return checked.changes, [it.numel() * it.itemsize for it in model.parameters()]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_each_change_moves_every_element_and_never_brings_the_model_to_one_rank(
+    world: Worlds,
+) -> None:
+    answers = world(4).run(change_all)
+    _, nbytes = answers[0]
+    print(f"\n{sum(nbytes):,} bytes of parameters, the largest of them {max(nbytes):,}")
+    for pair in answers[0][0]:
+        most = max(changes[pair] for changes, _ in answers)
+        print(f"| {' | '.join(pair)} | {most:,} | {most / sum(nbytes):.1%} |")
+        assert most <= 0, pair
 
 
 class MuonGpt(TinyGpt):

@@ -15,9 +15,10 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,6 +34,7 @@ from shardeddp import ReshardSchedule, ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap.tensor_plan import find_layers, with_heads_of_configs
 from shardeddp_cli import main
+from support.tasks import NormalizedDescent
 from support.trainers import make_trainer, precision_options
 from support.whole_batches import (
     BATCH,
@@ -45,7 +47,10 @@ from support.whole_batches import (
     data,
     descent_of,
     distance,
+    load_run,
+    same_bits,
     train_whole,
+    whole_state,
 )
 from world import Worlds, on_ranks
 
@@ -243,6 +248,7 @@ def train(
     assert module.blocks[0].up.weight.shape == (12, 8)
     # A state dict and a summoned model are whole, and what rank 0 writes to it reaches all ranks.
     state = {key: value.full_tensor() for key, value in module.state_dict().items()}
+    saved = whole_state(module, *trainer.optimizers) if path else state
     with strategy.summon_full_params(module):
         for key, whole in module.named_parameters():
             assert torch.equal(whole, state[key])
@@ -250,22 +256,14 @@ def train(
                 whole.data.add_(1)
     for key, value in module.state_dict().items():
         assert torch.equal(value.full_tensor(), state[key] + 1)
-    return state, module.seen, count
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
-def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
-    expected, losses = train_whole(Split, "norm")
-    answers = world(4).run(train, name, 2)
-    for found, seen, count in answers:
-        assert distance(found, expected) < 1e-5
-        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-4
-        assert count == 2  # ranks that split layers are counted once
+    return saved, module.seen, count
 
 
 def check_as_whole(answers: list[Any], count: float) -> None:
-    """Weights, losses and the number of data ranks are those of one process on whole batches."""
+    """Weights, losses and the number of data ranks are those of one process on whole batches.
+
+    Ranks that split layers are counted once.
+    """
     expected, losses = train_whole(Split, "norm")
     for found, seen, counted in answers:
         assert distance(found, expected) < 1e-5
@@ -273,8 +271,12 @@ def check_as_whole(answers: list[Any], count: float) -> None:
         assert counted == count
 
 
-def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-    return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in names]
+def train_all(
+    size: int, plan: dict[str, Any] | type[Split], names: tuple[str, ...], steps: int = STEPS
+) -> list[Any]:
+    """Under each strategy, layers that a plan splits, or a module itself."""
+    kind, given = (Planned, plan) if isinstance(plan, dict) else (plan, None)
+    return [train(it, size, kind=kind, tensor_parallel_plan=given, steps=steps) for it in names]
 
 
 @pytest.mark.long
@@ -283,13 +285,16 @@ def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[A
     [
         pytest.param(2, PLAN, STRATEGIES, id="whole sequences"),
         pytest.param(2, SEQUENCE_PLAN, STRATEGIES[:2], id="parts of sequences"),
+        pytest.param(2, Split, STRATEGIES, id="by parallelize_module"),
         pytest.param(2, SEQUENCE_PLAN, STRATEGIES[2:], id="the rest", marks=pytest.mark.torture),
+        pytest.param(2, SequenceSplit, STRATEGIES, id="parts by it", marks=pytest.mark.torture),
+        pytest.param(4, Split, STRATEGIES, id="by it by four", marks=pytest.mark.torture),
         pytest.param(4, PLAN, STRATEGIES, id="whole by four", marks=pytest.mark.torture),
         pytest.param(4, SEQUENCE_PLAN, STRATEGIES, id="parts by four", marks=pytest.mark.torture),
     ],
 )
-def test_a_plan_trains_as_one_process_does_under_every_strategy(
-    world: Worlds, size: int, plan: dict[str, Any], names: tuple[str, ...]
+def test_split_layers_train_as_one_process_does_under_every_strategy(
+    world: Worlds, size: int, plan: dict[str, Any] | type[Split], names: tuple[str, ...]
 ) -> None:
     for answers in world(4).run(train_all, size, plan, names):
         check_as_whole(answers, count=4 / size)
@@ -297,9 +302,9 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
 
 @pytest.mark.long
 @pytest.mark.torture
-@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole", "sequences"])
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN, Split], ids=["whole", "sequences", "it"])
 def test_layers_split_by_four_train_with_shards_under_every_strategy(
-    world: Worlds, plan: dict[str, Any]
+    world: Worlds, plan: dict[str, Any] | type[Split]
 ) -> None:
     for answers in world(8).run(train_all, 4, plan, STRATEGIES):
         check_as_whole(answers, count=2)
@@ -315,7 +320,109 @@ def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(
     answers = world(8).run(run)
     check_as_whole(answers, count=4)
     for found, *_ in answers:
-        assert all(torch.equal(found[name], first[name]) for name in first)
+        assert same_bits(found, first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(4, 2), (4, 4), pytest.param(8, 4, marks=pytest.mark.torture)]
+)
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN, Split], ids=["whole", "sequences", "module"])
+def test_ranks_that_split_layers_repeat_a_training_to_the_bit(
+    world: Worlds, ranks: int, size: int, plan: dict[str, Any] | type[Split]
+) -> None:
+    run = partial(train_all, size, plan, STRATEGIES, FEWER_STEPS)
+    first, *_ = world(ranks).run(run)
+    for answers in world(ranks).run(run):
+        for (found, seen, _), (former, losses, _) in zip(answers, first, strict=True):
+            assert same_bits(found, former) and seen == losses
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Documented(LightningModule):
+    """The example of ``ModelParallelStrategy`` in Lightning's documentation ("2D parallelism"), smaller."""
+
+    shards = True
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.model = FeedForward(8, 12)
+        self.batches: list[torch.Tensor] = []
+
+    def configure_model(self) -> None:
+        tp_mesh = self.device_mesh["tensor_parallel"]
+        dp_mesh = self.device_mesh["data_parallel"]
+        if tp_mesh.size() > 1:
+            plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
+            parallelize_module(self.model, tp_mesh, plan)
+        if dp_mesh.size() > 1 and self.shards:
+            fully_shard(self.model.w1, mesh=dp_mesh)
+            fully_shard(self.model.w2, mesh=dp_mesh)
+            fully_shard(self.model.w3, mesh=dp_mesh)
+            fully_shard(self.model, mesh=dp_mesh)
+
+    def on_train_batch_start(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.model(batch).sum()
+
+    def train_dataloader(self) -> Any:
+        rows: Any = torch.randn(8 * STEPS, 8, generator=torch.Generator().manual_seed(5))
+        return DataLoader(rows, batch_size=4)  # in the order of Lightning's own sampler
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+
+
+class WithoutFullyShard(Documented):
+    shards = False
+
+
+def train_documented(kind: type[Documented]) -> Any:
+    """Batches of this rank, and the weights that it ends with, by strategy; or why there are none."""
+    found = []
+    for name in STRATEGIES:
+        trainer = make_trainer(ShardedDP(name, tensor_parallel_size=2), max_steps=STEPS)
+        module = kind()
+        try:
+            trainer.fit(module)
+        except ConfigurationError as error:
+            return str(error)
+        weights = {key: it.full_tensor() for key, it in module.state_dict().items()}
+        found.append((module.batches, weights))
+    return found
+
+
+def test_the_documented_example_of_lightning_trains_without_its_fully_shard_lines(
+    world: Worlds,
+) -> None:
+    answers = world(4).run(train_documented, WithoutFullyShard)
+    module = Documented()
+    optimizer = module.configure_optimizers()
+    # Ranks 0 and 1 split layers, as ranks 2 and 3 do.
+    for batches in zip(answers[0][0][0], answers[2][0][0], strict=True):
+        (module.model(torch.cat(batches)).sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: it.detach() for name, it in module.state_dict().items()}
+    assert len(answers[0][0][0]) == STEPS
+    for answer in answers:
+        for _, found in answer:
+            assert distance(found, expected) < 1e-5
+    for message in world(4).run(train_documented, Documented):
+        assert "fully_shard" in message
 
 
 class Shuffled(Planned):
@@ -698,6 +805,106 @@ def test_muon_steps_on_whole_matrices(world: Worlds) -> None:
         assert distance(found, expected) < 5e-4
 
 
+class ByAdafactor(Planned):
+    """Its steps depend on norms of whole parameters, and of rows and columns of matrices."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class ByNorms(Planned):
+    """An optimizer of which only its user knows that it needs no more than one parameter at a time."""
+
+    def configure_optimizers(self) -> Any:
+        return NormalizedDescent(self.parameters(), {"lr": 2e-2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(ByAdafactor, {}), (ByNorms, {"optimizer_scope": {"NormalizedDescent": "parameter"}})],
+)
+def test_optimizers_that_need_whole_parameters_step_as_in_one_process(
+    world: Worlds, kind: type[Planned], options: dict[str, Any]
+) -> None:
+    expected, _ = train_whole(kind, steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind=kind, tensor_parallel_plan=PLAN, steps=FEWER_STEPS)
+    for found, *_ in world(4).run(partial(run, **options)):
+        assert distance(found, expected) < 1e-5
+
+
+class DroppingBlock(Block):
+    """Drops activations that ranks which split layers all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = torch.relu(self.up(self.dropout(self.norm(x))))
+        return x + self.dropout(self.down(up))
+
+
+class Dropping(Planned):
+    """Its ranks draw as their batches are, each as the others that have the same."""
+
+    axis = "data_parallel"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(DroppingBlock() for _ in range(3)))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(20 + self.device_mesh[self.axis].get_local_rank())
+
+
+class DrawingApart(Dropping):
+    """Its ranks draw different numbers, as processes without a seed do."""
+
+    axis = "tensor_parallel"
+
+
+def drop_in_one_process(ranks: int) -> dict[str, torch.Tensor]:
+    """The weights after steps on each rank's part of batches, one after the other, with its random numbers."""
+    module = Dropping()
+    optimizer = module.configure_optimizers()
+    states = []
+    for rank in range(ranks):
+        torch.manual_seed(20 + rank)
+        states.append(torch.get_rng_state())
+    for number, batch in enumerate(data().split(BATCH)[: 2 * FEWER_STEPS]):
+        for rank in range(ranks):
+            torch.set_rng_state(states[rank])
+            (module.loss(batch[rank::ranks]) / ranks / 2).backward()
+            states[rank] = torch.get_rng_state()
+        if number % 2:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: it.detach() for name, it in module.named_parameters()}
+
+
+@pytest.mark.parametrize("recomputed", [None, {DroppingBlock}], ids=["kept", "recomputed"])
+def test_ranks_that_split_layers_drop_the_same_and_others_as_they_draw(
+    world: Worlds, recomputed: Any
+) -> None:
+    run = partial(train, "full_shard", 2, kind=Dropping, tensor_parallel_plan=PLAN)
+    run = partial(run, steps=FEWER_STEPS, activation_checkpointing=recomputed)
+    expected = drop_in_one_process(2)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+
+
+def draw_apart() -> None:
+    with pytest.raises(RuntimeError, match=r"different random numbers \(seed_everything\)"):
+        train("full_shard", 2, kind=DrawingApart, tensor_parallel_plan=PLAN, steps=1)
+
+
+def test_ranks_that_split_layers_and_draw_different_numbers_hear_of_it(world: Worlds) -> None:
+    world(2).run(draw_apart)
+
+
 def average() -> dict[str, torch.Tensor]:
     averages = [EMAWeightAveraging(decay=0.9)]
     found, *_ = train(
@@ -869,59 +1076,38 @@ def test_sequences_may_be_split_as_well(world: Worlds) -> None:
         assert distance(found, expected) < 1e-5
 
 
-def load(
-    path: str, size: int, kind: type[Split] = Split, plan: Any = None
-) -> dict[str, torch.Tensor]:
-    """What a run with another number of tensor ranks finds in a checkpoint, and goes on from."""
-    strategy = ShardedDP(
-        "full_shard",
-        tensor_parallel_size=size,
-        tensor_parallel_plan=None if size == 1 else plan,
-        auto_wrap_policy={Block},
-    )
-    trainer = make_trainer(
-        strategy, max_steps=FEWER_STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
-    )
-    module = kind()
-    trainer.fit(module, ckpt_path=path, weights_only=False)
-    (optimizer,) = trainer.optimizers
-    moments = {
-        name: optimizer.state[parameter]["exp_avg"].full_tensor()
-        for name, parameter in module.named_parameters()
-    }
-    state = {key: value.full_tensor() for key, value in module.state_dict().items()}
-    return state | {f"moment of {name}": moment for name, moment in moments.items()}
-
-
 @pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
-    world: Worlds, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks_and_by_ddp(
+    world: Worlds, tmp_path: Path, kind: str, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "a.ckpt")
     # DTensors in one, and fused weights, of which each rank has several boxes, in the other.
     module = Split if kind == "full" else Attending
     plan = None if kind == "full" else PLAN | ATTENTION_PLAN | {"**.num_heads": "divide"}
-    run = partial(train, "full_shard", 2, "norm", module, path, tensor_parallel_plan=plan)
+    run = partial(train, "full_shard", size, "norm", module, path, tensor_parallel_plan=plan)
     run = partial(run, state_dict_type=kind, steps=FEWER_STEPS)
     (saved, *_), *_ = world(4).run(run)
-    loaded = [
-        world(ranks).run(load, path, size, module, plan) for ranks, size in ((4, 4), (4, 2), (2, 1))
-    ]
-    for answers in loaded:
-        for found in answers:
-            assert all(torch.equal(found[name], saved[name]) for name in saved)
-            assert all(torch.equal(found[name], loaded[0][0][name]) for name in found)
+    options = {"auto_wrap_policy": {Block}}
+    split = {**options, "tensor_parallel_plan": plan}
     content = path
     if kind == "sharded":
         assert main(["verify", path]) == main(["inspect", path]) == 0
-        said = capsys.readouterr().out
-        assert "4 ranks, full_shard, shards over 2, layers over 2" in " ".join(said.split())
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"4 ranks, full_shard, shards over {4 // size}, layers over {size}" in said
         content = str(tmp_path / "whole.ckpt")
         assert main(["consolidate", path, "-o", content]) == 0
-    # What DDP reads.
-    state = torch.load(content, weights_only=False)["state_dict"]
-    assert all(torch.equal(state[name], saved[name]) for name in saved)
+    for ranks, given in (
+        (4, {**split, "tensor_parallel_size": 4}),
+        (4, {**split, "tensor_parallel_size": 2}),
+        (2, {**split, "tensor_parallel_size": 2}),
+        (2, options),
+    ):
+        for found in world(ranks).run(load_run, path, module, given):
+            assert same_bits(found, saved)
+    for found in world(2).run(load_run, content, module, None):
+        assert same_bits(found, saved)
 
 
 def refuse(size: int, options: dict[str, Any]) -> str:
@@ -1608,6 +1794,7 @@ REFUSED = [
     ((UnevenPlanned, PLAN), "'blocks.0.up.weight' of shape (13, 8)"),
     ((Split, PLAN), "'blocks.0.up.weight' is a DTensor that parallelize_module has made"),
     ((Descending,), "LBFGS, whose scope"),
+    ((ByNorms,), "say so with optimizer_scope={'NormalizedDescent': 'parameter'}"),
     ((Compiled,), "torch.compile"),
     ((Split, None, True), "WeightAveraging"),
     ((Planned, {"blocks.*.upp": "colwise"}), "'blocks.*.upp', which is none; did you mean 'blocks"),

@@ -40,15 +40,33 @@ def test_losses_of_twenty_steps_are_those_of_one_process(world: Worlds, kind: st
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-5
 
 
-def one_step_of_each(kinds: tuple[str, ...]) -> dict[str, list[float]]:
-    return {kind: train_split(kind, {}, 1, 2) for kind in kinds}
+Step = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""The loss of a step, the weights behind it and its gradients."""
+
+
+def one_step_of_each(kinds: tuple[str, ...]) -> dict[str, Step]:
+    found: dict[str, Step] = {}
+    for kind in kinds:
+        weights, gradients = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        losses = train_split(kind, {}, 1, 2, weights=weights, gradients=gradients)
+        found[kind] = losses, weights, gradients
+    return found
 
 
 @pytest.mark.parametrize("kinds", TRIED, ids=lambda kinds: kinds[0])
 def test_families_take_a_step_as_one_process_does(world: Worlds, kinds: tuple[str, ...]) -> None:
-    for found in world(2).run(one_step_of_each, kinds):
-        for kind in kinds:
-            assert difference(found[kind], train_alone(kind, {}, 1)) < 1e-5, kind
+    answers = world(2).run(one_step_of_each, kinds)
+    for kind in kinds:
+        weights, gradients = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        losses = train_alone(kind, {}, 1, weights=weights, gradients=gradients)
+        for found in (answer[kind] for answer in answers):
+            assert difference(found[0], losses) < 1e-5, kind
+            for whole, expected in ((found[1], weights), (found[2], gradients)):
+                assert whole.keys() == expected.keys()
+                for name, it in expected.items():
+                    torch.testing.assert_close(
+                        whole[name], it, rtol=1e-5, atol=1e-5, msg=f"{kind}: {name}"
+                    )
 
 
 def test_embeddings_are_split_with_the_head_that_they_are_tied_to(world: Worlds) -> None:

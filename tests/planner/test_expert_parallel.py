@@ -1,7 +1,6 @@
 """Plans of divided experts list what the engine's ranks send and hold; routers are taken to choose evenly."""
 
 import json
-from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +22,7 @@ from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import FITTED, time_collective
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.transformer import Dimensions
-from support.allocations import record_allocations
+from support.allocations import RecordsPeak
 from support.experts import StackedExperts
 from support.planned_traffic import LENGTH, check, counted_and_planned
 from support.trainers import make_trainer
@@ -189,22 +188,6 @@ def test_so_it_does_in_other_precisions_and_where_units_are_recomputed(
     world: Worlds, name: str, more: dict[str, Any], kind: type[Model]
 ) -> None:
     check(world, 4, partial(run, name, 2, kind, **more))
-
-
-class RecordsPeak(Callback):
-    """The most that a step holds beside what there is between steps."""
-
-    def __init__(self) -> None:
-        self.stack, self.sizes = ExitStack(), list[int]()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin."""
-        if batch_idx == 2:
-            self.sizes = self.stack.enter_context(record_allocations())
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        """End."""
-        self.stack.close()
 
 
 def peaks(kind: type[Model], hidden: int, recomputation: str | None) -> tuple[int, int, int]:

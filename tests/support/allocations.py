@@ -1,19 +1,23 @@
 """What a rank allocates and frees, as the profiler records it."""
 
+import gc
+import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from pytest import MonkeyPatch
 from torch.profiler import ProfilerActivity, profile
 
 from shardeddp.engine import flat_group, reduction, shard_model
 from shardeddp.optim import elementwise
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import storage_of
 
 ATTEMPTS = 8
@@ -35,6 +39,35 @@ def record_allocations() -> Iterator[list[int]]:
     sizes.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 
+@contextmanager
+def record_new_memory() -> Iterator[list[int]]:
+    """Give a list that gets, when the block ends, the bytes of what it has allocated, after each change.
+
+    Memory that was there before does not count, freed or not.
+    """
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        yield found
+    living: dict[int, int] = {}
+    for event in sorted(
+        _all_events(record.profiler.kineto_results.experimental_event_tree()),
+        key=lambda event: event.start_time_ns,
+    ):
+        if event.name == "[memory]":
+            address, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+            if nbytes > 0:
+                living[address] = nbytes
+            else:
+                living.pop(address, None)
+            found.append(sum(living.values()))
+
+
+def _all_events(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all_events(event.children)
+
+
 def all_complete(sizes: list[int], kept: float = 0.0) -> bool:
     """Whether the records of all ranks end with what is to be kept; to be asked on all of them.
 
@@ -44,6 +77,51 @@ def all_complete(sizes: list[int], kept: float = 0.0) -> bool:
     difference = torch.tensor([abs(sum(sizes) - kept)])
     dist.all_reduce(difference, dist.ReduceOp.MAX)
     return difference.item() < SMALL_NBYTES
+
+
+def settled_nbytes() -> int:
+    """Bytes of all tensors, when what former steps have left to other threads is gone."""
+    found = [living_nbytes()]
+    while len(found) < 4 or len(set(found[-4:])) > 1:
+        time.sleep(0.05)
+        found.append(living_nbytes())
+    return found[-1]
+
+
+def living_nbytes() -> int:
+    """Bytes of all tensors that exist, each memory counted once."""
+    gc.collect()
+    memory: set[tuple[int, int]] = set()  # where it begins, and minus its bytes
+    with torch._C.DisableTorchFunctionSubclass():
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.Tensor) and not issubclass(
+                type(candidate), ShardTensor
+            ):
+                storage = torch.Tensor.untyped_storage(candidate)
+                if storage.device.type != "meta":  # of what a compiler has traced; without memory
+                    memory.add((storage.data_ptr(), -storage.nbytes()))
+    # An unsharded parameter's storage is a part of its unit's.
+    total = end = 0
+    for start, negative in sorted(memory):
+        counted = max(0, start - negative - max(start, end))
+        total, end = total + counted, max(end, start - negative)
+    return total
+
+
+class RecordsPeak(Callback):
+    """The most that the third step holds beside what there is before it."""
+
+    def __init__(self) -> None:
+        self.stack, self.sizes = ExitStack(), list[int]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin."""
+        if batch_idx == 2:
+            self.sizes = self.stack.enter_context(record_allocations())
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """End."""
+        self.stack.close()
 
 
 class HostMemory:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardeddp import ShardedDP
-from support.trainers import make_trainer
+from shardeddp import ShardedDP, ShardTensor
+from support.trainers import full_weights, make_trainer
 from world import Pool
 
 VOCABULARY, BATCH, LENGTH = 96, 4, 12
@@ -96,6 +96,8 @@ class Family(LightningModule):
         self.kind, self.options, self.steps = kind, options, steps
         self.model: Any = None
         self.losses: list[float] = []
+        self.gradients: dict[str, torch.Tensor] | None = None
+        """Gets the gradients of the last step."""
 
     def configure_model(self) -> None:
         """Build the model, once."""
@@ -116,6 +118,17 @@ class Family(LightningModule):
         """Keep the average."""
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        """Keep whole gradients, before they are clipped; 0 for a parameter that has none."""
+        if self.gradients is None:
+            return
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, ShardTensor):
+                gradient = gradient.full_tensor()
+            none = torch.zeros(parameter.shape)
+            self.gradients[name] = none if gradient is None else gradient.clone()
+
     def train_dataloader(self) -> Any:
         """Each batch of one process, divided among ranks with different data."""
         ranks = self.trainer.strategy.distributed_sampler_kwargs
@@ -134,9 +147,11 @@ def train_alone(
     steps: int,
     family: type[Family] = Family,
     weights: dict[str, torch.Tensor] | None = None,
+    gradients: dict[str, torch.Tensor] | None = None,
 ) -> list[float]:
-    """The losses of one process on whole batches; ``weights`` get what it ends with."""
+    """The losses of one process on whole batches; ``weights`` get what it ends with, ``gradients`` the last."""
     module = family(kind, options, steps)
+    module.gradients = gradients
     module.configure_model()
     module.train()
     optimizer, losses = optimizer_of(module), list[float]()
@@ -144,6 +159,7 @@ def train_alone(
         loss = module.loss(batch)
         losses.append(loss.item())
         loss.backward()
+        module.on_before_optimizer_step()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -153,18 +169,27 @@ def train_alone(
 
 
 def train_split(
-    kind: str, options: dict[str, Any], steps: int, size: int, plan: Any = "auto", **more: Any
+    kind: str,
+    options: dict[str, Any],
+    steps: int,
+    size: int,
+    plan: Any = "auto",
+    weights: dict[str, torch.Tensor] | None = None,
+    gradients: dict[str, torch.Tensor] | None = None,
 ) -> list[float]:
-    """The same losses, of ranks that split layers."""
+    """The same, of ranks that split layers."""
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "unit .* holds .* of .* parameters")
-    strategy = ShardedDP("full_shard", tensor_parallel_size=size, tensor_parallel_plan=plan, **more)
+    strategy = ShardedDP("full_shard", tensor_parallel_size=size, tensor_parallel_plan=plan)
     trainer = make_trainer(
         strategy, max_steps=steps, gradient_clip_val=1.0, use_distributed_sampler=False
     )
     module = Family(kind, options, steps)
+    module.gradients = gradients
     trainer.fit(module)
     assert dist.get_world_size() % size == 0
+    if weights is not None:
+        weights.update(full_weights(module))
     return module.losses
 
 

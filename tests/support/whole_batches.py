@@ -1,6 +1,6 @@
 """A regression that ranks train on parts of each batch, beside one process that trains on the whole batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -9,6 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from shardeddp import ShardedDP, ShardTensor
+from support.trainers import make_trainer
 from world import Worlds
 
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
@@ -89,7 +91,7 @@ def train_whole(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What one process trains on the whole batches, or the moving average of it, and its losses."""
     module, losses = kind(), list[float]()
-    optimizer = optimizer_of(module)
+    optimizer = module.configure_optimizers()
     averages: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
@@ -107,6 +109,49 @@ def train_whole(
                 former = averages.get(name, it.detach())
                 averages[name] = former.lerp(it.detach(), 1.0 - decay)
     return averages, losses
+
+
+def whole_state(
+    module: LightningModule, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Whole weights, and whole states of an optimizer by key and parameter; every rank calls it."""
+    states = {
+        f"{key} of {name}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return {
+        name: it.full_tensor() if isinstance(it, ShardTensor) else torch.as_tensor(it).clone()
+        for name, it in {**module.state_dict(), **states}.items()
+    }
+
+
+def load_run(
+    path: str, kind: type[Regression], options: Mapping[str, Any] | None
+) -> dict[str, torch.Tensor]:
+    """What a run that has ended finds in its checkpoint.
+
+    Args:
+        path: The checkpoint, at ``FEWER_STEPS``.
+        kind: The module.
+        options: Of the strategy; None: Lightning's own ``ddp``.
+    """
+    trainer = make_trainer(
+        "ddp" if options is None else ShardedDP(**options),
+        max_steps=FEWER_STEPS,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=False,
+    )
+    module = kind()
+    trainer.fit(module, ckpt_path=path, weights_only=False)
+    return whole_state(module, *trainer.optimizers)
+
+
+def same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all tensors of both are equal."""
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], it) for name, it in expected.items()
+    )
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -12,7 +12,7 @@ from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.unit import Unit
 from shardeddp.plan.reduction import ReduceOver
 from shardeddp.tensor.backward import graph_is_retained
-from shardeddp.torch_private import will_execute
+from shardeddp.torch_private import will_execute, without_torch_function
 
 
 class GradientLevel(IntEnum):
@@ -81,6 +81,9 @@ class UnitProgress:
     expected: set[int] = field(default_factory=set[int])
     """Indices of parameters that any rank used in the unit's last backward; initially all."""
 
+    absent: frozenset[int] = frozenset()
+    """Indices of parameters of experts of other ranks: without elements here, and never used."""
+
     missing: set[int] = field(default_factory=set[int])
     """Indices of expected parameters without a gradient of this backward so far."""
 
@@ -111,7 +114,12 @@ class UnitProgress:
     def expect_all(self, accumulators: list[Node]) -> None:
         """Expect gradients of all parameters in the first backward, left by these nodes."""
         self.accumulators = accumulators
-        self.expected = set(range(len(self.unit.unsharded_parameters())))
+        sharded, unsharded = self.unit.sharded_parameters(), self.unit.unsharded_parameters()
+        self.expected = set(range(len(unsharded)))
+        with without_torch_function():
+            self.absent = frozenset(
+                i for i in self.expected if sharded[i].spec.boxes and not unsharded[i].numel()
+            )
 
     def begin_pass(self) -> None:
         """Forget that backwards of the last pass were retained."""
@@ -140,7 +148,7 @@ class UnitProgress:
 
     def begin_backward(self) -> None:
         """Reset the counts for a backward."""
-        self.missing = self.expected & self.unit.trainable()
+        self.missing = self.expected & self._trainable()
         self.awaiting_reduction = bool(self.missing)
         self.reached = False
         self.arrived.clear()
@@ -193,7 +201,7 @@ class UnitProgress:
 
     def learn(self, reached: bool, used: Sequence[bool]) -> None:
         """Update the parameters expected in the next backward, by what any rank has used."""
-        trainable = self.unit.trainable()
+        trainable = self._trainable()
         if reached or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
@@ -215,7 +223,11 @@ class UnitProgress:
         gradient. False if a trainable parameter is not expected to get a gradient: neither count
         covers it.
         """
-        return not self.missing and self.open_uses == 0 and self.unit.trainable() <= self.expected
+        return not self.missing and self.open_uses == 0 and self._trainable() <= self.expected
+
+    def _trainable(self) -> set[int]:
+        """Return the indices of parameters that get gradients of this rank if they are used."""
+        return self.unit.trainable() - self.absent
 
 
 def _is_to_run(node: Node) -> bool:
