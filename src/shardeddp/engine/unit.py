@@ -196,7 +196,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Complete and release what a failed :meth:`unshard` has issued: memory may have run out."""
-        self._finish_all_gather()
+        self._finish_all_gathers()
         for group in self.groups:
             if group.buffer.state is not BufferState.RELEASED:
                 group.release(before_backward=False)
