@@ -20,7 +20,7 @@ from shardeddp.config import (
     resolve_mixed_precision,
     resolve_prefetch,
 )
-from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.planner.axes import WHOLE, ModelAxes
@@ -56,6 +56,8 @@ class Plan:
     """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
     """Note on the split layers of the planner's own decoder; empty for other models."""
+    units: Sequence[str] = ()
+    """Names of the units, the root first; neighbours with parameters of equal shapes share one."""
     recomputation: ActivationCheckpointing | None = None
     """Recomputed modules, and what selective checkpointing keeps; None: units, matmuls, attention."""
     unplanned: Sequence[str] = ()
@@ -92,7 +94,8 @@ class Plan:
             width: Width of the terminal in characters.
         """
         even = "Tokens are taken to be spread evenly over experts."
-        notes = {"TP": self.splits, "": even if self.is_routed else ""}
+        gathered = f"Units, each gathered as a whole: {first_three(self.units)}."
+        notes = {"TP": self.splits, "": f"{gathered} {even if self.is_routed else ''}"}
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:
@@ -270,6 +273,7 @@ def make_plan(
         plans=plans,
         calibrated=calibration.lines,
         policy=planner.policy,
+        units=planner.units,
         mixed_precision=dtypes,
         recomputation=recomputation,
         unplanned=planner.unplanned,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -47,6 +47,7 @@ from shardeddp.planner.collectives import (
 from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, ModelProfile, PlannedPrecision, profile
+from shardeddp.report import folded_name
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -329,6 +330,13 @@ class Planner:
         whole = [it for (*_, split, experts), it in self._profiles.items() if split * experts == 1]
         units = (whole or [*self._profiles.values()])[0].units
         return sum(it.parameter.numel() for unit in units for it in unit.parameters)
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the units, the root first; neighbours with parameters of equal shapes share one."""
+        units = next(iter(self._profiles.values())).units
+        equal = groupby(units, lambda unit: [it.parameter.shape for it in unit.parameters])
+        return [folded_name([unit.label for unit in group]) for _, group in equal]
 
     @property
     def is_routed(self) -> bool:
