@@ -1,7 +1,9 @@
 """Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.gather import GatherPlan
@@ -287,13 +289,6 @@ def plan_memory(
     >>> found.in_flight_nbytes == root + inner + packed == 256
     True
     """
-    groups = [group for unit in units for group in unit]
-    main = sum(group.main_nbytes for group in groups)
-    gradient = sum(group.slice_nbytes for group in groups if group.trainable)
-    states = states_per_element * gradient
-    retained = sum(group.replica_shard_nbytes for group in groups)
-    if sharding.retains:
-        retained += sum(group.gathered_nbytes for group in groups)
     worst = backward_moments(
         units,
         sharding,
@@ -301,7 +296,30 @@ def plan_memory(
         needs_receive_buffer=needs_receive_buffer,
         accumulates=accumulates,
     )
-    in_flight = max((moment.nbytes for moment in worst), default=0)
+    between_steps = memory_between_steps(
+        units,
+        sharding,
+        states_per_element=states_per_element,
+        offload_optimizer=offload_optimizer,
+    )
+    return replace(between_steps, in_flight_nbytes=max((it.nbytes for it in worst), default=0))
+
+
+def memory_between_steps(
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    *,
+    states_per_element: int = 2,
+    offload_optimizer: bool = False,
+) -> MemoryPlan:
+    """Predict the memory of a rank with nothing in flight; arguments as in :func:`plan_memory`."""
+    groups = [group for unit in units for group in unit]
+    main = sum(unit_sums(units, "main_nbytes"))
+    gradient = sum(group.slice_nbytes for group in groups if group.trainable)
+    states = states_per_element * gradient
+    retained = sum(unit_sums(units, "replica_shard_nbytes"))
+    if sharding.retains:
+        retained += sum(unit_sums(units, "gathered_nbytes"))
     host = 0
     if any(group.plan.on_host for group in groups):
         own = sum(_pinned(group.main_nbytes) for group in groups)
@@ -315,9 +333,19 @@ def plan_memory(
         gradient_shard_nbytes=gradient,
         optimizer_nbytes=states,
         retained_nbytes=retained,
-        in_flight_nbytes=in_flight,
+        in_flight_nbytes=0,
         host_nbytes=host,
     )
+
+
+def unit_sums(units: Sequence[Sequence[GroupCost]], figure: str) -> list[int]:
+    """Return the sum of a figure over the groups of each unit.
+
+    A search plans many strategies; its equal units are one object, and computed once.
+    """
+    made = {id(unit): unit for unit in units}
+    sums = {key: sum(getattr(it, figure) for it in unit) for key, unit in made.items()}
+    return [sums[id(unit)] for unit in units]
 
 
 def _pinned(nbytes: int) -> int:
@@ -336,9 +364,7 @@ def waiting_gradients(
     if not accumulates:
         return 0
     reduced = sharding.reduce_every_backward
-    return sum(
-        group.partial_nbytes if reduced else group.summed_nbytes for unit in units for group in unit
-    )
+    return sum(unit_sums(units, "partial_nbytes" if reduced else "summed_nbytes"))
 
 
 def backward_moments(
@@ -357,23 +383,17 @@ def backward_moments(
     ``keeps_last`` is False if the last unit is released at the end of its forward, as all others
     are. Other arguments are as in :func:`plan_memory`.
     """
-    gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
-    summed = [sum(group.summed_nbytes for group in unit) for unit in units]
-    largest = [max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units]
-    buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
-    arriving = [
-        sum(group.receive_nbytes for group in unit) if needs_receive_buffer else 0 for unit in units
-    ]
-    parameters = [sum(group.gathered_nbytes for group in unit) for unit in units]
+    gradients, summed = unit_sums(units, "gradient_nbytes"), unit_sums(units, "summed_nbytes")
+    buffers, parameters = unit_sums(units, "buffer_nbytes"), unit_sums(units, "gathered_nbytes")
+    arriving = unit_sums(units, "receive_nbytes") if needs_receive_buffer else [0] * len(units)
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.retains else sum(parameters[:1])
-    sharing = [sum(group.averages_nbytes for group in unit) for unit in units]
+    sharing = unit_sums(units, "averages_nbytes")
     # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
     # and a group of one rank has nothing to wait for.
-    early = [
-        sum(it.averages_nbytes for it in unit if not needs_receive_buffer or it.shard_size == 1)
-        for unit in units
-    ]
+    early = sharing
+    if needs_receive_buffer:
+        early = [sum(it.averages_nbytes for it in unit if it.shard_size == 1) for unit in units]
     waiting = waiting_gradients(units, sharding, accumulates=accumulates)
     uses = range(1, len(units)) if uses is None else uses
     kept = kept_parts(units, sharding, uses, keeps_last=keeps_last)
@@ -381,25 +401,29 @@ def backward_moments(
     # All gradients of a step are added up before one is reduced.
     adds_all = accumulates and not sharding.reduce_every_backward
     # After the reduce-scatter averages are in the place of partial sums.
-    partial = [sum(it.partial_nbytes for it in unit) if accumulates else 0 for unit in units]
+    partial = unit_sums(units, "partial_nbytes") if accumulates else [0] * len(units)
     late = [max(0, more - former) for more, former in zip(sharing, partial, strict=True)]
+    most = (WAITING_UNITS + 1) * max(sharing, default=0)
 
     def added(unit: int) -> tuple[int, int]:
         """Return bytes of a new gradient, before and after the cast in which it is added."""
-        group = largest[unit]
+        group = max(units[unit], key=lambda it: it.largest_nbytes, default=None)
         if group is None:
             return 0, 0
         own = group.largest_nbytes
         return own, own // group.param_itemsize * group.summed_itemsize
 
     def waiting_behind(closed: Sequence[int]) -> int:
-        """Return bytes in reductions across replicas while the last of these units is reduced."""
+        """Return bytes in reductions across replicas while the last of these units is reduced.
+
+        They are the first ones of all whose backwards end.
+        """
         own = sum(early[it] for it in closed[-1:])
         if needs_receive_buffer:  # a unit waits for the next one's, and in a group of one for none
             return own or sum(late[it] for it in closed[-2:-1])
         # Streams keep the order, so the host issues both at once, up to the limit of the reduction queue.
-        behind = own + sum(late[it] for it in closed[:-1])
-        return min(behind, (WAITING_UNITS + 1) * max(sharing, default=0))
+        behind = own + late_before[max(0, len(closed) - 1)]
+        return min(behind, most)
 
     def in_backward(it: _Use, held: int, behind: int) -> BackwardMemory:
         """Return the moment of a backward, beside what is held and reduced meanwhile."""
@@ -420,6 +444,7 @@ def backward_moments(
 
     moments: list[BackwardMemory] = []
     closed = [it.unit for it in backward if not it.is_open]
+    late_before = [0, *accumulate(late[it] for it in closed)]
     if adds_all:
         base = kept_root + waiting
         for it in [*backward, _Use(unit=0, position=0, closed=closed)] if units else []:
@@ -501,24 +526,45 @@ def _backward_of(
     """Return the backwards of forwards, in their order: the last forward comes first."""
     found: list[_Use] = []
     closed: list[int] = []
-    begun: dict[int, None] = {}
+    begun: dict[int, None] = {}  # of which backwards are still to come
+    ahead = Counter(uses)
+    # Bytes of all units with backwards still to come, the running one among them.
+    gathered, parts = (sum(nbytes[it] for it in ahead) for nbytes in (parameters, kept))
     for position in reversed(range(len(uses))):
-        unit, ahead = uses[position], [*dict.fromkeys(reversed(uses[:position]))]
-        opened = [it for it in begun if it != unit and it in ahead]
-        unsharded = {unit, *opened, *(ahead[:prefetch] if sharding.reshard.in_turn else ahead)}
-        gathered = 0 if sharding.retains else sum(parameters[it] for it in unsharded)
+        unit = uses[position]
+        ahead[unit] -= 1
+        opened = [it for it in begun if it != unit]
+        unsharded = gathered
+        if sharding.retains:
+            unsharded = 0
+        elif sharding.reshard.in_turn:
+            near = {unit, *opened, *_last_different(uses, position, prefetch)}
+            unsharded = sum(parameters[it] for it in near)
         found.append(
             _Use(
                 unit=unit,
                 position=position,
-                unsharded_nbytes=gathered + sum(kept[it] for it in {unit, *opened, *ahead}),
+                unsharded_nbytes=unsharded + parts,
                 closed=[*closed],
                 opened=opened,
                 adds=unit in begun,
-                is_open=unit in ahead,
+                is_open=ahead[unit] > 0,
             )
         )
-        begun[unit] = None
-        if unit not in ahead:
-            closed.append(unit)
+        if ahead[unit]:
+            begun[unit] = None
+            continue
+        begun.pop(unit, None)
+        gathered, parts = gathered - parameters[unit], parts - kept[unit]
+        closed.append(unit)
+    return found
+
+
+def _last_different(uses: Sequence[int], position: int, count: int) -> list[int]:
+    """Return the last ``count`` different units before a position, the last one first."""
+    found: list[int] = []
+    while position and len(found) < count:
+        position -= 1
+        if uses[position] not in found:
+            found.append(uses[position])
     return found

@@ -28,7 +28,8 @@ from shardeddp.plan.memory import (
     MemoryPlan,
     backward_moments,
     kept_parts,
-    plan_memory,
+    memory_between_steps,
+    unit_sums,
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import (
@@ -459,17 +460,20 @@ class Planner:
         specs, usages = traced.units, traced.usages
         if self.uneven_units:  # ranks do not know which unit is the last
             usages = [replace(it, ends_forward=False) for it in usages]
-        costs = {
-            on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
-            for on_host in (False, True)
-        }
-        trained = sum(it.slice_nbytes for unit in costs[False] for it in unit if it.trainable)
+
+        @cache
+        def costs(on_host: bool) -> list[list[GroupCost]]:
+            # Equal units share one list, by which plans of memory compute them once.
+            made = {it: costs_of(specs[it], topology, on_host=on_host) for it in {*traced.alike}}
+            return [made[it] for it in traced.alike]
+
+        trained = sum(it.slice_nbytes for unit in costs(False) for it in unit if it.trainable)
         # The engine refuses others.
         offloads = [it for it in self.offloads if it == "none" or axes.size == 1]
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            found = collectives_of_step(costs[False], sharding, count, usages)
+            found = collectives_of_step(costs(False), sharding, count, usages)
             ranks, stride = topology.data_size, axes.tensor_size
             return combined([*found, *broadcasts_of_step(traced.broadcast_nbytes, ranks, stride)])
 
@@ -477,7 +481,7 @@ class Planner:
         def memory_plans(
             offload: str, accumulates: bool
         ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-            units = costs[offload == "params"]
+            units = costs(offload == "params")
             used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
             return self._memory_plans(units, used, traced.visits, sharding, offload, accumulates)
 
@@ -529,13 +533,10 @@ class Planner:
         """
         ahead, back = self._prefetched()
         return (
-            plan_memory(
+            memory_between_steps(
                 units,
                 sharding,
-                prefetch=back,
                 states_per_element=OPTIMIZER_STATES,
-                needs_receive_buffer=False,
-                accumulates=accumulates,
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
@@ -577,7 +578,7 @@ class Planner:
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=work.recomputed_shares(choice.recompute),
+                recomputes=work.recomputed_shares[choice.recompute],
                 trained=work.trained_shares,
                 fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
@@ -622,7 +623,7 @@ def in_forward(
     ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
     if the last unit is released as all others are.
     """
-    root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
+    root, *inner = unit_sums(units, "gathered_nbytes")
     ahead, back = prefetch
     ends = range(1 + ahead, len(inner) + 1 + ahead)
     if sharding.retains:
@@ -654,29 +655,26 @@ def memory_of(
     and backward of each unit. ``unsharded`` comes from :func:`in_forward`, and ``moments`` from
     :func:`backward_moments`.
     """
-    kept, again = kept_by_unit(work, recompute)
-    head, of_loss = work.head, work.memory[0].backward
+    head, of_loss, saved = work.head, work.memory[0].backward, work.saved[recompute]
     at_head = max(of_loss.gradients, default=0)
-    # Bytes saved by the forwards up to each one, which are not freed yet in its backward.
-    below = [*accumulate([kept[0] - head.saved_nbytes, *(kept[it] for it in work.visits)])]
+    # What forwards have saved is not freed yet in the backward of the last one of them.
+    below, running = saved.below, saved.in_backward
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
     candidates = [(unsharded[-1], below[-1], head.saved_nbytes + loss)]
     candidates += [
-        (unsharded[unit - 1], saved + work.memory[unit].forward_nbytes, 0)
-        for unit, saved in zip(work.visits, below, strict=False)
+        (unsharded[unit - 1], nbytes + work.memory[unit].forward_nbytes, 0)
+        for unit, nbytes in zip(work.visits, below, strict=False)
     ]
-    for moment in moments:
-        unit, its = moment.unit, work.memory[moment.unit]
-        running = 0
-        if not moment.is_over:
-            backward = its.backward.accumulating_peak if moment.accumulates else its.backward.peak
-            running = kept[unit] + again[unit] + backward
-            if again[unit]:
-                given = work.work[unit].input_nbytes // max(1, work.usages[unit].calls)
-                running = max(running, given + its.forward_nbytes)
-        saved = below[moment.position]
-        nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
-        candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
+    candidates += [
+        (
+            it.nbytes - max(0, it.root_nbytes - at_head),
+            below[it.position]
+            + (0 if it.is_over else running[it.accumulates][it.unit])
+            - it.own_nbytes,
+            0,
+        )
+        for it in moments
+    ]
     in_flight, activations, logits = max(candidates, key=sum)
     return Memory(
         parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
@@ -690,26 +688,6 @@ def memory_of(
         host=between_steps.host_nbytes,
         buffers=work.buffers_nbytes,
     )
-
-
-def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
-    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit.
-
-    Of units that run several times, those of one forward.
-    """
-    kept, again = [work.work[0].saved_nbytes], [0]
-    flags = zip(work.work[1:], work.usages[1:], work.recomputed[1:], strict=True)
-    for own, usage, is_recomputed in flags:
-        how = recompute if is_recomputed else "none"
-        keeps = {
-            "none": own.saved_nbytes,
-            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
-            "full": min(own.input_nbytes, own.saved_nbytes),
-        }[how]
-        calls = max(1, usage.calls)
-        kept.append(keeps // calls)
-        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps) // calls)
-    return kept, again
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:
