@@ -85,7 +85,7 @@ def test_a_dry_run_says_that_a_file_fits_its_machines(
     cli.trainer.fit(cli.model, cli.datamodule)
     text = " ".join(capsys.readouterr().out.split())
     assert f"CausalLM ({parameters:,} parameters) on 64 x H100-80 (8 x 8)" in text
-    assert f"Units, each gathered as a whole: {units}." in text
+    assert f"Units: {units}." in text
     (line,) = [it for it in text.split("As configured (")[1:] if it.startswith(settings)]
     assert ", fits." in line
     written = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["trainer"]["strategy"]

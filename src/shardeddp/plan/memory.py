@@ -322,11 +322,11 @@ def memory_between_steps(
         retained += sum(unit_sums(units, "gathered_nbytes"))
     host = 0
     if any(group.plan.on_host for group in groups):
-        own = sum(_pinned(group.main_nbytes) for group in groups)
-        own += sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        own = sum(pinned(group.main_nbytes) for group in groups)
+        own += sum(pinned(group.slice_nbytes) for group in groups if group.trainable)
         host, main, gradient, states = own + states, 0, 0, 0
     elif offload_optimizer:
-        copies = sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        copies = sum(pinned(group.slice_nbytes) for group in groups if group.trainable)
         host, states = states + 2 * copies, 0
     return MemoryPlan(
         main_shard_nbytes=main,
@@ -348,7 +348,7 @@ def unit_sums(units: Sequence[Sequence[GroupCost]], figure: str) -> list[int]:
     return [sums[id(unit)] for unit in units]
 
 
-def _pinned(nbytes: int) -> int:
+def pinned(nbytes: int) -> int:
     """Return the bytes of a block of pinned memory: torch's allocator takes powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 

@@ -94,8 +94,8 @@ class Plan:
             width: Width of the terminal in characters.
         """
         even = "Tokens are taken to be spread evenly over experts."
-        gathered = f"Units, each gathered as a whole: {first_three(self.units)}."
-        notes = {"TP": self.splits, "": f"{gathered} {even if self.is_routed else ''}"}
+        units = f"Units: {first_three(self.units)}."
+        notes = {"TP": self.splits, "": f"{units} {even if self.is_routed else ''}"}
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:

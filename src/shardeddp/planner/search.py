@@ -29,6 +29,7 @@ from shardeddp.plan.memory import (
     backward_moments,
     kept_parts,
     memory_between_steps,
+    pinned,
     unit_sums,
     waiting_gradients,
 )
@@ -71,7 +72,7 @@ SLACK = 0.08
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
-"""Bandwidth in GB/s between a device and the host, for gradients to it and parameters back."""
+"""Bandwidth in GB/s between a device and the host, of gradients, parameters and activations."""
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
@@ -349,10 +350,7 @@ class Planner:
         """Settings that the plan does not know."""
         names = next(iter(self._profiles.values())).others_recomputed
         found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
-        found = found if names else []
-        if self.recomputation is not None and self.recomputation.cpu_offload:
-            found.append("ActivationCheckpointing(cpu_offload=True)")
-        return found
+        return found if names else []
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
@@ -579,6 +577,7 @@ class Planner:
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
                 recomputes=work.recomputed_shares[choice.recompute],
+                copies_s=2 * sum(work.saved[choice.recompute].on_host) / (PCIE_GBS * 1e9),
                 trained=work.trained_shares,
                 fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
@@ -685,7 +684,7 @@ def memory_of(
         logits=logits,
         slack=int(SLACK * (in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
-        host=between_steps.host_nbytes,
+        host=between_steps.host_nbytes + sum(map(pinned, saved.on_host)),
         buffers=work.buffers_nbytes,
     )
 

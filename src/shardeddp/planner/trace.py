@@ -85,6 +85,8 @@ class UnitWork:
     """The same of ``moved_nbytes``."""
     input_nbytes: int = 0
     """Bytes of the module's input tensors, without those that are inputs of earlier units."""
+    activation_input_nbytes: int = 0
+    """Part of it that are activations with a gradient."""
 
     def add(self, other: UnitWork, times: int = 1) -> None:
         """Add other work ``times`` times."""
@@ -123,6 +125,8 @@ class ModelProfile:
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
     """Names of other modules than units that it recomputes, which is not planned."""
+    inputs_on_host: bool = False
+    """True if recomputed units keep their activations in host memory."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -209,6 +213,7 @@ class ModelProfile:
             visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
+            inputs_on_host=self.inputs_on_host,
             buffers_nbytes=self.buffers_nbytes,
             broadcast_nbytes=self.broadcast_nbytes,
             is_routed=self.is_routed,
@@ -222,6 +227,9 @@ class SavedMemory:
     below: Sequence[int]
     """Bytes kept by the forwards before each one, and by all; without the root's head."""
 
+    on_host: Sequence[int]
+    """Bytes of each forward that are in host memory from then to its backward."""
+
     in_backward: Mapping[bool, Sequence[int]]
     """Bytes that the backward of each unit takes, with those kept and recomputed for it; True: of
     one whose gradients are added to earlier ones."""
@@ -231,6 +239,14 @@ class SavedMemory:
         """Return the bytes under a kind of recomputation; of units that run several times, for each."""
         kept, again = _kept_by_unit(profile, recompute)
         root = kept[0] - profile.head.saved_nbytes
+        on_host = [0 for _ in kept]
+        if profile.inputs_on_host and recompute != "none":
+            on_host = [
+                is_recomputed * min(nbytes, work.activation_input_nbytes // max(1, usage.calls))
+                for nbytes, work, usage, is_recomputed in zip(
+                    kept, profile.work, profile.usages, profile.recomputed, strict=True
+                )
+            ]
 
         def in_backward(unit: int, accumulates: bool) -> int:
             its = profile.memory[unit]
@@ -244,7 +260,8 @@ class SavedMemory:
 
         units = range(len(profile.units))
         return SavedMemory(
-            below=[*accumulate([root, *(kept[it] for it in profile.visits)])],
+            below=[*accumulate([root, *(kept[it] - on_host[it] for it in profile.visits)])],
+            on_host=[on_host[it] for it in profile.visits],
             in_backward={
                 accumulates: [in_backward(unit, accumulates) for unit in units]
                 for accumulates in (False, True)
@@ -421,6 +438,8 @@ class _Recorder:
                 self.inputs.add(storage_of(it))
                 self.known.append(StorageWeakRef(it.untyped_storage()))
                 work.input_nbytes += it.nbytes
+                if it.requires_grad and not it.is_leaf:
+                    work.activation_input_nbytes += it.nbytes
 
     def run_backward(
         self,
@@ -815,7 +834,8 @@ class _UnitRuns:
         )
         if self._reuses and not any(vars(work)["kernels"] for work in before):
             works = [UnitWork(**vars(recorder.work[it])) for it in inner]
-            works[inner.index(index)].input_nbytes = 0  # counted for each call
+            own_work = works[inner.index(index)]
+            own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
             self._known[key] = _FirstRun(
                 out=pytree.tree_map(TensorSpec.of, out),
                 works=works,
@@ -1147,6 +1167,7 @@ def profile(
         visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
+        inputs_on_host=recomputation is not None and recomputation.cpu_offload,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
