@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from itertools import accumulate
-from types import MethodType
-from typing import Any, TypeGuard, cast
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -760,6 +760,12 @@ class _FirstRun:
     has_backward: list[bool]
     visits: list[int]
     """Forwards of units inside of it, as places in its list of these."""
+    collected: Sequence[_Collected]
+    """Arguments of hooks that collect outputs of layers inside of it."""
+
+
+_Collected: TypeAlias = tuple[str, int, Any]
+"""Name of a layer, place of a hook of it, and forms of the layer's arguments and results."""
 
 
 class _UnitRuns:
@@ -780,11 +786,17 @@ class _UnitRuns:
         key = _signature(self._units[index].module, (args, kwargs), self._kept)
         first = self._known.get(key)
         if first is None:
-            out = self._run_first(key, index, forward, args, kwargs)
+            out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
             self._repeat(first, index, (args, kwargs))
-            out = first.out
-        result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
+            out, collected = first.out, first.collected
+        fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
+        self._recorder.is_paused = True  # the layers have made them
+        for name, place, given in collected:
+            layer = self._units[index].module.get_submodule(name)
+            [*layer._forward_hooks.values()][place](layer, *fresh(given))
+        self._recorder.is_paused = False
+        result = fresh(out)
         self._recorder.end_unit()
         return result
 
@@ -807,8 +819,8 @@ class _UnitRuns:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a unit and return the specs of its results; keep them for equal units."""
+    ) -> tuple[Any, Sequence[_Collected]]:
+        """Run a unit; return the specs of its results and of what hooks collect, and keep them."""
         recorder, inner = self._recorder, self._inner[index]
         before = [UnitWork(**vars(recorder.work[place])) for place in inner]
         trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
@@ -817,7 +829,8 @@ class _UnitRuns:
         counts = [len(recorder.exchanges[place]) for place in inner]
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
-        result, made = self._run_forward(index, partial(forward, *args, **kwargs))
+        with _without_collecting(self._units[index].module) as collected:
+            result, made = self._run_forward(index, partial(forward, *args, **kwargs))
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
@@ -846,8 +859,9 @@ class _UnitRuns:
                 trained=[UnitWork(**vars(recorder.trained[it])) for it in inner],
                 has_backward=[it in recorder.with_backward for it in inner],
                 visits=[inner.index(it) for it in recorder.visits[at_start:]],
+                collected=collected,
             )
-        return out
+        return out, collected
 
     def _run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
         """Run the forward of a unit; return its results and the bytes that it allocated at most."""
@@ -862,6 +876,39 @@ class _UnitRuns:
             recorder.unsaved = around
         made, live.peak = live.peak - at_start, max(live.peak, largest)
         return result, made
+
+
+def _collects(hook: object) -> TypeGuard[FunctionType]:
+    """Return whether a function is of a hook by which transformers collects outputs of layers.
+
+    Router logits are for the loss of a router: without them it would have those of one layer.
+    """
+    return isinstance(hook, FunctionType) and hook.__module__ == _COLLECTING
+
+
+_COLLECTING = "transformers.utils.output_capturing"
+
+
+@contextmanager
+def _without_collecting(module: nn.Module) -> Generator[list[_Collected]]:
+    """Give a list that gets what hooks of layers inside of a module would collect.
+
+    They are called later, with tensors at which the backward of the loss ends.
+    """
+    collected: list[_Collected] = []
+
+    def note(name: str, place: int, *given: Any) -> None:
+        collected.append((name, place, pytree.tree_map(TensorSpec.of, given[1:])))
+
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+            if child is module:  # its own run where its forward is repeated
+                continue
+            for place, (key, hook) in enumerate([*child._forward_hooks.items()]):
+                if _collects(hook):
+                    stack.callback(child._forward_hooks.__setitem__, key, hook)
+                    child._forward_hooks[key] = partial(note, name, place)
+        yield collected
 
 
 @contextmanager
@@ -907,6 +954,9 @@ def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
             return kind, *((plain(key), plain(it)) for key, it in items)
         if isinstance(value, partial):
             return kind, *map(plain, (value.func, value.args, value.keywords))
+        if _collects(value):
+            cells = [it.cell_contents for it in value.__closure__ or ()]
+            return kind, value.__code__, *map(plain, cells)
         if isinstance(value, MethodType):
             return kind, id(value.__func__), plain(value.__self__)
         if id(value) in places:  # a module of the unit, or an object that was compared already
