@@ -48,10 +48,16 @@ class CausalLM(L.LightningModule):
                 self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.config))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens, _ = batch  # transformers shifts the labels, and adds the loss of a router
-        loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = self.loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch), sync_dist=True)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, _ = batch  # transformers shifts the labels, and adds the loss of a router
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         groups = decay_groups(self, weight_decay=0.1)

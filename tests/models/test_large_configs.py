@@ -33,6 +33,7 @@ TINY: dict[str, Any] = {
     "trainer.max_steps": 2,
     "trainer.accumulate_grad_batches": 2,
     "trainer.logger": False,
+    "trainer.limit_val_batches": 1,
     "data.block_size": 64,
     "data.batch_size": 2,
 }

@@ -192,22 +192,25 @@ def _tokens(
 
 
 def replacement(
-    empty: Callable[[int, torch.dtype], torch.Tensor],
+    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that maps tensors to others; tied ones stay tied, shared memory shared.
 
-    ``empty`` returns the new memory, 1D, of a number of elements; it gets the dtype of the tensor
-    that is replaced, too.
+    ``empty`` returns new memory of a shape; it gets the dtype of the tensor that is replaced, too.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # originals keep their ids
     memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):  # has no storage of its elements
-            return empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            return empty(tensor.shape, tensor.dtype)
         key, storage = (storage_of(tensor), tensor.dtype), tensor.untyped_storage()
         if key not in memory:
-            memory[key] = empty(storage.nbytes() // tensor.element_size(), tensor.dtype)
+            count = storage.nbytes() // tensor.element_size()
+            is_all = tensor.numel() == count and tensor.is_contiguous()
+            memory[key] = empty(tensor.shape if is_all else (count,), tensor.dtype)
+            if is_all:  # most are: a view of itself would take as long as the memory
+                return memory[key]
         return memory[key].as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +228,7 @@ def replacement(
 
 def without_weights(module: nn.Module) -> nn.Module:
     """Copy a module with its parameters and buffers on the meta device."""
-    bare = replacement(lambda numel, dtype: torch.empty(numel, dtype=dtype, device="meta"))
+    bare = replacement(lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     tensors = [it for it in (*module.parameters(), *module.buffers()) if not is_lazy(it)]
     try:
         return copy.deepcopy(module, {id(it): bare(it) for it in tensors})

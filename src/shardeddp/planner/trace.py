@@ -1073,10 +1073,10 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
     Other tensors are attributes (constants, states of metrics), also in lists, tuples and dicts.
     """
 
-    def empty(numel: int, own: torch.dtype) -> torch.Tensor:
+    def empty(shape: Sequence[int], own: torch.dtype) -> torch.Tensor:
         with mode:
             is_cast = dtype is not None and own.is_floating_point
-            return torch.empty(numel, dtype=dtype if is_cast else own)
+            return torch.empty(shape, dtype=dtype if is_cast else own)
 
     replaced = replacement(empty)
     for child in module.modules():
