@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -25,11 +26,11 @@ from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.calibration import calibrate as calibration_of
-from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
+from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Profiles, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import SPLITS, Dimensions
 from shardeddp.planner.view import picture, plan_lines
-from shardeddp.wrap import Policy, PolicyLike, resolve_policy
+from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
@@ -247,10 +248,14 @@ def make_plan(
         for of in expert_parallel_sizes
         if split == 1 or of == 1
     ]
+    policy = resolve_policy(auto_wrap_policy)
+    is_usual = (type(policy), vars(policy)) == (AutoPolicy, vars(AutoPolicy()))
+    is_usual = is_usual and recomputation is None and dtypes is None
+    is_usual = is_usual and asked in (None, "auto") and source.dimensions is not None
     planner = Planner(
         source=source,
         length=length,
-        policy=resolve_policy(auto_wrap_policy),
+        policy=policy,
         calibration=calibration,
         cluster=cluster,
         global_batch=global_batch,
@@ -265,6 +270,7 @@ def make_plan(
         mixed_precision=dtypes,
         uneven_units=uneven_units,
         recomputation=recomputation,
+        profiles=_profiles_of(source.dimensions, length) if is_usual else {},
     )
     plans = planner.plans()
     return Plan(
@@ -281,6 +287,12 @@ def make_plan(
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,
     )
+
+
+@lru_cache(maxsize=2)
+def _profiles_of(dims: Dimensions | None, length: int) -> Profiles:
+    """Return what has been traced of a decoder with the usual options, for plans of other clusters."""
+    return {}
 
 
 def _several(

@@ -84,6 +84,9 @@ Strategies: TypeAlias = Sequence[str | tuple[str, ShardingStrategy]]
 """Names of sharding strategies, or pairs of a name and a configured strategy."""
 
 
+Profiles: TypeAlias = dict[tuple[str, int, int, int], ModelProfile]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One combination of settings."""
@@ -322,33 +325,32 @@ class Planner:
     mixed_precision: MixedPrecision | None = None
     uneven_units: bool = False
     recomputation: ActivationCheckpointing | None = None
-    _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
-        default_factory=dict[tuple[str, int, int, int], ModelProfile]
-    )
+    profiles: Profiles = field(default_factory=dict[tuple[str, int, int, int], ModelProfile])
+    """Work of micro-batches that is known, by precision, samples and sizes of the axes."""
 
     @property
     def numel(self) -> int:
         """Number of the model's parameters; of one rank's part if no whole model was planned."""
-        whole = [it for (*_, split, experts), it in self._profiles.items() if split * experts == 1]
-        units = (whole or [*self._profiles.values()])[0].units
+        whole = [it for (*_, split, experts), it in self.profiles.items() if split * experts == 1]
+        units = (whole or [*self.profiles.values()])[0].units
         return sum(it.parameter.numel() for unit in units for it in unit.parameters)
 
     @property
     def units(self) -> list[str]:
         """Names of the units, the root first; neighbours with parameters of equal shapes share one."""
-        units = next(iter(self._profiles.values())).units
+        units = next(iter(self.profiles.values())).units
         equal = groupby(units, lambda unit: [it.parameter.shape for it in unit.parameters])
         return [folded_name([unit.label for unit in group]) for _, group in equal]
 
     @property
     def is_routed(self) -> bool:
         """True if a router is assumed to choose experts evenly."""
-        return any(it.is_routed for it in self._profiles.values())
+        return any(it.is_routed for it in self.profiles.values())
 
     @property
     def unplanned(self) -> list[str]:
         """Settings that the plan does not know."""
-        names = next(iter(self._profiles.values())).others_recomputed
+        names = next(iter(self.profiles.values())).others_recomputed
         found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
         return found if names else []
 
@@ -360,14 +362,14 @@ class Planner:
         evenly over experts.
         """
         key = precision, micro_batch, axes.tensor_size, axes.expert_size
-        if key not in self._profiles:
+        if key not in self.profiles:
             pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
-            self._profiles[key] = (
+            self.profiles[key] = (
                 pair[0].extrapolate(pair[1], micro_batch)
                 if pair and self._is_affine(precision, axes, *pair)
                 else self._trace(precision, micro_batch, axes)
             )
-        return self._profiles[key]
+        return self.profiles[key]
 
     def _is_affine(
         self, precision: str, axes: ModelAxes, one: ModelProfile, two: ModelProfile
@@ -378,9 +380,9 @@ class Planner:
         if self.source.is_affine:
             return True
         key = precision, 4, axes.tensor_size, axes.expert_size
-        if key not in self._profiles:
-            self._profiles[key] = self._trace(precision, 4, axes)
-        found, expected = self._profiles[key].total, one.extrapolate(two, 4).total
+        if key not in self.profiles:
+            self.profiles[key] = self._trace(precision, 4, axes)
+        found, expected = self.profiles[key].total, one.extrapolate(two, 4).total
         return all(
             math.isclose(value, vars(expected)[name], rel_tol=1e-12)
             for name, value in vars(found).items()

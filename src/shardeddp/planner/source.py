@@ -41,6 +41,8 @@ class Source:
     """Tokens of a sample, by module and sequence length; 1 if samples are no sequences."""
     is_affine: bool = False
     """True if its work is known to be affine in the number of samples."""
+    dimensions: Dimensions | None = None
+    """Dimensions from which the model follows alone; None: it has code of its own."""
     tensor_plan: TensorPlan | None = None
     """Tensor-parallel plan for ``auto`` or an unset option; None: the plan of the module itself."""
 
@@ -57,6 +59,7 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
         step=step,
         tokens_of=lambda _, length: length,
         is_affine=True,
+        dimensions=dims,
         tensor_plan=tensor_plan_of(dims),
     )
 
