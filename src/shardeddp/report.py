@@ -19,6 +19,7 @@ from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three, listed_ranks, printable
+from shardeddp.plan.topology import Topology
 
 # -- Tables as plain text
 #
@@ -120,6 +121,9 @@ class UnitRow:
     padding_numel: int
     """Number of padding elements in the flat buffers, over all ranks."""
 
+    divided_numel: int = 0
+    """Number of elements of parameters of experts, or of split layers, that ranks divide."""
+
 
 def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
     """Return the unit that holds more than half of all parameters, if worth a warning; else None.
@@ -135,21 +139,26 @@ def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
     return next((row for row in holding if 2 * row.numel > total), None)
 
 
-def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
+def unit_table(
+    rows: Sequence[UnitRow], title: str, width: int, *, kind: str = "split", size: int = 1
+) -> list[str]:
     """Return the lines of a table of units with a total; neighbours with equal figures share a row.
+
+    ``kind`` and ``size`` head the column of parameters that ``size`` ranks divide.
 
     Returns:
         Lines of the table. A row of several units shows the figures of one of them. Trainable
-        parameters have a column only if some are frozen.
+        parameters have a column only if some are frozen, divided ones only if ranks divide some.
     """
     equal = [list(units) for _, units in groupby(rows, key=_figures)]
     total = _total(rows)
     any_frozen = total.trainable_numel != total.numel
-    footers = _cells(total, any_frozen)
-    figures = [_cells(units[0], any_frozen) for units in equal]
+    divided = f"{kind} / {size}" if size > 1 else ""
+    footers = _cells(total, any_frozen, divided)
+    figures = [_cells(units[0], any_frozen, divided) for units in equal]
     names = Column(
         heading="unit",
-        cells=[_row_name(units) for units in equal],
+        cells=[folded_name([unit.name for unit in units]) for units in equal],
         footer=f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})",
         is_number=False,
     )
@@ -159,6 +168,8 @@ def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
     ]
     folded = any(len(units) > 1 for units in equal)
     legend = ["(Nx): N units with these figures each"] if folded else []
+    if divided:
+        legend.append(f"{divided}: parameters of which {size} neighbouring ranks have a part each")
     return [title, *text_table([names, *numbers], width), *legend]
 
 
@@ -204,18 +215,23 @@ def _figures(row: UnitRow) -> tuple[int, ...]:
 
 def _total(rows: Iterable[UnitRow]) -> UnitRow:
     """Return the sum of all units."""
-    sums = [sum(column) for column in zip(*map(_figures, rows), strict=True)] or [0] * 5
+    sums = [sum(column) for column in zip(*map(_figures, rows), strict=True)] or [0] * 6
     return UnitRow("total", *sums)
 
 
-def _cells(row: UnitRow, any_frozen: bool) -> dict[str, str]:
-    """Return the figures of one row as text by the heading of their column, in column order."""
+def _cells(row: UnitRow, any_frozen: bool, divided: str) -> dict[str, str]:
+    """Return the figures of one row as text by the heading of their column, in column order.
+
+    ``divided`` is the heading of parameters that ranks divide; empty: they have no column.
+    """
     trainable = {"trainable": human_count(row.trainable_numel)} if any_frozen else {}
+    parts = {divided: human_count(row.divided_numel)} if divided else {}
     share = _percent(row.padding_numel, row.numel + row.padding_numel)
     return {
         "tensors": f"{row.num_parameters:,}",
         "parameters": human_count(row.numel),
         **trainable,
+        **parts,
         "per rank": human_bytes(row.nbytes_per_rank),
         "padding": f"{human_count(row.padding_numel)} ({share})",
     }
@@ -229,11 +245,14 @@ def _percent(part: int, whole: int) -> str:
     return "<0.1%" if share < 0.05 else f"{share:.1f}%"
 
 
-def _row_name(units: Sequence[UnitRow]) -> str:
-    """Return the name of a row for some units: ``layers.0 ... layers.31 (32x)``."""
-    if len(units) == 1:
-        return units[0].name
-    return f"{units[0].name} ... {units[-1].name} ({len(units)}x)"
+def folded_name(names: Sequence[str]) -> str:
+    """Return one name for equal units that follow each other.
+
+    Example:
+        >>> folded_name(["head"]), folded_name(["layers.0", "layers.1", "layers.2"])
+        ('head', 'layers.0 ... layers.2 (3x)')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)}x)"
 
 
 # -- Messages about a sharded model
@@ -262,8 +281,10 @@ def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
 
 def print_units(sharding_strategy: str, runtime: Runtime) -> None:
     """Print the table of units of a sharded model."""
-    title = _title(sharding_strategy, runtime)
-    print("\n".join(unit_table(_rows(runtime), title, terminal_width(_NARROWEST))))
+    title, width = _title(sharding_strategy, runtime), terminal_width(_NARROWEST)
+    experts, layers = runtime.mesh.expert_size, runtime.mesh.topology.tensor_size
+    kind, size = ("experts", experts) if experts > 1 else ("split", layers)
+    print("\n".join(unit_table(_rows(runtime), title, width, kind=kind, size=size)))
 
 
 def _rows(runtime: Runtime) -> list[UnitRow]:
@@ -272,16 +293,21 @@ def _rows(runtime: Runtime) -> list[UnitRow]:
 
 def _title(sharding_strategy: str, runtime: Runtime) -> str:
     topology, count = runtime.mesh.topology, len(runtime.progresses)
-    axes = {"replicate": topology.replicate_size, "shard": topology.shard_size}
-    if topology.tensor_size > 1:
-        axes["tensor"] = topology.tensor_size
-    ranks = f"{' x '.join(map(str, axes.values()))} ranks ({' x '.join(axes)})"
-    if runtime.mesh.expert_size > 1:
-        ranks += f", {runtime.mesh.expert_size} of them with other experts each"
+    ranks = _axes(topology, "tensor")
+    if runtime.mesh.experts is not None:
+        ranks += f", experts on {_axes(runtime.mesh.experts.topology, 'expert')}"
     title = f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
     if topology.order is None or topology.replicate_size == 1:
         return title
     return f"{title}, the first of ranks {listed_ranks(topology.shard_groups()[0])}"
+
+
+def _axes(topology: Topology, tensor_axis: str) -> str:
+    """Return the sizes and names of a mesh's axes."""
+    axes = {"replicate": topology.replicate_size, "shard": topology.shard_size}
+    if topology.tensor_size > 1:
+        axes[tensor_axis] = topology.tensor_size
+    return f"{' x '.join(map(str, axes.values()))} ranks ({' x '.join(axes)})"
 
 
 def _describe_dtypes(runtime: Runtime) -> str:
@@ -306,11 +332,12 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 
 def unit_row(unit: Unit) -> UnitRow:
     """Return the figures of one unit."""
-    costs = unit.costs()
+    costs, specs = unit.costs(), (*unit.spec.parameters, *unit.spec.passthrough)
     numels = [
         (it.parameter.requires_grad, math.prod((it.distribution or it.parameter).shape))
-        for it in (*unit.spec.parameters, *unit.spec.passthrough)
+        for it in specs
     ]
+    divided = [it.distribution for it in specs if it.distribution and it.distribution.boxes]
     return UnitRow(
         name=unit.label,
         num_parameters=len(numels),
@@ -318,6 +345,7 @@ def unit_row(unit: Unit) -> UnitRow:
         trainable_numel=sum(numel for is_trained, numel in numels if is_trained),
         nbytes_per_rank=sum(cost.main_nbytes for cost in costs),
         padding_numel=sum(cost.layout.padding_numel * cost.tensor_size for cost in costs),
+        divided_numel=sum(math.prod(it.shape) for it in divided),
     )
 
 

@@ -1,4 +1,4 @@
-"""Every file in `configs/` trains: the example's own command line, a tiny model, two ranks (four for several nodes)."""
+"""Files in `configs/` train: the example's own command line, a tiny model, two ranks (four for several nodes)."""
 
 import re
 import warnings
@@ -21,6 +21,8 @@ from world import Worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
+OF_TRANSFORMERS = ("llama_70b", "mixtral_8x7b")
+"""Files for many machines: `tests/models/test_large_configs.py` plans them and trains."""
 END = "end.ckpt"
 TINY = {
     "trainer.accelerator": "cpu",
@@ -88,8 +90,10 @@ def test_each_use_has_its_file() -> None:
     assert sorted(CONFIGS) == [
         "experts",
         "laptop",
+        "llama_70b",
         "long_context",
         "lora",
+        "mixtral_8x7b",
         "offload",
         "one_node",
         "several_nodes",
@@ -146,7 +150,8 @@ def check(found: list[dict[str, Any]], steps: int = 2) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if name not in ("several_nodes", "one_node", "lora")]
+    "name",
+    [it for it in CONFIGS if it not in ("several_nodes", "one_node", "lora", *OF_TRANSFORMERS)],
 )
 def test_a_file_for_one_machine_trains(world: Worlds, tmp_path: Path, name: str) -> None:
     found = world(2).run(train, name, str(tmp_path))

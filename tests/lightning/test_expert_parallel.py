@@ -4,6 +4,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -124,6 +125,7 @@ def train(
     path: str = "",
     steps: int = STEPS,
     trainer_options: dict[str, Any] | None = None,
+    empty_init: bool = False,
     **more: Any,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The parameters that ranks have trained together, and logged means."""
@@ -145,7 +147,8 @@ def train(
     }
     trainer = make_trainer(strategy, use_distributed_sampler=False, **trainer_options)
     warnings.simplefilter("ignore")
-    module = kind()
+    with trainer.init_module(empty_init=True) if empty_init else nullcontext():
+        module = kind()
     trainer.fit(module)
     if path:
         trainer.save_checkpoint(path)
@@ -201,6 +204,29 @@ def test_activation_checkpointing_computes_the_same(world: Worlds) -> None:
     expected, _ = train_whole(Mixture, steps=FEWER_STEPS)
     options = {"activation_checkpointing": {ListBlock}}
     for found, _ in world(2).run(partial(train, "full_shard", 2, steps=FEWER_STEPS, **options)):
+        assert distance(found, expected) < 1e-5
+
+
+class Apart(Mixture):
+    """Draws other values on each rank, of which those of rank 0 count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        for it in self.modules():
+            if isinstance(it, nn.Linear):
+                it.reset_parameters()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Mixture, Stacked, Apart])
+@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
+def test_experts_on_the_meta_device_get_the_values_of_one_process(
+    world: Worlds, name: str, kind: type[Mixture]
+) -> None:
+    expected, _ = train_whole(kind, steps=FEWER_STEPS)
+    run = partial(train, name, 2, kind, steps=FEWER_STEPS, empty_init=True)
+    for found, _ in world(4).run(run):
         assert distance(found, expected) < 1e-5
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -106,6 +107,11 @@ PARTLY: dict[str, Any] = {
     "policy": {"save_ops": keep_wide},
 }
 """Recomputation of some units, or of other operations than usual."""
+ON_HOST: dict[str, Any] = {
+    "full": {"cpu_offload": True},
+    "second, selective": {"cpu_offload": True, "every": 2, "save_ops": ["matmul", "attention"]},
+}
+"""Recomputation of units whose inputs wait in host memory."""
 LENGTH, SAMPLES, RANKS = 64, 4, 4
 TOLERANCE = 0.01
 """Bound of relative errors of the whole peak."""
@@ -245,6 +251,20 @@ def test_the_planned_memory_of_device_and_host_is_what_an_offloaded_run_allocate
     assert lowest * on_host <= plan.host_nbytes <= highest * on_host
 
 
+@pytest.mark.parametrize("name", ["gated", "eager", "whole"])
+@pytest.mark.parametrize("recompute", ON_HOST)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_inputs_that_wait_in_host_memory_are_planned_there(
+    host: HostMemory, strategy: str, micro_batches: int, recompute: str, name: str
+) -> None:
+    _, added, plan, moving, _ = measured(strategy, ON_HOST[recompute], micro_batches, name)
+    error = (plan.resting_nbytes + moving) / (plan.resting_nbytes + added) - 1
+    assert abs(error) < TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+    assert (plan.host_nbytes, host.nbytes) == (host.peak, 0)
+    assert host.peak > 0
+
+
 def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
     model = Decoder(MODELS["gated"], LENGTH)
     units = build_units(model, resolve_policy("auto"))
@@ -276,7 +296,7 @@ def peaks(
 
 def measured(
     strategy: str,
-    recompute: str,
+    recompute: str | dict[str, Any],
     micro_batches: int,
     name: str,
     prefetch: int = 1,
@@ -285,7 +305,8 @@ def measured(
 ) -> tuple[int, int, MemoryPlan, int, int]:
     """Bytes that are there between steps, and that a step adds; both as planned; and states."""
     policy = NamePolicy(["blocks.*"]) if name in REPEATED else resolve_policy("auto")
-    recomputed = resolve_activation_checkpointing({**RECOMPUTES, **PARTLY}[recompute])
+    asked = {**RECOMPUTES, **PARTLY}[recompute] if isinstance(recompute, str) else recompute
+    recomputed = resolve_activation_checkpointing(asked)
     traced = profile(
         built(name),
         loss_of,
@@ -344,4 +365,5 @@ def measured(
         backward_moments(used, sharding.sharding, prefetch=prefetch, uses=traced.visits, **options),
     )
     moving = planned.in_flight + planned.activations + planned.logits
-    return sum(before), max(accumulate(sizes)), resting, moving, run.states_nbytes()
+    plan = replace(resting, host_nbytes=planned.host)
+    return sum(before), max(accumulate(sizes)), plan, moving, run.states_nbytes()

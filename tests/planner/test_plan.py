@@ -12,9 +12,10 @@ from lightning import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
-from shardeddp.config import MixedPrecision
+from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.errors import ConfigurationError, UsageError
 from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.search import PCIE_GBS
 from shardeddp.planner.source import tokens_of
 from shardeddp.planner.trace import PRECISIONS
 from shardeddp.planner.transformer import Dimensions
@@ -175,6 +176,20 @@ class Shared(Module):
     def training_step(self, batch: Any) -> Any:
         """A loss of both layers."""
         return super().training_step(self.head(batch))
+
+
+def test_inputs_of_recomputed_units_go_to_the_host_and_come_back() -> None:
+    dims = Dimensions(layers=3, width=WIDTH, heads=4, vocabulary=128)
+    options: dict[str, Any] = {"length": 32, "recomputes": "full", "micro_batches": 2}
+    on_device, on_host = (
+        make_plan(dims, activation_checkpointing=ActivationCheckpointing(cpu_offload=it), **options)
+        for it in (False, True)
+    )
+    nbytes = 3 * 2 * 32 * WIDTH * 4
+    assert (on_device.best.memory.host, on_host.best.memory.host) == (0, nbytes)
+    more = on_host.best.step.recompute - on_device.best.step.recompute
+    assert more == pytest.approx(2 * nbytes / (PCIE_GBS * 1e9))
+    assert "cpu_offload: true" in on_host.yaml and not on_host.unplanned
 
 
 class Lazy(Module):

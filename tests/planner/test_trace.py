@@ -373,7 +373,7 @@ def test_all_work_of_a_trained_model_has_a_backward() -> None:
 
     options: dict[str, Any] = {"micro_batch": 2, "tokens": LENGTH, "precision": "32-true"}
     traced = profile(Layered(Attending, ()), step, policy=resolve_policy({Attending}), **options)
-    assert traced.trained_shares == traced.recomputed_shares("full") == (1, 1, 1)
+    assert traced.trained_shares == traced.recomputed_shares["full"] == (1, 1, 1)
 
 
 def test_the_head_is_what_follows_the_last_unit_that_runs() -> None:

@@ -7,10 +7,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from shardeddp import ShardedDP
 from shardeddp.report import unit_row
+from support.experts import StackedExperts
 from support.tasks import Block, EvaluatedGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds
@@ -19,10 +21,20 @@ pytestmark = pytest.mark.timeout(60)
 
 BLOCK_NUMEL = sum(parameter.numel() for parameter in Block(8).parameters())
 
+SPLIT = {
+    "tensor_parallel_size": 2,
+    "tensor_parallel_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+}
 
-def run(arguments: dict[str, Any], frozen: bool, **options: Any) -> dict[str, Any]:
+
+def run(
+    arguments: dict[str, Any],
+    frozen: bool,
+    kind: type[EvaluatedGpt] = EvaluatedGpt,
+    **options: Any,
+) -> dict[str, Any]:
     """What two stages on one Trainer say and warn of, what is printed when asked for, and the figures of the units."""
-    model, strategy = EvaluatedGpt(), ShardedDP(**arguments)
+    model, strategy = kind(), ShardedDP(**arguments)
     model.blocks[2].requires_grad_(not frozen)
     trainer = make_trainer(strategy, max_steps=1, **options)
     said = Listening()
@@ -114,11 +126,7 @@ def test_a_row_counts_whole_parameters_and_this_ranks_bytes(world: Worlds, froze
 
 
 def test_layers_that_ranks_split_are_counted_whole(world: Worlds) -> None:
-    split = {
-        "tensor_parallel_size": 2,
-        "tensor_parallel_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
-    }
-    found = world(2).run(run, {"auto_wrap_policy": {Block}, **split}, False)[0]
+    found = world(2).run(run, {"auto_wrap_policy": {Block}, **SPLIT}, False)[0]
     assert (
         "4 units on 1 x 1 x 2 ranks (replicate x shard x tensor): 976 parameters"
         in (found["lines"][0])
@@ -127,6 +135,60 @@ def test_layers_that_ranks_split_are_counted_whole(world: Worlds) -> None:
         assert row.numel == row.trainable_numel == BLOCK_NUMEL
         # All ranks have the norm and the second layer's bias, and half of the rest.
         assert row.nbytes_per_rank == 4 * (BLOCK_NUMEL + 2 * 8 + 8) // 2
+
+
+class Mixed(Block):
+    """A block beside experts, which get its tokens in turn."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.experts = StackedExperts(4, dim, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (..., dim) to the same."""
+        rows = x.flatten(0, -2)
+        index = torch.arange(len(rows)).unsqueeze(1) % 4
+        return super().forward(x) + self.experts(rows, index, torch.ones(index.shape)).view_as(x)
+
+
+class WithExperts(EvaluatedGpt):
+    """Whose experts ranks can divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixed(8) for _ in self.blocks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "axes", "heading", "numel"),
+    [
+        (EvaluatedGpt, SPLIT, "1 x 1 x 2 ranks (replicate x shard x tensor)", "split / 2", 272),
+        (
+            WithExperts,
+            {"expert_parallel_size": 2},
+            "1 x 2 ranks (replicate x shard), experts on 1 x 1 x 2 ranks (replicate x shard x expert)",
+            "experts / 2",
+            4 * 2 * 8 * 12,
+        ),
+    ],
+    ids=["layers", "experts"],
+)
+def test_the_table_says_what_ranks_divide_and_among_how_many(
+    world: Worlds,
+    kind: type[EvaluatedGpt],
+    options: dict[str, Any],
+    axes: str,
+    heading: str,
+    numel: int,
+) -> None:
+    options = {"auto_wrap_policy": {Mixed if kind is WithExperts else Block}, **options}
+    title, *lines = world(2).run(run, options, False, kind)[0]["table"].splitlines()
+    assert title == f"full_shard: 4 units on {axes}"
+    place = lines[0].index(heading) + len(heading)
+    cells = {line.split()[0]: line[:place].split()[-1] for line in lines if len(line) > place}
+    assert (cells["(root)"], cells["blocks.0"]) == ("0", str(numel))
+    assert cells["total"] == f"{3 * numel:,}"
+    assert lines[-1] == f"{heading}: parameters of which 2 neighbouring ranks have a part each"
 
 
 def test_a_unit_of_more_than_half_of_the_model_is_warned_of_on_rank_zero(world: Worlds) -> None:

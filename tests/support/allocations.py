@@ -16,6 +16,7 @@ from pytest import MonkeyPatch
 from torch.profiler import ProfilerActivity, profile
 
 from shardeddp.engine import flat_group, reduction, shard_model
+from shardeddp.engine.activation_checkpointing import SavedOnHost
 from shardeddp.optim import elementwise
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import storage_of
@@ -135,8 +136,8 @@ class HostMemory:
     """
 
     def __init__(self, patch: MonkeyPatch) -> None:
-        self.nbytes = 0
-        """Bytes of blocks, which are powers of two as those of pinned memory."""
+        self.nbytes = self.peak = 0
+        """Bytes of blocks, which are powers of two as those of pinned memory; and the most of them."""
         self.has_params = False
         """Whether main shards and gradient shards of models that are sharded from now on are there."""
         self._storages: set[int] = set()
@@ -152,6 +153,10 @@ class HostMemory:
                 options["copy"] = True
             return to(tensor, *args, **options)
 
+        def pack(_: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device, bool]:
+            return self._empty(tensor, tensor.device).copy_(tensor), tensor.device, False
+
+        patch.setattr(SavedOnHost, "pack", pack)
         patch.setattr(shard_model, "plan_unit", plan)
         patch.setattr(torch.Tensor, "to", copy)
 
@@ -160,6 +165,7 @@ class HostMemory:
         tensor = torch.from_numpy(memory).view(like.dtype)[: like.numel()].view(like.shape)
         nbytes = 1 << (like.nbytes - 1).bit_length() if like.nbytes else 0
         self.nbytes += nbytes
+        self.peak = max(self.peak, self.nbytes)
         self._storages.add(storage_of(tensor))
         weakref.finalize(memory, partial(self._free, storage_of(tensor), nbytes))
         return tensor

@@ -14,6 +14,7 @@ import xxhash
 from torch import nn
 
 from shardeddp.comm import (
+    Collectives,
     Mesh,
     agree_on_highest_alike,
     agree_on_layout,
@@ -24,6 +25,7 @@ from shardeddp.engine.recording import Recording, tensors_on_meta
 from shardeddp.engine.replay import HOST, MetaView, ReplayPlan
 from shardeddp.engine.takeover import await_values, is_taken_over, note_values
 from shardeddp.errors import ConfigurationError, first_three
+from shardeddp.plan.layout import Interval, interval_of
 from shardeddp.tensor.distributed import forget_whole, whole_parameter
 from shardeddp.tensor.gradient_hooks import put_hooks, take_hooks
 from shardeddp.tensor.operations import written
@@ -160,7 +162,8 @@ class Materializer:
         kept: Mapping[int, torch.UntypedStorage],
     ) -> None:
         """Fill the model's tensors, and those kept elsewhere, by index of their storages."""
-        missing = [item for item in self._deferred if item.is_shared and item.tensor.numel()]
+        # Ranks have parts of a parameter, or nothing of it, and agree on its whole.
+        missing = [item for item in self._deferred if item.is_shared and item.view.numel]
         if self._load is not None and missing:
             with torch.compiler.set_stance("force_eager"), Writes() as writes:
                 run_on_all_ranks(
@@ -238,9 +241,27 @@ def _parts_of(
     parts: dict[MetaView, tuple[int, int]] = {}
     for storage, (item, *more) in items.items():
         spec = cast(ShardTensor, item.current).spec if item.is_parameter else None
-        if spec is not None and not spec.boxes and not more and storage not in whole:
-            parts[item.view] = spec.interval.start, spec.interval.stop
+        own = None if spec is None else _own_interval(spec)
+        if own is not None and not more and storage not in whole:
+            parts[item.view] = own.start, own.stop
     return parts
+
+
+def _own_interval(spec: ShardSpec) -> Interval | None:
+    """Return the interval of a whole parameter that this rank owns; None: it owns several.
+
+    Rows of a split layer and stacked experts are one box, whose elements follow each other; of an
+    expert in a list that other ranks have, it owns nothing.
+    """
+    if not spec.boxes:
+        return spec.interval
+    if not spec.shared:
+        return Interval(0, 0)
+    try:
+        (box,) = spec.shared
+        return spec.interval.shift(interval_of(box, spec.shape).start)
+    except ValueError:
+        return None
 
 
 def _check_values(missing: Sequence[Deferred], recording: Recording) -> None:
@@ -294,21 +315,35 @@ def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: 
     """Compare replayed values between ranks, and broadcast those of the first rank if they differ.
 
     All ranks have run the same operations, but their processors may round differently. Shards of
-    ``parameters`` are compared between replicas, tensors of ``whole`` between all ranks.
+    ``parameters`` are compared between replicas in their mesh, which experts have of their own;
+    tensors of ``whole`` between all ranks.
     """
-    replicas = None if mesh.topology.split_replicas else mesh.replicate
-    parts = [it.raw_local for it in parameters] if replicas and replicas.size > 1 else []
-    own = [xxhash.xxh3_128(), xxhash.xxh3_128()]
-    for found, tensors in zip(own, (parts, whole), strict=True):
+    meshes = [mesh] if mesh.experts is None else [mesh, mesh.experts]
+    replicas = [it.replicate for it in meshes if not it.topology.split_replicas]
+    compared: list[tuple[Collectives | None, Sequence[torch.Tensor]]] = [(None, whole)]
+    compared += [
+        (group, [it.raw_local for it in parameters if it.spec.mesh.replicate is group])
+        for group in replicas
+        if group.size > 1
+    ]
+    said = all_gather_bytes(b"".join(_digest(tensors) for _, tensors in compared), mesh.control)
+    for place, (group, tensors) in enumerate(compared):
+        ranks = range(len(said)) if group is None else group.ranks
+        if len({said[rank][16 * place : 16 * (place + 1)] for rank in ranks}) == 1:
+            continue
         for tensor in tensors:
-            found.update(cast(Any, tensor.to(HOST).view(torch.uint8).numpy()))
-    said = all_gather_bytes(b"".join(found.digest() for found in own), mesh.control)
-    if replicas and len({said[rank][:16] for rank in replicas.ranks}) > 1:
-        for part in parts:
-            replicas.broadcast_(part, 0).wait()
-    if len({each[16:] for each in said}) > 1:
-        for tensor in whole:
-            _take(tensor, tensor, mesh)
+            if group is None:
+                _take(tensor, tensor, mesh)
+            else:
+                group.broadcast_(tensor, 0).wait()
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return a digest of values, 16 bytes."""
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(cast(Any, tensor.to(HOST).view(torch.uint8).numpy()))
+    return found.digest()
 
 
 def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:

@@ -44,8 +44,7 @@ def refuse_untried(module: nn.Module, options: Options) -> None:
 
     Raises:
         ConfigurationError: Parameters are shards of another run, and either run has an axis; or the
-            module has DTensors or divides experts, and is on the meta device; or it has DTensors
-            and is compiled.
+            module has DTensors, and is on the meta device or compiled.
     """
     sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
     has_axis = max(options.tensor_parallel_size, options.expert_parallel_size) > 1
@@ -54,17 +53,10 @@ def refuse_untried(module: nn.Module, options: Options) -> None:
             "tensor_parallel_size and expert_parallel_size are for modules that no other run has "
             "sharded: build the module anew"
         )
-    if not has_axis:
+    if options.tensor_parallel_size == 1:
         return
     tensors = (*module.named_parameters(), *module.named_buffers())
     deferred = next((name for name, it in tensors if it.is_meta), None)
-    if options.expert_parallel_size > 1:
-        if deferred is not None:
-            raise ConfigurationError(
-                f"expert_parallel_size does not work together with deferred initialization yet, "
-                f"found {deferred!r} on the meta device: build the module on the host"
-            )
-        return
     distributed = _distributed(module, options.tensor_parallel_plan)
     if not distributed:
         return

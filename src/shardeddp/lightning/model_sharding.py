@@ -381,7 +381,8 @@ class ModelSharding:
         shapes = [f"experts {it.name}: {it.count}" for it in experts]
         agree_on_layout(shapes, mesh.control)
         for parameter in (it for each in experts for it in each.module.parameters()):
-            take_values(parameter, mesh.device, mesh.data)
+            if not parameter.is_meta:
+                take_values(parameter, mesh.device, mesh.data)
         return experts
 
     def _plan(

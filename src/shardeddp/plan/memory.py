@@ -1,7 +1,9 @@
 """Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from shardeddp.plan.buffers import BufferPlan
 from shardeddp.plan.gather import GatherPlan
@@ -287,13 +289,6 @@ def plan_memory(
     >>> found.in_flight_nbytes == root + inner + packed == 256
     True
     """
-    groups = [group for unit in units for group in unit]
-    main = sum(group.main_nbytes for group in groups)
-    gradient = sum(group.slice_nbytes for group in groups if group.trainable)
-    states = states_per_element * gradient
-    retained = sum(group.replica_shard_nbytes for group in groups)
-    if sharding.retains:
-        retained += sum(group.gathered_nbytes for group in groups)
     worst = backward_moments(
         units,
         sharding,
@@ -301,26 +296,59 @@ def plan_memory(
         needs_receive_buffer=needs_receive_buffer,
         accumulates=accumulates,
     )
-    in_flight = max((moment.nbytes for moment in worst), default=0)
+    between_steps = memory_between_steps(
+        units,
+        sharding,
+        states_per_element=states_per_element,
+        offload_optimizer=offload_optimizer,
+    )
+    return replace(between_steps, in_flight_nbytes=max((it.nbytes for it in worst), default=0))
+
+
+def memory_between_steps(
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    *,
+    states_per_element: int = 2,
+    offload_optimizer: bool = False,
+) -> MemoryPlan:
+    """Predict the memory of a rank with nothing in flight; arguments as in :func:`plan_memory`."""
+    groups = [group for unit in units for group in unit]
+    main = sum(unit_sums(units, "main_nbytes"))
+    gradient = sum(group.slice_nbytes for group in groups if group.trainable)
+    states = states_per_element * gradient
+    retained = sum(unit_sums(units, "replica_shard_nbytes"))
+    if sharding.retains:
+        retained += sum(unit_sums(units, "gathered_nbytes"))
     host = 0
     if any(group.plan.on_host for group in groups):
-        own = sum(_pinned(group.main_nbytes) for group in groups)
-        own += sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        own = sum(pinned(group.main_nbytes) for group in groups)
+        own += sum(pinned(group.slice_nbytes) for group in groups if group.trainable)
         host, main, gradient, states = own + states, 0, 0, 0
     elif offload_optimizer:
-        copies = sum(_pinned(group.slice_nbytes) for group in groups if group.trainable)
+        copies = sum(pinned(group.slice_nbytes) for group in groups if group.trainable)
         host, states = states + 2 * copies, 0
     return MemoryPlan(
         main_shard_nbytes=main,
         gradient_shard_nbytes=gradient,
         optimizer_nbytes=states,
         retained_nbytes=retained,
-        in_flight_nbytes=in_flight,
+        in_flight_nbytes=0,
         host_nbytes=host,
     )
 
 
-def _pinned(nbytes: int) -> int:
+def unit_sums(units: Sequence[Sequence[GroupCost]], figure: str) -> list[int]:
+    """Return the sum of a figure over the groups of each unit.
+
+    A search plans many strategies; its equal units are one object, and computed once.
+    """
+    made = {id(unit): unit for unit in units}
+    sums = {key: sum(getattr(it, figure) for it in unit) for key, unit in made.items()}
+    return [sums[id(unit)] for unit in units]
+
+
+def pinned(nbytes: int) -> int:
     """Return the bytes of a block of pinned memory: torch's allocator takes powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
@@ -336,9 +364,7 @@ def waiting_gradients(
     if not accumulates:
         return 0
     reduced = sharding.reduce_every_backward
-    return sum(
-        group.partial_nbytes if reduced else group.summed_nbytes for unit in units for group in unit
-    )
+    return sum(unit_sums(units, "partial_nbytes" if reduced else "summed_nbytes"))
 
 
 def backward_moments(
@@ -421,26 +447,47 @@ def _backward_of(
     """Return the backwards of forwards, in their order: the last forward comes first."""
     found: list[_Use] = []
     closed: list[int] = []
-    begun: dict[int, None] = {}
+    begun: dict[int, None] = {}  # of which backwards are still to come
+    ahead = Counter(uses)
+    # Bytes of all units with backwards still to come, the running one among them.
+    gathered, parts = (sum(nbytes[it] for it in ahead) for nbytes in (parameters, kept))
     for position in reversed(range(len(uses))):
-        unit, ahead = uses[position], [*dict.fromkeys(reversed(uses[:position]))]
-        opened = [it for it in begun if it != unit and it in ahead]
-        unsharded = {unit, *opened, *(ahead[:prefetch] if sharding.reshard.in_turn else ahead)}
-        gathered = 0 if sharding.retains else sum(parameters[it] for it in unsharded)
+        unit = uses[position]
+        ahead[unit] -= 1
+        opened = [it for it in begun if it != unit]
+        unsharded = gathered
+        if sharding.retains:
+            unsharded = 0
+        elif sharding.reshard.in_turn:
+            near = {unit, *opened, *_last_different(uses, position, prefetch)}
+            unsharded = sum(parameters[it] for it in near)
         found.append(
             _Use(
                 unit=unit,
                 position=position,
-                unsharded_nbytes=gathered + sum(kept[it] for it in {unit, *opened, *ahead}),
+                unsharded_nbytes=unsharded + parts,
                 closed=[*closed],
                 opened=opened,
                 adds=unit in begun,
-                is_open=unit in ahead,
+                is_open=ahead[unit] > 0,
             )
         )
-        begun[unit] = None
-        if unit not in ahead:
-            closed.append(unit)
+        if ahead[unit]:
+            begun[unit] = None
+            continue
+        begun.pop(unit, None)
+        gathered, parts = gathered - parameters[unit], parts - kept[unit]
+        closed.append(unit)
+    return found
+
+
+def _last_different(uses: Sequence[int], position: int, count: int) -> list[int]:
+    """Return the last ``count`` different units before a position, the last one first."""
+    found: list[int] = []
+    while position and len(found) < count:
+        position -= 1
+        if uses[position] not in found:
+            found.append(uses[position])
     return found
 
 
@@ -454,29 +501,29 @@ class _UnitBytes:
         needs_receive_buffer: bool,
         accumulates: bool,
     ) -> None:
-        def total(nbytes: Callable[[GroupCost], int]) -> list[int]:
-            return [sum(map(nbytes, unit)) for unit in units]
+        def total(figure: str, counts: bool = True) -> list[int]:
+            return unit_sums(units, figure) if counts else [0] * len(units)
 
-        self._receives = needs_receive_buffer
-        self.parameters = total(lambda it: it.gathered_nbytes)
-        self._gradients = total(lambda it: it.gradient_nbytes)
-        self._summed = total(lambda it: it.summed_nbytes)
-        self._largest = [
-            max(unit, key=lambda it: it.largest_nbytes, default=None) for unit in units
-        ]
-        self._buffers = total(lambda it: it.buffer_nbytes)
-        self._packed = total(lambda it: it.buffer_nbytes + it.receive_nbytes * needs_receive_buffer)
-        self._sharing = total(lambda it: it.averages_nbytes)
+        self._units, self._receives = units, needs_receive_buffer
+        self.parameters = total("gathered_nbytes")
+        self._gradients, self._summed = total("gradient_nbytes"), total("summed_nbytes")
+        self._buffers = total("buffer_nbytes")
+        arriving = total("receive_nbytes", needs_receive_buffer)
+        self._packed = [own + more for own, more in zip(self._buffers, arriving, strict=True)]
+        self._sharing = total("averages_nbytes")
         # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
         # and a group of one rank has nothing to wait for.
-        self._early = total(
-            lambda it: it.averages_nbytes * (not needs_receive_buffer or it.shard_size == 1)
-        )
+        self._early = self._sharing
+        if needs_receive_buffer:
+            self._early = [
+                sum(it.averages_nbytes for it in unit if it.shard_size == 1) for unit in units
+            ]
         # After the reduce-scatter averages are in the place of partial sums.
-        partial = total(lambda it: it.partial_nbytes * accumulates)
+        partial = total("partial_nbytes", accumulates)
         self._late = [
             max(0, more - former) for more, former in zip(self._sharing, partial, strict=True)
         ]
+        self._most = (WAITING_UNITS + 1) * max(self._sharing, default=0)
 
     def moments_of_sums(self, backward: Sequence[_Use], held: int) -> list[BackwardMemory]:
         """Return the moments of a backward in which all gradients of a step are added up first."""
@@ -507,13 +554,14 @@ class _UnitBytes:
         held += sum(self._gradients[:1])
         # The root's reduction, after the last inner unit.
         last = held + sum(self._gradients[it] for it in closed[-1:]) + sum(self._buffers[:1])
-        last += self._waiting_behind([*closed, 0] if self._gradients else [])
+        late_before = [0, *accumulate(self._late[it] for it in closed)]
+        last += self._waiting_behind([*closed, 0] if self._gradients else [], late_before)
         moments = [BackwardMemory(unit=0, nbytes=last, is_over=True)]
         for it in backward:
             # The previous unit is in its reduce-scatter, the one before it is reduced across
             # replicas.
             before = sum(self._packed[unit] for unit in it.closed[-1:])
-            before += self._waiting_behind(it.closed)
+            before += self._waiting_behind(it.closed, late_before)
             moments.append(self._in_backward(it, held, before, adds_all=False))
         return moments
 
@@ -538,18 +586,21 @@ class _UnitBytes:
 
     def _added(self, unit: int) -> tuple[int, int]:
         """Return bytes of a new gradient, before and after the cast in which it is added."""
-        group = self._largest[unit]
+        group = max(self._units[unit], key=lambda it: it.largest_nbytes, default=None)
         if group is None:
             return 0, 0
         own = group.largest_nbytes
         return own, own // group.param_itemsize * group.summed_itemsize
 
-    def _waiting_behind(self, closed: Sequence[int]) -> int:
-        """Return bytes in reductions across replicas while the last of these units is reduced."""
+    def _waiting_behind(self, closed: Sequence[int], late_before: Sequence[int]) -> int:
+        """Return bytes in reductions across replicas while the last of these units is reduced.
+
+        They are the first ones whose backwards end; ``late_before`` has the sums of all of those.
+        """
         own = sum(self._early[it] for it in closed[-1:])
         if self._receives:  # a unit waits for the next one's, and in a group of one for none
             return own or sum(self._late[it] for it in closed[-2:-1])
         # Streams keep the order, so the host issues both at once, up to the limit of the reduction
         # queue.
-        behind = own + sum(self._late[it] for it in closed[:-1])
-        return min(behind, (WAITING_UNITS + 1) * max(self._sharing, default=0))
+        behind = own + late_before[max(0, len(closed) - 1)]
+        return min(behind, self._most)

@@ -114,6 +114,9 @@ class StepSetting:
     micro_batches: int = 1
     recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Recomputed fractions of inner units' matmuls, attention and other kernels."""
+    copies_s: float = 0.0
+    """Seconds of a micro-batch in which inputs of recomputed units go to the host and come back;
+    the device computes nothing meanwhile."""
     trained: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Fractions of matmuls, attention and other kernels that have a backward; frozen parameters
     take none for their gradients."""
@@ -180,7 +183,7 @@ class Task:
         rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
         return Step(
             compute=(ahead + back) * count,
-            recompute=redone * count,
+            recompute=(redone + setting.copies_s) * count,
             gathers=gathers,
             reductions=reductions,
             optimizer=setting.optimizer_nbytes / (rate * 1e9),

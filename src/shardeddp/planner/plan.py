@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -20,17 +21,17 @@ from shardeddp.config import (
     resolve_mixed_precision,
     resolve_prefetch,
 )
-from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.plan.hardware import GPU, Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.calibration import calibrate as calibration_of
-from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
+from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Profiles, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import SPLITS, Dimensions
 from shardeddp.planner.view import picture, plan_lines
-from shardeddp.wrap import Policy, PolicyLike, resolve_policy
+from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.experts import resolve_experts
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
@@ -57,6 +58,8 @@ class Plan:
     """Tensor-parallel plan and experts; the sizes are in each combination."""
     splits: str = ""
     """Note on the split layers of the planner's own decoder; empty for other models."""
+    units: Sequence[str] = ()
+    """Names of the units, the root first; neighbours with parameters of equal shapes share one."""
     recomputation: ActivationCheckpointing | None = None
     """Recomputed modules, and what selective checkpointing keeps; None: units, matmuls, attention."""
     unplanned: Sequence[str] = ()
@@ -93,7 +96,8 @@ class Plan:
             width: Width of the terminal in characters.
         """
         even = "Tokens are taken to be spread evenly over experts."
-        notes = {"TP": self.splits, "": even if self.is_routed else ""}
+        units = f"Units: {first_three(self.units)}."
+        notes = {"TP": self.splits, "": f"{units} {even if self.is_routed else ''}"}
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:
@@ -225,10 +229,14 @@ def make_plan(
         raise UsageError(str(error)) from error
     of_source = source.tensor_plan if asked in (None, "auto") else None
     traced = ModelAxes(tensor_plan=of_source or asked, experts=chosen)
+    policy = resolve_policy(auto_wrap_policy)
+    is_usual = (type(policy), vars(policy)) == (AutoPolicy, vars(AutoPolicy()))
+    is_usual = is_usual and recomputation is None and dtypes is None
+    is_usual = is_usual and asked in (None, "auto") and source.dimensions is not None
     planner = Planner(
         source=source,
         length=length,
-        policy=resolve_policy(auto_wrap_policy),
+        policy=policy,
         calibration=calibration,
         cluster=cluster,
         global_batch=global_batch,
@@ -248,6 +256,7 @@ def make_plan(
         mixed_precision=dtypes,
         uneven_units=uneven_units,
         recomputation=recomputation,
+        profiles=_profiles_of(source.dimensions, length) if is_usual else {},
     )
     plans = planner.plans()
     return Plan(
@@ -256,6 +265,7 @@ def make_plan(
         plans=plans,
         calibrated=calibration.lines,
         policy=planner.policy,
+        units=planner.units,
         mixed_precision=dtypes,
         recomputation=recomputation,
         unplanned=planner.unplanned,
@@ -263,6 +273,12 @@ def make_plan(
         splits=SPLITS if of_source else "",
         is_routed=planner.is_routed,
     )
+
+
+@lru_cache(maxsize=2)
+def _profiles_of(dims: Dimensions | None, length: int) -> Profiles:
+    """Return what has been traced of a decoder with the usual options, for plans of other clusters."""
+    return {}
 
 
 def _several(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,7 +28,9 @@ from shardeddp.plan.memory import (
     MemoryPlan,
     backward_moments,
     kept_parts,
-    plan_memory,
+    memory_between_steps,
+    pinned,
+    unit_sums,
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import (
@@ -48,6 +50,7 @@ from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, PlannedPrecision, profile
 from shardeddp.planner.work import ModelProfile
+from shardeddp.report import folded_name
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -70,7 +73,7 @@ SLACK = 0.08
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
-"""Bandwidth in GB/s between a device and the host, for gradients to it and parameters back."""
+"""Bandwidth in GB/s between a device and the host, of gradients, parameters and activations."""
 OPTIMIZER_STATES = 2
 """Optimizer states per trainable parameter element; 2 for Adam."""
 
@@ -80,6 +83,9 @@ OFFLOADS = ("none", "optimizer", "params")
 
 Strategies: TypeAlias = Sequence[str | tuple[str, ShardingStrategy]]
 """Names of sharding strategies, or pairs of a name and a configured strategy."""
+
+
+Profiles: TypeAlias = dict[tuple[str, int, int, int], ModelProfile]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,31 +326,34 @@ class Planner:
     mixed_precision: MixedPrecision | None = None
     uneven_units: bool = False
     recomputation: ActivationCheckpointing | None = None
-    _profiles: dict[tuple[str, int, int, int], ModelProfile] = field(
-        default_factory=dict[tuple[str, int, int, int], ModelProfile]
-    )
+    profiles: Profiles = field(default_factory=dict[tuple[str, int, int, int], ModelProfile])
+    """Work of micro-batches that is known, by precision, samples and sizes of the axes."""
 
     @property
     def numel(self) -> int:
         """Number of the model's parameters; of one rank's part if no whole model was planned."""
-        whole = [it for (*_, split, experts), it in self._profiles.items() if split * experts == 1]
-        units = (whole or [*self._profiles.values()])[0].units
+        whole = [it for (*_, split, experts), it in self.profiles.items() if split * experts == 1]
+        units = (whole or [*self.profiles.values()])[0].units
         return sum(it.parameter.numel() for unit in units for it in unit.parameters)
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the units, the root first; neighbours with parameters of equal shapes share one."""
+        units = next(iter(self.profiles.values())).units
+        equal = groupby(units, lambda unit: [it.parameter.shape for it in unit.parameters])
+        return [folded_name([unit.label for unit in group]) for _, group in equal]
 
     @property
     def is_routed(self) -> bool:
         """True if a router is assumed to choose experts evenly."""
-        return any(it.is_routed for it in self._profiles.values())
+        return any(it.is_routed for it in self.profiles.values())
 
     @property
     def unplanned(self) -> list[str]:
         """Settings that the plan does not know."""
-        names = next(iter(self._profiles.values())).others_recomputed
+        names = next(iter(self.profiles.values())).others_recomputed
         found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
-        found = found if names else []
-        if self.recomputation is not None and self.recomputation.cpu_offload:
-            found.append("ActivationCheckpointing(cpu_offload=True)")
-        return found
+        return found if names else []
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
@@ -354,14 +363,14 @@ class Planner:
         evenly over experts.
         """
         key = precision, micro_batch, axes.tensor_size, axes.expert_size
-        if key not in self._profiles:
+        if key not in self.profiles:
             pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
-            self._profiles[key] = (
+            self.profiles[key] = (
                 pair[0].extrapolate(pair[1], micro_batch)
                 if pair and self._is_affine(precision, axes, *pair)
                 else self._trace(precision, micro_batch, axes)
             )
-        return self._profiles[key]
+        return self.profiles[key]
 
     def _is_affine(
         self, precision: str, axes: ModelAxes, one: ModelProfile, two: ModelProfile
@@ -372,9 +381,9 @@ class Planner:
         if self.source.is_affine:
             return True
         key = precision, 4, axes.tensor_size, axes.expert_size
-        if key not in self._profiles:
-            self._profiles[key] = self._trace(precision, 4, axes)
-        found, expected = self._profiles[key].total, one.extrapolate(two, 4).total
+        if key not in self.profiles:
+            self.profiles[key] = self._trace(precision, 4, axes)
+        found, expected = self.profiles[key].total, one.extrapolate(two, 4).total
         return all(
             math.isclose(value, vars(expected)[name], rel_tol=1e-12)
             for name, value in vars(found).items()
@@ -452,17 +461,20 @@ class Planner:
         specs, usages = traced.units, traced.usages
         if self.uneven_units:  # ranks do not know which unit is the last
             usages = [replace(it, ends_forward=False) for it in usages]
-        costs = {
-            on_host: [costs_of(it, topology, on_host=on_host) for it in specs]
-            for on_host in (False, True)
-        }
-        trained = sum(it.slice_nbytes for unit in costs[False] for it in unit if it.trainable)
+
+        @cache
+        def costs(on_host: bool) -> list[list[GroupCost]]:
+            # Equal units share one list, by which plans of memory compute them once.
+            made = {it: costs_of(specs[it], topology, on_host=on_host) for it in {*traced.alike}}
+            return [made[it] for it in traced.alike]
+
+        trained = sum(it.slice_nbytes for unit in costs(False) for it in unit if it.trainable)
         # The engine refuses others.
         offloads = [it for it in self.offloads if it == "none" or axes.size == 1]
 
         @cache
         def transfers(count: int) -> list[Collective]:
-            found = collectives_of_step(costs[False], sharding, count, usages)
+            found = collectives_of_step(costs(False), sharding, count, usages)
             ranks, stride = topology.data_size, axes.tensor_size
             return combined([*found, *broadcasts_of_step(traced.broadcast_nbytes, ranks, stride)])
 
@@ -470,7 +482,7 @@ class Planner:
         def memory_plans(
             offload: str, accumulates: bool
         ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-            units = costs[offload == "params"]
+            units = costs(offload == "params")
             used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
             return self._memory_plans(units, used, traced.visits, sharding, offload, accumulates)
 
@@ -522,13 +534,10 @@ class Planner:
         """
         ahead, back = self._prefetched()
         return (
-            plan_memory(
+            memory_between_steps(
                 units,
                 sharding,
-                prefetch=back,
                 states_per_element=OPTIMIZER_STATES,
-                needs_receive_buffer=False,
-                accumulates=accumulates,
                 offload_optimizer=offload == "optimizer",
             ),
             in_forward(
@@ -570,7 +579,8 @@ class Planner:
             collectives=collectives,
             setting=StepSetting(
                 micro_batches=choice.micro_batches,
-                recomputes=work.recomputed_shares(choice.recompute),
+                recomputes=work.recomputed_shares[choice.recompute],
+                copies_s=2 * sum(work.saved[choice.recompute].on_host) / (PCIE_GBS * 1e9),
                 trained=work.trained_shares,
                 fp32=is_fp32,
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
@@ -615,7 +625,7 @@ def in_forward(
     ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
     if the last unit is released as all others are.
     """
-    root, *inner = [sum(group.gathered_nbytes for group in unit) for unit in units]
+    root, *inner = unit_sums(units, "gathered_nbytes")
     ahead, back = prefetch
     ends = range(1 + ahead, len(inner) + 1 + ahead)
     if sharding.retains:
@@ -647,29 +657,26 @@ def memory_of(
     and backward of each unit. ``unsharded`` comes from :func:`in_forward`, and ``moments`` from
     :func:`backward_moments`.
     """
-    kept, again = kept_by_unit(work, recompute)
-    head, of_loss = work.head, work.memory[0].backward
+    head, of_loss, saved = work.head, work.memory[0].backward, work.saved[recompute]
     at_head = max(of_loss.gradients, default=0)
-    # Bytes saved by the forwards up to each one, which are not freed yet in its backward.
-    below = [*accumulate([kept[0] - head.saved_nbytes, *(kept[it] for it in work.visits)])]
+    # What forwards have saved is not freed yet in the backward of the last one of them.
+    below, running = saved.below, saved.in_backward
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
     candidates = [(unsharded[-1], below[-1], head.saved_nbytes + loss)]
     candidates += [
-        (unsharded[unit - 1], saved + work.memory[unit].forward_nbytes, 0)
-        for unit, saved in zip(work.visits, below, strict=False)
+        (unsharded[unit - 1], nbytes + work.memory[unit].forward_nbytes, 0)
+        for unit, nbytes in zip(work.visits, below, strict=False)
     ]
-    for moment in moments:
-        unit, its = moment.unit, work.memory[moment.unit]
-        running = 0
-        if not moment.is_over:
-            backward = its.backward.accumulating_peak if moment.accumulates else its.backward.peak
-            running = kept[unit] + again[unit] + backward
-            if again[unit]:
-                given = work.work[unit].input_nbytes // max(1, work.usages[unit].calls)
-                running = max(running, given + its.forward_nbytes)
-        saved = below[moment.position]
-        nbytes = moment.nbytes - max(0, moment.root_nbytes - at_head)
-        candidates.append((nbytes, saved + running - moment.own_nbytes, 0))
+    candidates += [
+        (
+            it.nbytes - max(0, it.root_nbytes - at_head),
+            below[it.position]
+            + (0 if it.is_over else running[it.accumulates][it.unit])
+            - it.own_nbytes,
+            0,
+        )
+        for it in moments
+    ]
     in_flight, activations, logits = max(candidates, key=sum)
     return Memory(
         parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
@@ -680,29 +687,9 @@ def memory_of(
         logits=logits,
         slack=int(SLACK * (in_flight + activations + logits)),
         context=CONTEXT_NBYTES,
-        host=between_steps.host_nbytes,
+        host=between_steps.host_nbytes + sum(map(pinned, saved.on_host)),
         buffers=work.buffers_nbytes,
     )
-
-
-def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
-    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit.
-
-    Of units that run several times, those of one forward.
-    """
-    kept, again = [work.work[0].saved_nbytes], [0]
-    flags = zip(work.work[1:], work.usages[1:], work.recomputed[1:], strict=True)
-    for own, usage, is_recomputed in flags:
-        how = recompute if is_recomputed else "none"
-        keeps = {
-            "none": own.saved_nbytes,
-            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
-            "full": min(own.input_nbytes, own.saved_nbytes),
-        }[how]
-        calls = max(1, usage.calls)
-        kept.append(keeps // calls)
-        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps) // calls)
-    return kept, again
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:

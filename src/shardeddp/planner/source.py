@@ -41,6 +41,8 @@ class Source:
     """Tokens of a sample, by module and sequence length; 1 if samples are no sequences."""
     is_affine: bool = False
     """True if its work is known to be affine in the number of samples."""
+    dimensions: Dimensions | None = None
+    """Dimensions from which the model follows alone; None: it has code of its own."""
     tensor_plan: TensorPlan | None = None
     """Tensor-parallel plan for ``auto`` or an unset option; None: the plan of the module itself."""
 
@@ -57,6 +59,7 @@ def of_dimensions(dims: Dimensions, length: int, name: str = "transformer") -> S
         step=step,
         tokens_of=lambda _, length: length,
         is_affine=True,
+        dimensions=dims,
         tensor_plan=tensor_plan_of(dims),
     )
 
@@ -192,22 +195,25 @@ def _tokens(
 
 
 def replacement(
-    empty: Callable[[int, torch.dtype], torch.Tensor],
+    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that maps tensors to others; tied ones stay tied, shared memory shared.
 
-    ``empty`` returns the new memory, 1D, of a number of elements; it gets the dtype of the tensor
-    that is replaced, too.
+    ``empty`` returns new memory of a shape; it gets the dtype of the tensor that is replaced, too.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # originals keep their ids
     memory: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # by storage
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):  # has no storage of its elements
-            return empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            return empty(tensor.shape, tensor.dtype)
         key, storage = (storage_of(tensor), tensor.dtype), tensor.untyped_storage()
         if key not in memory:
-            memory[key] = empty(storage.nbytes() // tensor.element_size(), tensor.dtype)
+            count = storage.nbytes() // tensor.element_size()
+            is_all = tensor.numel() == count and tensor.is_contiguous()
+            memory[key] = empty(tensor.shape if is_all else (count,), tensor.dtype)
+            if is_all:  # most are: a view of itself would take as long as the memory
+                return memory[key]
         return memory[key].as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +231,7 @@ def replacement(
 
 def without_weights(module: nn.Module) -> nn.Module:
     """Copy a module with its parameters and buffers on the meta device."""
-    bare = replacement(lambda numel, dtype: torch.empty(numel, dtype=dtype, device="meta"))
+    bare = replacement(lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     tensors = [it for it in (*module.parameters(), *module.buffers()) if not is_lazy(it)]
     try:
         return copy.deepcopy(module, {id(it): bare(it) for it in tensors})

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from types import MethodType
-from typing import Any, TypeGuard, cast
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -217,6 +217,8 @@ class _Recorder:
                 self.inputs.add(storage_of(it))
                 self.known.append(StorageWeakRef(it.untyped_storage()))
                 work.input_nbytes += it.nbytes
+                if it.requires_grad and not it.is_leaf:
+                    work.activation_input_nbytes += it.nbytes
 
     def run_backward(
         self,
@@ -233,14 +235,20 @@ class _Recorder:
         ends = [*find_tensors(inputs)]
         if root is None:
             return MemoryRecord()
-        self.is_paused = True
         try:
-            with torch.autocast("cpu", enabled=False):
+            with self.paused(), torch.autocast("cpu", enabled=False):
                 return run_backward(root, self.live, ends, parameters)
         except Exception:  # noqa: BLE001 - the module's own code
             self.backward = UnitWork(matmul_flops=math.inf, attention_flops=math.inf)
             own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
             return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Surround operations that are not recorded."""
+        self.is_paused = True
+        try:
+            yield
         finally:
             self.is_paused = False
 
@@ -403,6 +411,12 @@ class _FirstRun:
     has_backward: list[bool]
     visits: list[int]
     """Forwards of units inside of it, as places in its list of these."""
+    collected: Sequence[_Collected]
+    """Arguments of hooks that collect outputs of layers inside of it."""
+
+
+_Collected: TypeAlias = tuple[str, int, Any]
+"""Name of a layer, place of a hook of it, and forms of the layer's arguments and results."""
 
 
 class _UnitRuns:
@@ -423,12 +437,17 @@ class _UnitRuns:
         key = _signature(self._units[index].module, (args, kwargs), self._kept)
         first = self._known.get(key)
         if first is None:
-            out = self._run_first(key, index, forward, args, kwargs)
+            out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
             self._recorder.repeat(first, self._inner[index])
             self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
-            out = first.out
-        result = pytree.tree_map(partial(with_form, anchors=self._recorder.anchors), out)
+            out, collected = first.out, first.collected
+        fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
+        with self._recorder.paused():  # the layers have made them
+            for name, place, given in collected:
+                layer = self._units[index].module.get_submodule(name)
+                [*layer._forward_hooks.values()][place](layer, *fresh(given))
+        result = fresh(out)
         self._recorder.end_unit()
         return result
 
@@ -439,8 +458,8 @@ class _UnitRuns:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a unit and return the specs of its results; keep them for equal units."""
+    ) -> tuple[Any, Sequence[_Collected]]:
+        """Run a unit; return the specs of its results and of what hooks collect, and keep them."""
         recorder, inner = self._recorder, self._inner[index]
         before = [UnitWork(**vars(recorder.work[place])) for place in inner]
         trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
@@ -448,7 +467,8 @@ class _UnitRuns:
         counts = [len(recorder.exchanges[place]) for place in inner]
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
-        result, made = recorder.run_forward(index, partial(forward, *args, **kwargs))
+        with _without_collecting(self._units[index].module) as collected:
+            result, made = recorder.run_forward(index, partial(forward, *args, **kwargs))
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
@@ -462,7 +482,8 @@ class _UnitRuns:
         )
         if self._reuses and not any(vars(work)["kernels"] for work in before):
             works = [UnitWork(**vars(recorder.work[it])) for it in inner]
-            works[inner.index(index)].input_nbytes = 0  # counted for each call
+            own_work = works[inner.index(index)]
+            own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
             self._known[key] = _FirstRun(
                 out=pytree.tree_map(TensorSpec.of, out),
                 works=works,
@@ -473,8 +494,42 @@ class _UnitRuns:
                 trained=[UnitWork(**vars(recorder.trained[it])) for it in inner],
                 has_backward=[it in recorder.with_backward for it in inner],
                 visits=[inner.index(it) for it in recorder.visits[at_start:]],
+                collected=collected,
             )
-        return out
+        return out, collected
+
+
+def _collects(hook: object) -> TypeGuard[FunctionType]:
+    """Return whether a function is of a hook by which transformers collects outputs of layers.
+
+    Router logits are for the loss of a router: without them it would have those of one layer.
+    """
+    return isinstance(hook, FunctionType) and hook.__module__ == _COLLECTING
+
+
+_COLLECTING = "transformers.utils.output_capturing"
+
+
+@contextmanager
+def _without_collecting(module: nn.Module) -> Generator[list[_Collected]]:
+    """Give a list that gets what hooks of layers inside of a module would collect.
+
+    They are called later, with tensors at which the backward of the loss ends.
+    """
+    collected: list[_Collected] = []
+
+    def note(name: str, place: int, *given: Any) -> None:
+        collected.append((name, place, pytree.tree_map(TensorSpec.of, given[1:])))
+
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+            if child is module:  # its own run where its forward is repeated
+                continue
+            for place, (key, hook) in enumerate([*child._forward_hooks.items()]):
+                if _collects(hook):
+                    stack.callback(child._forward_hooks.__setitem__, key, hook)
+                    child._forward_hooks[key] = partial(note, name, place)
+        yield collected
 
 
 @contextmanager
@@ -520,6 +575,9 @@ def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
             return kind, *((plain(key), plain(it)) for key, it in items)
         if isinstance(value, partial):
             return kind, *map(plain, (value.func, value.args, value.keywords))
+        if _collects(value):
+            cells = [it.cell_contents for it in value.__closure__ or ()]
+            return kind, value.__code__, *map(plain, cells)
         if isinstance(value, MethodType):
             return kind, id(value.__func__), plain(value.__self__)
         if id(value) in places:  # a module of the unit, or an object that was compared already
@@ -636,10 +694,10 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
     Other tensors are attributes (constants, states of metrics), also in lists, tuples and dicts.
     """
 
-    def empty(numel: int, own: torch.dtype) -> torch.Tensor:
+    def empty(shape: Sequence[int], own: torch.dtype) -> torch.Tensor:
         with mode:
             is_cast = dtype is not None and own.is_floating_point
-            return torch.empty(numel, dtype=dtype if is_cast else own)
+            return torch.empty(shape, dtype=dtype if is_cast else own)
 
     replaced = replacement(empty)
     for child in module.modules():
@@ -707,6 +765,7 @@ def profile(
         visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
+        inputs_on_host=recomputation is not None and recomputation.cpu_offload,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )

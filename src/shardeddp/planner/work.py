@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from shardeddp.planner.backward import UnitMemory
 from shardeddp.planner.collectives import Exchange, UnitUsage
@@ -35,6 +36,8 @@ class UnitWork:
     """The same of ``moved_nbytes``."""
     input_nbytes: int = 0
     """Bytes of the module's input tensors, without those that are inputs of earlier units."""
+    activation_input_nbytes: int = 0
+    """Part of it that are activations with a gradient."""
 
     def add(self, other: UnitWork, times: int = 1) -> None:
         """Add other work ``times`` times."""
@@ -73,6 +76,8 @@ class ModelProfile:
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
     """Names of other modules than units that it recomputes, which is not planned."""
+    inputs_on_host: bool = False
+    """True if recomputed units keep their activations in host memory."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -89,25 +94,34 @@ class ModelProfile:
         return total_of(self.work[1:])
 
     @cached_property
+    def alike(self) -> Sequence[int]:
+        """Place of the first unit with equal flat buffers, for each unit."""
+        first: dict[object, int] = {}
+        return [first.setdefault(_form(unit), place) for place, unit in enumerate(self.units)]
+
+    @cached_property
     def trained_shares(self) -> tuple[float, float, float]:
         """Fractions of matmuls, attention and other kernels that have a backward."""
         return _shares(total_of(self.trained), self.total)
 
-    def recomputed_shares(self, recompute: str) -> tuple[float, float, float]:
-        """Return the same of inner units, as far as a recomputation repeats them."""
-        if recompute == "none":
-            return 0.0, 0.0, 0.0
+    @cached_property
+    def recomputed_shares(self) -> Mapping[str, tuple[float, float, float]]:
+        """The same of inner units, as far as each kind of recomputation repeats them."""
         flags = zip(self.work, self.usages, self.recomputed, strict=True)
         again = total_of([it for it, use, is_again in flags if is_again and use.has_backward])
         shares = _shares(again, self.inner)
-        if recompute == "full":
-            return shares
         kept = again.kept_matmul_flops, again.kept_attention_flops, again.kept_moved_nbytes
         whole = self.inner.matmul_flops, self.inner.attention_flops, self.inner.moved_nbytes
         parts = zip(shares, kept, whole, strict=True)
-        return tuple(share - part / of if of else 0.0 for share, part, of in parts)  # pyright: ignore[reportReturnType]  # of three
+        matmul, attention, moved = (share - part / of if of else 0.0 for share, part, of in parts)
+        return {"none": (0.0, 0.0, 0.0), "selective": (matmul, attention, moved), "full": shares}
 
-    @property
+    @cached_property
+    def saved(self) -> Mapping[str, SavedMemory]:
+        """Bytes that units keep for their backward, under each kind of recomputation."""
+        return {it: SavedMemory.of(self, it) for it in ("none", "selective", "full")}
+
+    @cached_property
     def model_flops(self) -> float:
         """FLOPs of a forward and a backward, without recomputation; attention counts as matmuls."""
         whole, trained = self.total, total_of(self.trained)
@@ -150,10 +164,95 @@ class ModelProfile:
             visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
+            inputs_on_host=self.inputs_on_host,
             buffers_nbytes=self.buffers_nbytes,
             broadcast_nbytes=self.broadcast_nbytes,
             is_routed=self.is_routed,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedMemory:
+    """Bytes that units keep from forward to backward, and that their backwards take."""
+
+    below: Sequence[int]
+    """Bytes kept by the forwards before each one, and by all; without the root's head."""
+
+    on_host: Sequence[int]
+    """Bytes of each forward that are in host memory from then to its backward."""
+
+    in_backward: Mapping[bool, Sequence[int]]
+    """Bytes that the backward of each unit takes, with those kept and recomputed for it; True: of
+    one whose gradients are added to earlier ones."""
+
+    @staticmethod
+    def of(profile: ModelProfile, recompute: str) -> SavedMemory:
+        """Return the bytes under a kind of recomputation; of units that run several times, for each."""
+        kept, again = _kept_by_unit(profile, recompute)
+        root = kept[0] - profile.head.saved_nbytes
+        on_host = [0 for _ in kept]
+        if profile.inputs_on_host and recompute != "none":
+            on_host = [
+                is_recomputed * min(nbytes, work.activation_input_nbytes // max(1, usage.calls))
+                for nbytes, work, usage, is_recomputed in zip(
+                    kept, profile.work, profile.usages, profile.recomputed, strict=True
+                )
+            ]
+
+        def in_backward(unit: int, accumulates: bool) -> int:
+            its = profile.memory[unit]
+            backward = its.backward.accumulating_peak if accumulates else its.backward.peak
+            running = kept[unit] + again[unit] + backward
+            if again[unit]:
+                calls = max(1, profile.usages[unit].calls)
+                given = profile.work[unit].input_nbytes // calls
+                running = max(running, given + its.forward_nbytes)
+            return running
+
+        units = range(len(profile.units))
+        return SavedMemory(
+            below=[*accumulate([root, *(kept[it] - on_host[it] for it in profile.visits)])],
+            on_host=[on_host[it] for it in profile.visits],
+            in_backward={
+                accumulates: [in_backward(unit, accumulates) for unit in units]
+                for accumulates in (False, True)
+            },
+        )
+
+
+def _kept_by_unit(profile: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
+    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit.
+
+    Of units that run several times, those of one forward.
+    """
+    kept, again = [profile.work[0].saved_nbytes], [0]
+    flags = zip(profile.work[1:], profile.usages[1:], profile.recomputed[1:], strict=True)
+    for own, usage, is_recomputed in flags:
+        how = recompute if is_recomputed else "none"
+        keeps = {
+            "none": own.saved_nbytes,
+            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
+            "full": min(own.input_nbytes, own.saved_nbytes),
+        }[how]
+        calls = max(1, usage.calls)
+        kept.append(keeps // calls)
+        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps) // calls)
+    return kept, again
+
+
+def _form(unit: UnitSpec) -> object:
+    """Return what the flat buffers of a unit follow from, without its names."""
+    memory: dict[int, int] = {}
+    return tuple(
+        (
+            it.parameter.shape,
+            it.parameter.requires_grad,
+            (it.dtype, it.param_dtype, it.reduce_dtype),
+            memory.setdefault(it.memory, place),
+            len(it.distribution.boxes) if it.distribution and it.is_of_experts else 0,
+        )
+        for place, it in enumerate(unit.parameters)
+    )
 
 
 def total_of(works: Sequence[UnitWork]) -> UnitWork:
