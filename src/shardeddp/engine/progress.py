@@ -84,14 +84,17 @@ class UnitProgress:
     absent: frozenset[int] = frozenset()
     """Indices of parameters of experts of other ranks: without elements here, and never used."""
 
+    trained: frozenset[int] = frozenset()
+    """Indices of parameters that were expected when this backward began; the same on all ranks."""
+
     missing: set[int] = field(default_factory=set[int])
-    """Indices of expected parameters without a gradient of this backward so far."""
+    """Indices of those that are here, without a gradient of this backward so far."""
 
     arrived: set[int] = field(default_factory=set[int])
     """Indices of parameters with a gradient of this backward, expected or not, of any use."""
 
     awaiting_reduction: bool = False
-    """Gradients were missing when this backward began, and no reduction is issued since."""
+    """Gradients were expected when this backward began, and no reduction is issued since."""
 
     reached: bool = False
     """This backward has reached the unit."""
@@ -148,8 +151,9 @@ class UnitProgress:
 
     def begin_backward(self) -> None:
         """Reset the counts for a backward."""
-        self.missing = self.expected & self._trainable()
-        self.awaiting_reduction = bool(self.missing)
+        self.trained = frozenset(self.expected & self.unit.trainable())
+        self.missing = set(self.trained - self.absent)
+        self.awaiting_reduction = bool(self.trained)
         self.reached = False
         self.arrived.clear()
         self.unit.begin_backward()
@@ -201,7 +205,7 @@ class UnitProgress:
 
     def learn(self, reached: bool, used: Sequence[bool]) -> None:
         """Update the parameters expected in the next backward, by what any rank has used."""
-        trainable = self._trainable()
+        trainable = self.unit.trainable()
         if reached or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
@@ -223,11 +227,8 @@ class UnitProgress:
         gradient. False if a trainable parameter is not expected to get a gradient: neither count
         covers it.
         """
-        return not self.missing and self.open_uses == 0 and self._trainable() <= self.expected
-
-    def _trainable(self) -> set[int]:
-        """Return the indices of parameters that get gradients of this rank if they are used."""
-        return self.unit.trainable() - self.absent
+        here = self.unit.trainable() - self.absent
+        return not self.missing and self.open_uses == 0 and here <= self.expected
 
 
 def _is_to_run(node: Node) -> bool:

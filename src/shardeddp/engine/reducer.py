@@ -94,7 +94,7 @@ class Reducer:
         """Compare changes of ``requires_grad`` between ranks, which decide on the reduced units."""
         former, self._trained = (
             self._trained,
-            [frozenset(progress.missing) for progress in self._progresses],
+            [progress.trained for progress in self._progresses],
         )
         if former is None or former == self._trained or self._mesh.data.size == 1:
             return
