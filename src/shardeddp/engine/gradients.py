@@ -175,17 +175,24 @@ class GroupGradients:
         rank's batch, whole. It replaces this rank's gradient, autograd adds to it, and it is
         averaged, unless the running backward has reduced the gradients already.
         """
-        sharded, running = self._sharded[index], running_backward()
+        is_local = False
         if isinstance(gradient, ShardTensor):
             if self._memory.holds(gradient.to_local()):  # a view of the partial sums
                 gradient.move_to(gradient.to_local().clone())
-        elif gradient is not None and running is not None and running != self._reduced_by:
-            self._drop(index)
+        elif gradient is not None:
+            running = running_backward()
+            is_local = running is not None and running != self._reduced_by
+        # The incomplete gradient.
+        store_gradient(self._unsharded[index], None)
+        self._outside.pop(index, None)
+        if self._memory.partial is not None:
+            # Even if this rank has not used it: the sums include other ranks of the shard group.
+            self._memory.drop_partial_of(index)
+        self._partly_used.discard(index)
+        if gradient is not None and is_local:
             self.add_outside(index, gradient)
-            store_gradient(sharded, None)
-            return
-        store_gradient(sharded, gradient)
-        self._drop(index)
+            gradient = None
+        store_gradient(self._sharded[index], gradient)
         if gradient is not None:
             self._assigned.add(index)
 
@@ -285,15 +292,6 @@ class GroupGradients:
         if gradient is None and self._memory.partial is not None and index in self._partly_used:
             gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient
-
-    def _drop(self, index: int) -> None:
-        """Drop an incomplete gradient."""
-        store_gradient(self._unsharded[index], None)
-        self._outside.pop(index, None)
-        if self._memory.partial is not None:
-            # Even if this rank has not used it: the sums include other ranks of the shard group.
-            self._memory.drop_partial_of(index)
-        self._partly_used.discard(index)
 
     def is_unreduced(self, index: int) -> bool:
         """Return whether a parameter has a gradient that a later micro-batch completes."""

@@ -24,7 +24,7 @@ from shardeddp.lightning.out_of_memory import is_out_of_memory
 log = logging.getLogger(__name__)
 
 Deepen = Callable[[BaseException], Callable[[], None] | None]
-"""See :meth:`RepeatedSteps.begin_run`."""
+"""See :class:`RepeatedSteps`."""
 
 
 class RepeatedSteps:
@@ -34,35 +34,19 @@ class RepeatedSteps:
     no rank waits for another, and nothing that is in flight is of some ranks only. A repeated step
     begins with the random states, buffers and metrics of the failed one, and values that this one
     has logged are not logged twice.
+
+    Args:
+        deepen: Function that is called with the error and returns a function that shards deeper, to
+            be called on all ranks; None: it is as deep as it can be, and the error is raised.
+        patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
     """
 
-    def __init__(self) -> None:
-        self._deepen: Deepen | None = None
-        self._patience_s = 0.0
+    def __init__(self, deepen: Deepen, patience_s: float) -> None:
+        self._deepen, self._patience_s = deepen, patience_s
         self._attempt: _Attempt | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, without that of a run."""
-        return {"_deepen": None, "_patience_s": 0.0, "_attempt": None}
-
-    def begin_run(self, deepen: Deepen, patience_s: float) -> None:
-        """Repeat steps from now on.
-
-        Args:
-            deepen: Function that is called with the error and returns a function that shards deeper,
-                to be called on all ranks; None: it is as deep as it can be, and the error is raised.
-            patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
-        """
-        self._deepen, self._patience_s = deepen, patience_s
-
-    def end_run(self) -> None:
-        """Repeat no further steps."""
-        self._deepen = self._attempt = None
-
-    def run(self, step: Callable[[], Any], trainer: Trainer | None) -> Any:
+    def run(self, step: Callable[[], Any], trainer: Trainer) -> Any:
         """Run the forward of a training step; ``step`` returns its output."""
-        if self._deepen is None or trainer is None:
-            return step()
         self._attempt = _Attempt(step, trainer)
         return self._run(self._attempt)
 
@@ -71,7 +55,7 @@ class RepeatedSteps:
     ) -> torch.Tensor:
         """Run the backward of the step that :meth:`run` has run last; ``backward`` takes its loss."""
         attempt = self._attempt
-        if self._deepen is None or attempt is None:
+        if attempt is None:
             return backward(loss)
         repeatable = attempt.begins_step and all(
             it.grad is None for it in attempt.module.parameters()
@@ -104,7 +88,6 @@ class RepeatedSteps:
 
     def _recover(self, attempt: _Attempt, failed: Exception) -> None:
         """Bring all ranks back to the begin of the step, sharded deeper; else raise the error."""
-        assert self._deepen is not None
         deepen = self._deepen(failed)
         if deepen is None:
             raise failed

@@ -237,7 +237,7 @@ class ShardedDP(ParallelStrategy):
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
-        self._repeated = RepeatedSteps()
+        self._repeated: RepeatedSteps | None = None  # of a run whose steps are repeated
         self._runtime: Runtime | None = None
 
     plan = staticmethod(make_plan)
@@ -253,7 +253,7 @@ class ShardedDP(ParallelStrategy):
 
         Components leave out their state of a process or a run.
         """
-        return {**super().__getstate__(), "_runtime": None}
+        return {**super().__getstate__(), "_runtime": None, "_repeated": None}
 
     @property
     def options(self) -> Options:
@@ -657,15 +657,18 @@ class ShardedDP(ParallelStrategy):
                 and the error is raised.
             patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
         """
-        self._repeated.begin_run(deepen, patience_s)
+        self._repeated = RepeatedSteps(deepen, patience_s)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._repeated.run(partial(self._training_step, args, kwargs), self.trainer)
+        if self._repeated is None:
+            return self._training_step(args, kwargs)
+        step = partial(self._training_step, args, kwargs)
+        return self._repeated.run(step, self._trainer_at_work())
 
     def _training_step(self, args: Any, kwargs: Any) -> Any:
         find_late_parameters(self.optimizers)
-        module, context = self.lightning_module, self.precision_plugin.train_step_context()
+        module, context = self._lightning_module, self.precision_plugin.train_step_context()
         is_automatic = module is None or module.automatic_optimization
         return self._step("training_step", context, args, kwargs, optimizes_after=is_automatic)
 
@@ -709,13 +712,14 @@ class ShardedDP(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        backward = super().backward
-
-        def timed(loss: torch.Tensor) -> torch.Tensor:
-            with self._during("compute"):
-                return backward(loss, optimizer, *args, **kwargs)
-
-        return self._repeated.run_backward(timed, closure_loss)
+        repeated = self._repeated
+        with self._during("compute"):
+            if repeated is None:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            backward = super().backward
+            return repeated.run_backward(
+                lambda loss: backward(loss, optimizer, *args, **kwargs), closure_loss
+            )
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -893,7 +897,7 @@ class ShardedDP(ParallelStrategy):
         """
         self._group.end_steps()
         self._guards.end_run(self.trainer)
-        self._repeated.end_run()
+        self._repeated = None
         self._resume.end_run()
         self._callbacks.end_run(self.trainer)
         leave_loopback()
