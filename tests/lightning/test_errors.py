@@ -347,7 +347,7 @@ def test_a_policy_that_fails_on_one_rank_stops_all(world: Worlds) -> None:
         fit_and_catch, TinyGpt, {"auto_wrap_policy": Refuses()}
     ):
         assert (name, steps) == ("RankError", 0)
-        assert "finding units failed on rank 1; every rank stops here" in message
+        assert "preparing units failed on rank 1; every rank stops here" in message
         assert "KeyError: 'only here'" in message
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
 from shardeddp import ReshardOnOutOfMemory, ReshardSchedule, ShardedDP
@@ -35,6 +36,7 @@ class Needs(TinyGpt):
         super().__init__()
         self.where, self.too_much, self.at = where, too_much, (2, 0)
         self.ranks: Sequence[int] = range(8)
+        self.later: tuple[int, int] | None = None  # once more, in a forward under shard_grad_op
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.3)
         self.mean, self.tracked = MeanMetric(), MeanMetric()
@@ -54,6 +56,10 @@ class Needs(TinyGpt):
             self.armed = where == "gather"
             if not self.armed:
                 raise torch.cuda.OutOfMemoryError(TEXT)
+        now = self.trainer.global_step, micro_batch
+        if now == self.later and where == "forward 1":
+            assert options.sharding_strategy == "shard_grad_op"
+            raise torch.cuda.OutOfMemoryError(TEXT)
 
     def need_in_backward(self, _: Tensor) -> None:
         self.need("backward")
@@ -76,11 +82,12 @@ class Needs(TinyGpt):
 
     def training_step(self, batch: Tensor, batch_index: int) -> Any:
         """Loss, logged once per batch."""
-        loss = self.loss(batch)
+        logits = self(batch[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.mean.update(loss.detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.log_dict({"late": loss.detach()}, on_step=False, on_epoch=True, sync_dist=True)
-        return {"loss": loss, "logits": loss.detach()}
+        return {"loss": loss, "logits": logits}
 
 
 class Look(Callback):
@@ -114,6 +121,19 @@ def make(*given: Any) -> Needs:
     return Needs(*given)
 
 
+def gathers_that_fail(model: Needs) -> Any:
+    """Context in which the next gather's memory is missing while the model is armed."""
+    allocate = GatheredBuffer.allocate
+
+    def fails_if_armed(buffer: GatheredBuffer) -> Tensor:
+        if model.armed:
+            model.armed = False
+            raise torch.cuda.OutOfMemoryError(TEXT)
+        return allocate(buffer)
+
+    return mock.patch.object(GatheredBuffer, "allocate", fails_if_armed)
+
+
 def compare(
     where: str, accumulate: int, first: str, too_much: Sequence[str], names: Sequence[str]
 ) -> None:
@@ -122,17 +142,9 @@ def compare(
     expected, found = make(), make(wheres[dist.get_rank() % len(wheres)], too_much)
     last: Any = names[-1]
     wanted, weights, values = train(expected, [ReshardSchedule({2: last})], **options)
-    allocate = GatheredBuffer.allocate
-
-    def fails_if_armed(buffer: GatheredBuffer) -> Tensor:
-        if found.armed:
-            found.armed = False
-            raise torch.cuda.OutOfMemoryError(TEXT)
-        return allocate(buffer)
-
     deeper: Any = ReshardOnOutOfMemory([*names])  # type: ignore[list-item]
     with (
-        mock.patch.object(GatheredBuffer, "allocate", fails_if_armed),
+        gathers_that_fail(found),
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -190,13 +202,15 @@ def test_every_deeper_strategy_is_tried_until_one_fits(
 def fails(where: str, ranks: Sequence[int], others: str, at: Any, name: str, options: Any) -> str:
     """Text of the error that ends the run on this rank."""
     model = make(where, ["no_shard", "shard_grad_op", "full_shard"])
-    model.at = at
+    model.at = at[0]
+    model.later = at[1] if len(at) > 1 else None
     if others:
         model.where = where if dist.get_rank() in ranks else others
     else:
         model.ranks = ranks
     deeper = ReshardOnOutOfMemory(patience_s=PATIENCE_S)
-    with pytest.raises(Exception) as caught:
+    with warnings.catch_warnings(), gathers_that_fail(model), pytest.raises(Exception) as caught:
+        warnings.filterwarnings("ignore", "memory has run out")
         train(model, [deeper], name, **options)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -204,26 +218,56 @@ def fails(where: str, ranks: Sequence[int], others: str, at: Any, name: str, opt
 @pytest.mark.parametrize(
     ("where", "ranks", "others", "at", "name", "options"),
     [
-        pytest.param("forward 1", [0], "", (2, 0), "shard_grad_op", {}, id="one rank alone"),
+        pytest.param("forward 1", [0], "", [(2, 0)], "shard_grad_op", {}, id="one rank alone"),
         pytest.param(
-            "forward 0", [0], "forward 2", (2, 0), "shard_grad_op", {}, id="not at one place"
+            "forward 0", [0], "forward 2", [(2, 0)], "shard_grad_op", {}, id="not at one place"
+        ),
+        pytest.param(
+            "gather", [0], "forward 1", [(2, 0)], "shard_grad_op", {}, id="a gather not launched"
+        ),
+        pytest.param(
+            "forward 1",
+            [0, 1],
+            "",
+            [(1, 1)],
+            "no_shard",
+            {"accumulate_grad_batches": 2},
+            id="in a forward after that of another micro-batch",
+        ),
+        pytest.param(
+            "forward 1",
+            [0, 1],
+            "",
+            [(1, 0), (1, 1)],
+            "no_shard",
+            {"accumulate_grad_batches": 2},
+            id="in a forward after a repeated micro-batch",
         ),
         pytest.param(
             "backward",
             [0, 1],
             "",
-            (1, 1),
+            [(1, 1)],
             "no_shard",
             {"accumulate_grad_batches": 2},
             id="gradients of a micro-batch before",
         ),
-        pytest.param("forward 1", [0, 1], "", (2, 0), "full_shard", {}, id="the deepest"),
+        pytest.param("forward 1", [0, 1], "", [(2, 0)], "full_shard", {}, id="the deepest"),
+        pytest.param("forward 1", [0], "", [(2, 0)], "no_shard", {}, id="a single rank"),
     ],
 )
 def test_the_error_ends_the_run(
-    world: Worlds, where: str, ranks: Any, others: str, at: Any, name: str, options: Any
+    world: Worlds,
+    request: pytest.FixtureRequest,
+    where: str,
+    ranks: Any,
+    others: str,
+    at: Any,
+    name: str,
+    options: Any,
 ) -> None:
-    texts = world(2).run(fails, where, ranks, others, at, name, options)
+    count = 1 if request.node.callspec.id == "a single rank" else 2
+    texts = world(count).run(fails, where, ranks, others, at, name, options)
     assert texts[0].startswith(f"OutOfMemoryError: {TEXT}")
     assert "Memory of this rank" in texts[0]
 
@@ -279,4 +323,6 @@ def resume(path: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
         _, look = fit(make(), "no_shard", path, max_steps=4)
-    assert look.names == ["shard_grad_op"]
+        assert look.names == ["shard_grad_op"]
+        _, look = fit(make(), "full_shard", path, max_steps=4)
+        assert look.names == ["full_shard"], "it is deeper already"

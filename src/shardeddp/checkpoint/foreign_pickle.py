@@ -142,8 +142,8 @@ BUILTINS: Mapping[str, Any] = {
     "collections.OrderedDict": Maker(lambda: OrderedDict[Any, Any]()),
     "_codecs.encode": Maker(_make_latin1),
     **{
-        f"{home}.{name}": make
-        for home in ("builtins", "__builtin__")
+        f"{module}.{name}": make
+        for module in ("builtins", "__builtin__")
         for name, make in _BUILTIN.items()
     },
 }

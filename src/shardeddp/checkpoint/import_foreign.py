@@ -127,8 +127,8 @@ _CLASSES = {
 _KNOWN = {
     **BUILTINS,
     **{
-        f"{home}.{name}": Maker(partial(Instance, name))
-        for home, names in _CLASSES.items()
+        f"{module}.{name}": Maker(partial(Instance, name))
+        for module, names in _CLASSES.items()
         for name in names
     },
     "torch.serialization._get_layout": Maker(_make_layout),

@@ -31,7 +31,7 @@ class BufferBroadcast:
         for module, name in self._places:
             # Scripted modules have no get().
             buffer = module._buffers[name] if name in module._buffers else None  # noqa: SIM401
-            if buffer is not None and _has_elements_of_its_own(buffer):
+            if buffer is not None and has_elements_of_its_own(buffer):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         return by_dtype
 
@@ -56,7 +56,7 @@ class BufferBroadcast:
                         buffer.copy_(piece)
 
 
-def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
+def has_elements_of_its_own(buffer: torch.Tensor) -> bool:
     """Return whether every element of a buffer has memory of its own.
 
     Elements of sparse, nested, quantized and expanded buffers do not.

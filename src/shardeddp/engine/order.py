@@ -27,6 +27,7 @@ from shardeddp.engine.states import (
     UnitState,
     state_after,
 )
+from shardeddp.plan.backward_order import backward_order
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 
 # -- ExecutionOrder: order of units in a pass, recorded once
@@ -99,10 +100,8 @@ class ExecutionOrder:
 class ForwardRecord:
     """Forwards of units in one pass of all ranks, in the agreed order.
 
-    A forward that several ranks run together is one entry. Autograd visits units in the reverse
-    order of the ends of their forwards: if unit 0 contains all others and unit 1 contains unit 2,
-    forwards ``0 1 2 3`` have backwards ``0 3 1 2``. So each rank visits its own units in the order
-    of :meth:`backwards`, and skips those of other ranks.
+    A forward that several ranks run together is one entry. Each rank visits its own units in the
+    order of :meth:`backwards`, and skips those of other ranks.
     """
 
     def __init__(self, progresses: Sequence[UnitProgress]) -> None:
@@ -134,18 +133,7 @@ class ForwardRecord:
 
     def backwards(self) -> list[int]:
         """Return the positions of all forwards, in the order of their backwards."""
-        return sorted(range(len(self.units)), key=lambda position: (-self._end(position), position))
-
-    def _end(self, position: int) -> int:
-        """Return the position of the last forward inside of another one, before its unit's next."""
-        unit, end = self.units[position], position
-        inner = self._progresses[unit].inner
-        for later in range(position + 1, len(self.units) if inner else 0):
-            if self.units[later] == unit:
-                break
-            if self.units[later] in inner:
-                end = later
-        return end
+        return backward_order(self.units, [progress.inner for progress in self._progresses])
 
 
 # -- OrderAgreement: agreement of all ranks on the next units

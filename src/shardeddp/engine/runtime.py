@@ -114,7 +114,8 @@ class Runtime:
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # running forwards of units, and their thread
         self._buffers = BufferBroadcast(self.root_module)
-        self._buffers_are_due = True
+        self.buffers_are_due = True
+        """Whether the next training step begins with a broadcast of rank 0's buffers."""
         self._saved = SavedTensors(self._restore)
         self._saves_views = sharding.reshard.in_turn and mesh.gather.size > 1
         for progress in self.progresses:
@@ -177,7 +178,8 @@ class Runtime:
     def go_on_from(self, former: Runtime) -> None:
         """Continue the run that another runtime of the module has begun."""
         self.optimizes_after_step = former.optimizes_after_step
-        self._buffers_are_due = former._buffers_are_due
+        self.sync_gradients = former.sync_gradients
+        self.buffers_are_due = former.buffers_are_due
         # Buffers of the setup: ranks may have registered buffers of their own since.
         self._buffers = former._buffers
 
@@ -336,10 +338,15 @@ class Runtime:
         self._forward = _OUTSIDE
         self._reshard_unused()
 
-    def start_over(self) -> None:
-        """Return to the begin of a step that has failed on all ranks, without its gradients."""
+    def start_over(self, *, buffers_are_due: bool) -> None:
+        """Return to the begin of a step that has failed on all ranks.
+
+        Args:
+            buffers_are_due: Value of the attribute at the step's begin.
+        """
         self.reset()
         self._reducer.close()
+        self.buffers_are_due = buffers_are_due
 
     @contextmanager
     def without_sync(self) -> Generator[None]:
@@ -348,7 +355,9 @@ class Runtime:
         try:
             yield
         finally:
-            self.sync_gradients = former
+            # A repeated step may have gone on in another runtime of the module.
+            for runtime in (self, runtime_of(self.root_module) or self):
+                runtime.sync_gradients = former
 
     # -- Forward
 
@@ -529,11 +538,11 @@ class Runtime:
         self.agreement.begin(self._forward)
         self._follow_calls()
         if self.root_module.training:
-            if self._buffers_are_due:
+            if self.buffers_are_due:
                 self.broadcast_buffers()
             # Ranks keep their own buffers in later micro-batches and in manual optimization, as
             # DistributedDataParallel does in Lightning.
-            self._buffers_are_due = (
+            self.buffers_are_due = (
                 self.sync_gradients and self.optimizes_after_step and torch.is_grad_enabled()
             )
 

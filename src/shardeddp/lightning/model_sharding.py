@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
@@ -291,8 +292,8 @@ class ModelSharding:
         layers = self._find_split_layers(module)
         experts = self._find_experts(module)
         units = run_on_all_ranks(
-            "finding units",
-            partial(self._plan, module, precision, layers, experts),
+            "preparing units",
+            partial(self._prepare_units, module, precision, layers, experts),
             mesh.control,
         )
         load = self._restore.take_pending()
@@ -385,26 +386,21 @@ class ModelSharding:
                 take_values(parameter, mesh.device, mesh.data)
         return experts
 
-    def _plan(
+    def _prepare_units(
         self,
         module: nn.Module,
         precision: Precision,
         layers: Sequence[PlannedLayer],
         experts: Sequence[Experts],
     ) -> list[UnitSpec]:
-        """Return a module's units, root first; set up boundary casts and recomputation."""
-        split: dict[nn.Parameter, Distribution] = {}
+        """Leave this rank's part of a module, with casts and recomputation; return the units, root first."""
         options = self._group.options
-        policy = options.auto_wrap_policy
+        policy, split = options.auto_wrap_policy, dict[nn.Parameter, Distribution]()
         if experts:
             policy = ChosenUnits(policy, module, experts)
-            split |= keep_own(module, experts, expert_axis(self._group.expert_mesh))
+            split = keep_own(module, experts, expert_axis(self._group.expert_mesh))
         elif self._group.device_mesh is not None:
-            device_mesh = self._group.device_mesh[TENSOR_PARALLEL]
-            count_batches_once(module, self._group.device_mesh)
-            parallelize(layers, device_mesh)
-            split |= take_apart(module, device_mesh)
-            split |= cut_layers(module, layers, tensor_axis(self._group.mesh))
+            split = self._split_layers(module, layers, self._group.device_mesh)
         units = build_units(module, policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         units = assign_dtypes(module, units, options.mixed_precision, autocast)
@@ -412,6 +408,16 @@ class ModelSharding:
         if options.activation_checkpointing is not None:
             checkpoint_activations(module, options.activation_checkpointing)
         return units
+
+    def _split_layers(
+        self, module: nn.Module, layers: Sequence[PlannedLayer], device_mesh: DeviceMesh
+    ) -> dict[nn.Parameter, Distribution]:
+        """Split the layers of a plan, and those that users have split; return the parts of parameters."""
+        tensor_mesh = device_mesh[TENSOR_PARALLEL]
+        count_batches_once(module, device_mesh)
+        parallelize(layers, tensor_mesh)
+        parts = take_apart(module, tensor_mesh)
+        return {**parts, **cut_layers(module, layers, tensor_axis(self._group.mesh))}
 
 
 def _compared(precision: Precision) -> object:

@@ -16,10 +16,13 @@ from torch import nn
 from torchmetrics import Metric
 
 from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
+from shardeddp.comm import Mesh
 from shardeddp.comm.store import StoreBarrier
+from shardeddp.engine.buffers import has_elements_of_its_own
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.lightning.api import LightningModule, Trainer
 from shardeddp.lightning.out_of_memory import is_out_of_memory
+from shardeddp.torch_private import pytree
 
 log = logging.getLogger(__name__)
 
@@ -30,73 +33,86 @@ Deepen = Callable[[BaseException], Callable[[], None] | None]
 class RepeatedSteps:
     """Training steps of a run, each repeated if all ranks run out of memory at the same place.
 
-    The same place is the same number of operations that a rank has begun in each of its groups: then
-    no rank waits for another, and nothing that is in flight is of some ranks only. A repeated step
-    begins with the random states, buffers and metrics of the failed one, and values that this one
-    has logged are not logged twice.
+    The same place is the same number of operations that a rank has begun and of collectives that it
+    has launched: then no rank waits for another, and nothing that is in flight is of some ranks
+    only. A repeated step begins with the random states, buffers and metrics of the failed one, and
+    values that this one has logged are not logged twice.
+
+    All ranks make one for a run.
 
     Args:
         deepen: Function that is called with the error and returns a function that shards deeper, to
             be called on all ranks; None: it is as deep as it can be, and the error is raised.
         patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
+        mesh: Communicators of the ranks.
     """
 
-    def __init__(self, deepen: Deepen, patience_s: float) -> None:
+    def __init__(self, deepen: Deepen, patience_s: float, mesh: Mesh) -> None:
         self._deepen, self._patience_s = deepen, patience_s
+        self._barrier = StoreBarrier(mesh.rank, mesh.topology.world_size, "out of memory")
         self._attempt: _Attempt | None = None
+        self._batch: int | None = None  # number of the last one
 
-    def run(self, step: Callable[[], Any], trainer: Trainer) -> Any:
+    def run_forward(self, step: Callable[[], Any], trainer: Trainer) -> Any:
         """Run the forward of a training step; ``step`` returns its output."""
+        former, self._batch = self._batch, trainer.fit_loop.total_batch_idx
+        self._attempt = None
+        # In later micro-batches gradients of the first would be lost, and so would be what an
+        # optimizer that calls its closure several times has computed from the first call.
+        begins_step = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        runtime = runtime_of(trainer.lightning_module)
+        if not begins_step or former == self._batch or runtime is None or runtime.is_passthrough:
+            return step()
         self._attempt = _Attempt(step, trainer)
         return self._run(self._attempt)
 
     def run_backward(
         self, backward: Callable[[torch.Tensor], torch.Tensor], loss: torch.Tensor
     ) -> torch.Tensor:
-        """Run the backward of the step that :meth:`run` has run last; ``backward`` takes its loss."""
+        """Run the backward of the last step of :meth:`run_forward`; ``backward`` takes its loss."""
         attempt = self._attempt
-        if attempt is None:
+        if attempt is None or attempt.has_gradients():
             return backward(loss)
-        repeatable = attempt.begins_step and all(
-            it.grad is None for it in attempt.module.parameters()
-        )
         while True:
             try:
-                scaled = backward(loss)
+                with attempt.logging_once("backward"):
+                    scaled = backward(loss)
             except Exception as error:
-                if not repeatable or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 failed = error
             else:
                 self._attempt = None  # it holds the batch
                 return scaled
-            # The caller holds the loss: without its graph, the activations can be freed.
-            loss.detach_()
-            self._recover(attempt, failed)
+            # Callers hold the loss and the output: without its graph, the activations can be freed.
+            for tensor in (loss, *pytree.tree_leaves(attempt.output)):
+                if isinstance(tensor, torch.Tensor) and not tensor._is_view():
+                    tensor.detach_()
+            attempt.output = None
+            self._recover(attempt, failed, has_gradients=True)
             loss = _loss_of(self._run(attempt)) / attempt.trainer.accumulate_grad_batches
 
     def _run(self, attempt: _Attempt) -> Any:
         while True:
             try:
-                with attempt.logging_once():
-                    return attempt.step()
+                with attempt.logging_once("forward"):
+                    attempt.output = attempt.step()
+                    return attempt.output
             except Exception as error:
-                if not attempt.begins_step or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 failed = error
             self._recover(attempt, failed)
 
-    def _recover(self, attempt: _Attempt, failed: Exception) -> None:
+    def _recover(
+        self, attempt: _Attempt, failed: Exception, *, has_gradients: bool = False
+    ) -> None:
         """Bring all ranks back to the begin of the step, sharded deeper; else raise the error."""
         deepen = self._deepen(failed)
         if deepen is None:
             raise failed
-        runtime = attempt.runtime
-        step, place = attempt.trainer.global_step, attempt.place()
-        barrier = StoreBarrier(
-            runtime.mesh.rank, runtime.mesh.topology.world_size, f"out of memory in step {step}"
-        )
-        if not barrier.wait_for_all(place, self._patience_s):
+        runtime, step = attempt.runtime, attempt.trainer.global_step
+        if not self._barrier.wait_for_all(f"step {step}: {attempt.place()}", self._patience_s):
             log.error(
                 f"rank {runtime.mesh.rank}: step {step} cannot be repeated with deeper sharding: not "
                 f"all ranks have run out of memory at the same place within {self._patience_s:g} s, "
@@ -104,11 +120,16 @@ class RepeatedSteps:
             )
             raise failed
         _forget_frames(failed)
-        _free_memory(runtime.mesh.device)  # graphs too, before units are resharded around them
-        runtime.start_over()
-        attempt.restore()
-        deepen()
-        _free_memory(runtime.mesh.device)
+        try:
+            _free_memory(runtime.mesh.device)  # graphs too, before units are resharded around them
+            runtime.start_over(buffers_are_due=attempt.buffers_are_due)
+            if has_gradients:  # of a part of the backward
+                nn.Module.zero_grad(attempt.module)
+            attempt.restore()
+            deepen()
+            _free_memory(runtime.mesh.device)
+        except BaseException as error:
+            raise error from failed
 
 
 class _Attempt:
@@ -117,22 +138,24 @@ class _Attempt:
     def __init__(self, step: Callable[[], Any], trainer: Trainer) -> None:
         self.step, self.trainer = step, trainer
         self.module: LightningModule = trainer.lightning_module
-        self.begins_step = not self.runtime.mesh.run.incomplete
-        """False for micro-batches after the first one of a step: those have left gradients."""
+        self.output: Any = None
+        """Output of the step's last forward."""
+        self.buffers_are_due = self.runtime.buffers_are_due
         self._begun = self._begun_by_others()
         self._random = capture_random_state(self.runtime.mesh.device)
         self._buffers = [
             (owner, name, buffer, buffer.detach().clone())
             for owner in self.module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None
+            if buffer is not None and has_elements_of_its_own(buffer)
         ]
         self._metrics = [
             (metric, _state_of(metric))
             for metric in self.module.modules()
             if isinstance(metric, Metric)
         ]
-        self._logged = 0  # calls of `module.log` in the attempt that has come farthest
+        # Calls of `module.log` in the attempt that has come farthest, by part of the step.
+        self._logged: Counter[str] = Counter()
 
     @property
     def runtime(self) -> Runtime:
@@ -141,16 +164,28 @@ class _Attempt:
         assert runtime is not None
         return runtime
 
+    def has_gradients(self) -> bool:
+        """Return whether a parameter of an optimizer has a gradient of an earlier step."""
+        return any(
+            parameter.grad is not None
+            for optimizer in self.trainer.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
     def place(self) -> str:
-        """Return the number of operations that this rank has begun, by group, without names.
+        """Return the numbers of operations and collectives so far, without names of groups.
 
         In groups that are not the engine's: since the step began, as messages between two ranks,
         which torch counts as well, may differ before.
         """
-        ours = [counts for _, counts in sorted(self.runtime.mesh.begun().items())]
+        mesh = self.runtime.mesh
+        # Begun before their memory is allocated; `traffic` counts those that are launched.
+        ours = [counts for _, counts in sorted(mesh.begun().items())]
         since = Counter(self._begun_by_others())
         since.subtract(self._begun)
-        return json.dumps([ours, sorted(filter(None, since.values()))])
+        launched = sorted(mesh.traffic.calls.items())
+        return json.dumps([ours, launched, sorted(filter(None, since.values()))])
 
     def _begun_by_others(self) -> dict[str, int]:
         groups = self.runtime.mesh.begun_by_others()
@@ -159,7 +194,6 @@ class _Attempt:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state from before the step."""
-        nn.Module.zero_grad(self.module)  # of a part of the backward
         restore_random_state(self._random, self.runtime.mesh.device)
         for owner, name, buffer, values in self._buffers:
             owner._buffers[name] = buffer.copy_(values)
@@ -167,16 +201,16 @@ class _Attempt:
             vars(metric).update(_copied(state))
 
     @contextmanager
-    def logging_once(self) -> Generator[None]:
-        """Leave out as many calls of ``module.log`` as an earlier attempt has made."""
+    def logging_once(self, part: str) -> Generator[None]:
+        """Leave out as many calls of ``module.log`` as an earlier attempt at this part has made."""
         own, calls = vars(self.module).get("log"), 0
         log_value = self.module.log
 
         def log_once(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls > self._logged:
-                self._logged = calls
+            if calls > self._logged[part]:
+                self._logged[part] = calls
                 log_value(*args, **kwargs)
 
         vars(self.module)["log"] = log_once
@@ -194,9 +228,11 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:
-    """Return copies of what an update of a metric changes: its states, their count, its last result."""
-    names = {*metric.metric_state, "_update_count", "_computed", "_forward_cache"}
-    return _copied({name: value for name, value in vars(metric).items() if name in names})
+    """Return copies of all attributes that an update of a metric may change: states and counts."""
+    kinds = bool, int, float, torch.Tensor, list, type(None)
+    return _copied(
+        {name: value for name, value in vars(metric).items() if isinstance(value, kinds)}
+    )
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

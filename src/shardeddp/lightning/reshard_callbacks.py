@@ -119,14 +119,17 @@ class ReshardOnOutOfMemory(Callback):
                 "strategy back before the next step"
             )
 
+        for name in self.strategies:  # refused now, and not hours later
+            sharding = strategy.options.with_sharding(name, None).sharding
+            sharding.topology(strategy.num_nodes, strategy.num_processes)
         strategy.repeat_steps(partial(self._deepen, trainer, strategy), self.patience_s)
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Change to the strategy that a resumed run had reached."""
-        if self._reached is not None:
+        """Change to the strategy that a resumed run had reached, if it is deeper."""
+        if self._reached is not None and self._reached in _deeper(_present(trainer)):
             _change(trainer, self._reached)
 
     @override
@@ -141,9 +144,8 @@ class ReshardOnOutOfMemory(Callback):
     def _deepen(
         self, trainer: Trainer, strategy: ShardedDP, error: BaseException
     ) -> Callable[[], None] | None:
-        present: Any = strategy.options.sharding_strategy
-        deeper = _BY_DEPTH[_BY_DEPTH.index(present) + 1 :]
-        left: list[ShardingStrategyName] = [name for name in deeper if name in self.strategies]
+        present = _present(trainer)
+        left: list[ShardingStrategyName] = [it for it in _deeper(present) if it in self.strategies]
         text = str(error).partition("\n")[0]
 
         def deepen() -> None:
@@ -167,10 +169,20 @@ _BY_DEPTH: list[ShardingStrategyName] = [
 """Strategies by the memory that they take, the most first."""
 
 
+def _present(trainer: Trainer) -> ShardingStrategyName:
+    strategy: Any = trainer.strategy
+    return strategy.options.sharding_strategy
+
+
+def _deeper(name: ShardingStrategyName) -> list[ShardingStrategyName]:
+    """Return the strategies that take less memory than another one, the next one first."""
+    return [*_BY_DEPTH[_BY_DEPTH.index(name) + 1 :]]
+
+
 def _change(trainer: Trainer, name: ShardingStrategyName) -> None:
     """Change the strategy between two steps if it is another one."""
     strategy: Any = trainer.strategy
-    if strategy.options.sharding_strategy != name and not strategy.mesh.run.incomplete:
+    if _present(trainer) != name and not strategy.mesh.run.incomplete:
         strategy.reshard(name)
 
 

@@ -651,20 +651,22 @@ class ShardedDP(ParallelStrategy):
 
         See :class:`shardeddp.ReshardOnOutOfMemory`, which calls it.
 
+        All ranks call it.
+
         Args:
             deepen: Function that is called with the error and returns a function that reduces the
                 memory of a step, to be called on all ranks; None: there is nothing left to reduce,
                 and the error is raised.
             patience_s: Maximum wait for other ranks to run out of memory too, in seconds.
         """
-        self._repeated = RepeatedSteps(deepen, patience_s)
+        self._repeated = RepeatedSteps(deepen, patience_s, self.mesh)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._repeated is None:
             return self._training_step(args, kwargs)
         step = partial(self._training_step, args, kwargs)
-        return self._repeated.run(step, self._trainer_at_work())
+        return self._repeated.run_forward(step, self._trainer_at_work())
 
     def _training_step(self, args: Any, kwargs: Any) -> Any:
         find_late_parameters(self.optimizers)

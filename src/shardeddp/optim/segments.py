@@ -93,8 +93,8 @@ def chains(
     result = [[position] for position in found[:1]]
     for position in found[1:]:
         parameter = parameters[position]
-        if isinstance(parameter, ShardTensor) and parameter.home is not None:
-            placed.setdefault(parameter.home, []).append((parameter.index_in_group, position))
+        if isinstance(parameter, ShardTensor) and parameter.group is not None:
+            placed.setdefault(parameter.group, []).append((parameter.index_in_group, position))
         else:
             result.append([position])
     for neighbours in placed.values():

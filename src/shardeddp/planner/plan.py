@@ -231,7 +231,7 @@ def make_plan(
     traced = ModelAxes(tensor_plan=of_source or asked, experts=chosen)
     policy = resolve_policy(auto_wrap_policy)
     is_usual = (type(policy), vars(policy)) == (AutoPolicy, vars(AutoPolicy()))
-    is_usual = is_usual and recomputation is None and dtypes is None
+    is_usual = is_usual and recomputation is None and dtypes is None and chosen is None
     is_usual = is_usual and asked in (None, "auto") and source.dimensions is not None
     planner = Planner(
         source=source,
@@ -256,7 +256,7 @@ def make_plan(
         mixed_precision=dtypes,
         uneven_units=uneven_units,
         recomputation=recomputation,
-        profiles=_profiles_of(source.dimensions, length) if is_usual else {},
+        profiles=_store_of(source.dimensions, length) if is_usual else {},
     )
     plans = planner.plans()
     return Plan(
@@ -276,8 +276,11 @@ def make_plan(
 
 
 @lru_cache(maxsize=2)
-def _profiles_of(dims: Dimensions | None, length: int) -> Profiles:
-    """Return what has been traced of a decoder with the usual options, for plans of other clusters."""
+def _store_of(dims: Dimensions | None, length: int) -> Profiles:
+    """Return the store of what is traced of a decoder with the usual options, empty at first.
+
+    Plans of the same decoder for other clusters find it there.
+    """
     return {}
 
 

@@ -212,9 +212,9 @@ def _run_local(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[s
     targets = written(func, args, kwargs)
     for target in targets:
         _note_write(func, target, pytree.tree_leaves((args, kwargs)))
-    home = _home((targets, args, kwargs))
+    device = _device_of((targets, args, kwargs))
     local_args, local_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _operand(tensor, spec, home), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: _operand(tensor, spec, device), (args, dict(kwargs))
     )
     local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
     result = func(*local_args, **local_kwargs)
@@ -241,7 +241,7 @@ def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
             target.note_write(repr(operand))
 
 
-def _home(arguments: Any) -> torch.device:
+def _device_of(arguments: Any) -> torch.device:
     """Return the device of the first sharded argument's elements: the host if offloaded."""
     return (
         next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor))
@@ -250,15 +250,15 @@ def _home(arguments: Any) -> torch.device:
     )
 
 
-def _operand(tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
-    """Return this rank's part of an operand of an element-wise operation, on ``home``."""
+def _operand(tensor: torch.Tensor, spec: ShardSpec, device: torch.device) -> torch.Tensor:
+    """Return this rank's part of an operand of an element-wise operation, on ``device``."""
     if isinstance(tensor, ShardTensor):
         if tensor.spec is spec:
-            return tensor.to_local().to(home)
+            return tensor.to_local().to(device)
         tensor = gather(tensor)
     # A 0D operand gives way to others in the choice of dtype, unless all of them are 0D.
     part = tensor if tensor.dim() == 0 and spec.shape else spec.localize(tensor.expand(spec.shape))
-    return part.to(home)
+    return part.to(device)
 
 
 def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,18 +279,18 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         for i, operands in enumerate(zip(*lists, strict=True))
     ]
     rows = zip(specs, zip(*lists, strict=True), strict=True)
-    homes = [_home(operands) if spec else None for spec, operands in rows]
+    devices = [_device_of(operands) if spec else None for spec, operands in rows]
 
     def localize(argument: Any) -> Any:
         if not _holds_tensors(argument):
             return gather(argument) if isinstance(argument, ShardTensor) else argument
         return [
-            _operand(item, spec, home)
-            if spec and home
+            _operand(item, spec, device)
+            if spec and device
             else gather(item)
             if isinstance(item, ShardTensor)
             else item
-            for item, spec, home in zip(argument, specs, homes, strict=True)
+            for item, spec, device in zip(argument, specs, devices, strict=True)
         ]
 
     for target, operands in zip(targets, zip(*lists, strict=True), strict=False):
@@ -391,9 +391,7 @@ def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ]
     refuse_overlapping(func, [*views_among(known), *targets])
     result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
-    return wrap_results(
-        result, found.values(), {id(home.full): home.sharded for home in found.values()}
-    )
+    return wrap_results(result, found.values(), {id(it.full): it.sharded for it in found.values()})
 
 
 def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

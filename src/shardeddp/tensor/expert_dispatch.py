@@ -274,12 +274,12 @@ class TokenDispatch:
         if rows.shape[0] and self._calls is not None and self._calls == self._calls_so_far():
             self._refuse_without_call()
         anchor, self._anchor = self._anchor, None
-        home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
+        sent = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
-            home = _exchange(
-                home, self._arriving, self._leaving, self._axis, anchor, _trained(home)
+            sent = _exchange(
+                sent, self._arriving, self._leaving, self._axis, anchor, _trained(sent)
             )
-        back = torch.empty_like(home).index_copy(0, self._order, home)
+        back = torch.empty_like(sent).index_copy(0, self._order, sent)
         return back.view(*self._shape, *back.shape[1:])
 
 

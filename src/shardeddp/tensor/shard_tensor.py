@@ -400,9 +400,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def leave_values(self) -> None:
         """Leave the values to the tensors and views that share them; the parameter gets others."""
-        home = self.home
-        if home is not None:
-            home.keep_write_of(self._index_in_group)
+        group = self.group
+        if group is not None:
+            group.keep_write_of(self._index_in_group)
         sharing = [each for each in self._living_aliases() if each._local is self._local]
         if sharing or self._views:
             former = self._local.clone()
@@ -415,8 +415,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def _warn_of_held_parts(self) -> None:
         # Within a step graphs hold views too, many of which are dropped without a backward.
-        home = None if self._spec.mesh.run.in_step else self.home
-        is_held = home is not None and home.is_held(self._index_in_group)
+        group = None if self._spec.mesh.run.in_step else self.group
+        is_held = group is not None and group.is_held(self._index_in_group)
         if is_held and self._spec.is_first("held"):
             warnings.warn(
                 f"parameter {self._spec.fqn} gets other values by `.data = ...`, and something holds "
@@ -689,19 +689,19 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's elements, 1D; shares memory, so writing to it changes the shard."""
-        home = None if self._writes is None else self._writes()
-        if home is not None:
-            home.keep_write_of(self._index_in_group)
+        group = None if self._writes is None else self._writes()
+        if group is not None:
+            group.keep_write_of(self._index_in_group)
         return self._local
 
     @property
-    def home(self) -> _KeepsWrites | None:
+    def group(self) -> _KeepsWrites | None:
         """Group of the flat buffer that holds this parameter's shard; None without a buffer."""
         return None if self._writes is None else self._writes()
 
     @property
     def index_in_group(self) -> int:
-        """Index of the parameter in :attr:`home`."""
+        """Index of the parameter in :attr:`group`."""
         return self._index_in_group
 
     @property
@@ -932,10 +932,10 @@ def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
 
 def keep_writes(parameters: Iterable[Any]) -> None:
     """Bring writes made inside of units, to parameters or their views, to the shards."""
-    for home in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
-        found = None if home is None else home()
-        if found is not None:
-            found.keep_writes()
+    for reference in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
+        group = None if reference is None else reference()
+        if group is not None:
+            group.keep_writes()
 
 
 @outside_selective_checkpoints()
@@ -970,16 +970,16 @@ def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 def end_writes(*targets: torch.Tensor) -> None:
     """Count writes to sharded or plain tensors, and bring them to existing views of parameters."""
-    homes: dict[_KeepsWrites, None] = {}
+    groups: dict[_KeepsWrites, None] = {}
     for target in targets:
         if not isinstance(target, ShardTensor):
             mark_written(target)
             continue
         mark_written(target.to_local())
-        if target.home is not None:
-            homes[target.home] = None
-    for home in homes:
-        home.renew_views()
+        if target.group is not None:
+            groups[target.group] = None
+    for group in groups:
+        group.renew_views()
 
 
 def mark_written(local: torch.Tensor) -> None:
@@ -1034,7 +1034,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device, is_copy: bool
+        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, device: torch.device, is_copy: bool
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
@@ -1049,7 +1049,7 @@ class _Average(torch.autograd.Function):
                 stacklevel=2,
             )
         local = spec.localize(total).div(size)
-        return ShardTensor(local.to(home), spec)
+        return ShardTensor(local.to(device), spec)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -244,10 +244,10 @@ class GatheredView(NoRawMemory, torch.Tensor):
         plain_args, plain_kwargs = pytree.tree_map_only(
             cls, lambda view: view._plain, (args, kwargs)
         )
-        homes = {id(view._gathered): view._gathered for view in views}
+        gathered = {id(view._gathered): view._gathered for view in views}
         written_to = {id(target._gathered): target._gathered for target in targets}
         result = run_on_whole(
-            func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()]
+            func, plain_args, plain_kwargs, [*gathered.values()], [*written_to.values()]
         )
         # Below autograd nothing counts versions, also not those of plain targets in the same list.
         end_writes(*[target for target in everything if not isinstance(target, cls)])
@@ -295,8 +295,8 @@ def wrap_results(result: Any, gathered: Iterable[Gathered], known: dict[int, tor
     def present(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in known:
             return known[id(tensor)]
-        home = next((home for home in gathered if home.aliases(tensor)), None)
-        return tensor if home is None else GatheredView(tensor, home)
+        source = next((each for each in gathered if each.aliases(tensor)), None)
+        return tensor if source is None else GatheredView(tensor, source)
 
     return pytree.tree_map_only(torch.Tensor, present, result)
 
@@ -320,21 +320,21 @@ def run_on_whole(
         RuntimeError: The written values differ between ranks; shards are unchanged.
     """
     refuse_overlapping(func, targets)
-    suspects = [] if names_its_writes(func) else [home for home in gathered if home not in targets]
-    before = [home.digest() for home in suspects]
+    suspects = [] if names_its_writes(func) else [each for each in gathered if each not in targets]
+    before = [each.digest() for each in suspects]
     result = func(*args, **kwargs)
     if communicates(func) and targets:
-        finish(func, result, [home.full for home in targets])
-        for home in targets:
-            home.check_alike(func)
-    for home, digest in zip(suspects, before, strict=True):
-        changed = home.digest() != digest
-        if home.check_alike(func, changed=changed):
-            home.write_back()
-    for home in targets:
+        finish(func, result, [each.full for each in targets])
+        for target in targets:
+            target.check_alike(func)
+    for suspect, digest in zip(suspects, before, strict=True):
+        changed = suspect.digest() != digest
+        if suspect.check_alike(func, changed=changed):
+            suspect.write_back()
+    for target in targets:
         if is_random(func):
-            home.follow_rank_zero(func)
-        home.write_back()
+            target.follow_rank_zero(func)
+        target.write_back()
     return result
 
 
@@ -342,7 +342,7 @@ def refuse_overlapping(
     func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()
 ) -> None:
     """Refuse a write to one shard through several copies of it."""
-    sharded = [*(home.sharded for home in targets), *also]
+    sharded = [*(each.sharded for each in targets), *also]
     if targets and len({id(each.to_local()) for each in sharded}) < len(sharded):
         fqns = ", ".join(sorted({each.spec.fqn for each in sharded}))
         raise NotImplementedError(
