@@ -1,8 +1,9 @@
 """Step time of two source trees of this package, a few steps of each in turn: has a change made steps slower?
 
 Both trees train the same GPT at the same time, each on ranks of its own; one of them sleeps while the other steps.
-So a drift of the machine, or another program on it, meets both alike, and a ratio is known to a percent within
-minutes. A figure is that of a turn: from the start of its first step to the end of its last one.
+So a drift of the machine, or another program on it, meets both alike. A figure is that of a turn: from the start of
+its first step to the end of its last one. Whoever takes the second turn of a pair is some percent slower, even if both
+trees are one, so half of the turns begin with the other tree.
 
     git worktree add ../before v0.1.0
     python benchmarks/before_after.py ../before                   # the five strategies, 2 ranks, batch 1 x 128
@@ -141,7 +142,7 @@ def train(given: dict[str, Any]) -> None:
 
 
 def compare(name: str, trees: list[Path], setting: dict[str, int], port: int) -> list[list[float]]:
-    """Train both sides at once; return the seconds of their turns."""
+    """Train both sides at once; return the seconds of their turns. The first side takes the first turn of each pair."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "turns").write_bytes(bytes(16 * setting["ranks"]))
         ranks: list[subprocess.Popen[bytes]] = []
@@ -158,11 +159,16 @@ def compare(name: str, trees: list[Path], setting: dict[str, int], port: int) ->
         return [json.loads(Path(folder, f"{side}.json").read_text()) for side in SIDES]
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % interval of a median, by a thousand resamplings."""
+def ratio(halves: list[list[float]]) -> float:
+    """Ratio without the advantage of the first turn: geometric mean of the medians of both halves."""
+    return statistics.geometric_mean(map(statistics.median, halves))
+
+
+def interval(halves: list[list[float]]) -> tuple[float, float]:
+    """95 % interval of :func:`ratio`, by a thousand resamplings."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
-    return medians[25], medians[974]
+    found = sorted(ratio([draw.choices(it, k=len(it)) for it in halves]) for _ in range(1000))
+    return found[25], found[974]
 
 
 def main() -> None:
@@ -173,7 +179,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, nargs="?", help="root of the tree to compare with")
     parser.add_argument("--after", type=Path, default=HERE, help="root of the other; default: this")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES[:4], help="strategies")
-    sizes = dict(ranks=2, dim=512, blocks=8, batch=1, length=128, steps=4, turns=30)
+    sizes = dict(ranks=2, dim=512, blocks=8, batch=1, length=128, steps=4, turns=15)
     for size, default in sizes.items():
         parser.add_argument(f"--{size}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--as-rank", type=json.loads, help=argparse.SUPPRESS)
@@ -189,23 +195,28 @@ def main() -> None:
         title=f"GPT d={setting['dim']}, {setting['blocks']} blocks, batch {setting['batch']} x {setting['length']}, "
         f"{setting['ranks']} gloo ranks on {os.cpu_count()} cores, torch {torch.__version__}, {platform.machine()}, "
         f"{date.today()}",
-        caption=f"ms per step, medians of {setting['turns']} turns of {setting['steps']} steps; ratio: median of "
-        f"after / before over pairs of turns, with its 95 % interval",
+        caption=f"ms per step, medians of {2 * setting['turns']} turns of {setting['steps']} steps; ratio: after / "
+        f"before of pairs of turns, with its 95 % interval",
     )
     for column in ("strategy", *SIDES, "ratio", "interval"):
         shown.add_column(column, justify="left" if column == "strategy" else "right")
     for number, name in enumerate(options["only"]):
-        port = 20000 + (os.getpid() * 7 + 2 * number) % 20000
+        port = 20000 + (os.getpid() * 7 + 4 * number) % 20000
         before, after = compare(name, trees, setting, port)
-        ratios = [late / early for early, late in zip(before, after, strict=True)]
-        low, high = interval(ratios)
+        after_first, before_second = compare(name, trees[::-1], setting, port + 2)
+        halves = [
+            [late / early for early, late in zip(*half, strict=True)]
+            for half in ((before, after), (before_second, after_first))
+        ]
+        before, after = before + before_second, after + after_first
+        low, high = interval(halves)
         shown.add_row(
             name,
             *(
                 f"{1e3 * statistics.median(each) / setting['steps']:.1f}"
                 for each in (before, after)
             ),
-            f"{statistics.median(ratios):.3f}",
+            f"{ratio(halves):.3f}",
             f"{low:.3f} to {high:.3f}",
         )
     Console().print(shown)

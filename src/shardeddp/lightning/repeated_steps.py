@@ -8,7 +8,7 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -86,8 +86,9 @@ class RepeatedSteps:
                 return scaled
             # Callers hold the loss and the output: without its graph, the activations can be freed.
             for tensor in (loss, *pytree.tree_leaves(attempt.output)):
-                if isinstance(tensor, torch.Tensor) and not tensor._is_view():
-                    tensor.detach_()
+                if isinstance(tensor, torch.Tensor):
+                    with suppress(RuntimeError):  # of a view, which torch does not detach
+                        tensor.detach_()
             attempt.output = None
             self._recover(attempt, failed, has_gradients=True)
             loss = _loss_of(self._run(attempt)) / attempt.trainer.accumulate_grad_batches
