@@ -197,6 +197,20 @@ def human_bytes(nbytes: int) -> str:
     )
 
 
+def human_seconds(seconds: float) -> str:
+    """Return a duration as text, in seconds, milliseconds or microseconds.
+
+    Example:
+        >>> human_seconds(1234.5), human_seconds(0.0123)
+        ('1,234 s', '12.3 ms')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds >= 0.1 / factor:
+            value = factor * seconds
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:,.0f} {unit}"
+    return f"{1e6 * seconds:.3g} us"
+
+
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
     """Return a value with three significant digits and the suffix that keeps it below the base."""
     exponent = 0

@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -262,6 +262,50 @@ class Watched:
     """Names of the groups that ``progress`` counts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WaitReport:
+    """State of a rank's training thread at its last sample; other ranks get it as JSON."""
+
+    begun: BegunOperations = field(default_factory=dict[str, dict[str, int]])
+    still_s: float = 0.0
+    """Seconds without progress."""
+
+    waits: bool = False
+    """True if the thread waits in communication; False too if it may, by a handle."""
+
+    torch_group: str = ""
+    """Name of the group of the collective that it waits in; empty: none, or one of ours."""
+
+    source: int | None = None
+    """Rank from which it waits to receive."""
+
+    target: int | None = None
+    """Rank to which it is about to send."""
+
+    needed: list[int] = field(default_factory=list[int])
+    """Ranks that have to reach the call in which it waits."""
+
+    handle: bool = False
+    """True if it waits in native code for a transfer, as by the handle of a collective."""
+
+    operation: str = ""
+    """Operation and its line."""
+
+    advice: str = ABOUT_COLLECTIVES
+
+    @staticmethod
+    def of_answer(answer: dict[str, Any]) -> WaitReport:
+        """Return the report in an answer; one without a wait for a rank that has ended."""
+        return WaitReport(**answer["reports"].get("desync", {}))
+
+    @property
+    def stands(self) -> bool:
+        """True if the rank waits for others, and has done so for long enough."""
+        if self.waits:
+            return self.still_s >= ALARM_S
+        return self.handle and self.still_s >= TRANSFER_S
+
+
 class DesyncCheck:
     """Check of one rank for waits that never end, on the thread of its liveness probe.
 
@@ -283,7 +327,7 @@ class DesyncCheck:
         self._neighbours: set[int] = set()
         self._seen: tuple[int, int, BegunOperations] | None = None
         self._since = time.monotonic()
-        self._report: dict[str, Any] = {}
+        self._report = WaitReport()
         self._asked = 0  # number of the request to which answers are expected; 0: none
         self._over = False
         self.liveness_probe.attach(self)
@@ -308,8 +352,8 @@ class DesyncCheck:
         self._over = False
 
     def report(self) -> dict[str, Any]:
-        """Return the state of this rank at the last sample."""
-        return self._report
+        """Return the fields of this rank's :class:`WaitReport`."""
+        return vars(self._report)
 
     def on_sample(self, frame: FrameType | None) -> None:
         """Note from its innermost frame whether the training thread has gone on."""
@@ -329,29 +373,31 @@ class DesyncCheck:
             self._seen, self._since = seen, time.monotonic()
         waits, torch_group = _waiting(frame, own)
         handle, (operation, advice) = _awaits_handle(frame), _describe(frame)
-        self._report = {
-            "begun": progress,
-            "still_s": time.monotonic() - self._since,
-            "waits": waits,
-            "torch": torch_group,
-            "source": _source_of_receive(frame),
-            "needs": _needed(frame),
-            "target": _target_of_send(frame),
-            "handle": handle,
-            "what": f"{_WAIT if handle and operation == _PYTHON else operation} at {code_line_of(frame)}",
-            "advice": advice,
-        }
+        operation = _WAIT if handle and operation == _PYTHON else operation
+        self._report = WaitReport(
+            begun=progress,
+            still_s=time.monotonic() - self._since,
+            waits=waits,
+            torch_group=torch_group,
+            source=_source_of_receive(frame),
+            target=_target_of_send(frame),
+            needed=_needed(frame),
+            handle=handle,
+            operation=f"{operation} at {code_line_of(frame)}",
+            advice=advice,
+        )
 
     def on_tick(self) -> None:
         """Break off this rank's wait if it has failed already, or can never end."""
-        if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
+        report = self._report
+        if self._over or not report.waits or report.still_s < ALARM_S:
             self._asked = 0
             # A wait for the device (`.item()`) looks like any other slow code, and a handle may
             # belong to a transfer with a rank that does not end.
-            is_still = not self._over and self._report["still_s"] >= ALARM_S
+            is_still = not self._over and report.still_s >= ALARM_S
             if is_still and (
                 (waits_on_device() and self.error_propagation.has_failed())
-                or (self._report["handle"] and self.error_propagation.is_known())
+                or (report.handle and self.error_propagation.is_known())
             ):
                 self._break_off()
             return
@@ -359,18 +405,13 @@ class DesyncCheck:
             self._break_off()
             return
         if self._asked:
-            target = self._report["target"]
-            asked = self._neighbours if target is None else {*self._neighbours, target}
-            answers = self.liveness_probe.answers(asked, self._asked)
-            reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
+            target = set() if report.target is None else {report.target}
+            reports = self._reports(self._neighbours | target)
             odd = {
-                rank: report
-                for rank, report in reports.items()
-                if report
-                and (
-                    _crossed(self._report, report)
-                    or (rank in self._report["needs"] and self._is_awaited_by(rank, report))
-                )
+                rank: other
+                for rank, other in reports.items()
+                if _crossed(report, other)
+                or (rank in report.needed and self._is_awaited_by(rank, other))
             }
             odd = odd or self._transfers_in_vain(reports)
             if odd:
@@ -378,43 +419,45 @@ class DesyncCheck:
                 return
         self._asked = self.liveness_probe.ask()
 
-    def _transfers_in_vain(self, neighbours: dict[int, Any]) -> dict[int, dict[str, Any]]:
+    def _reports(self, ranks: Collection[int]) -> dict[int, WaitReport]:
+        """Return the reports of those ranks that have answered the last request."""
+        answers = self.liveness_probe.answers(ranks, self._asked)
+        return {rank: WaitReport.of_answer(answer) for rank, answer in answers.items()}
+
+    def _transfers_in_vain(self, neighbours: dict[int, WaitReport]) -> dict[int, WaitReport]:
         """Return ranks in transfers of a user's that no rank can match any more.
 
         Torch does not say to which transfer a handle belongs. All ranks are asked, once no
         neighbour goes on either, by the lowest neighbour that waits for others to come.
         """
         report = self._report
-        first = not any(
-            each and each["needs"] for rank, each in neighbours.items() if rank < self._rank
-        )
-        if not report["needs"] or report["still_s"] < TRANSFER_S or not first:
+        first = not any(each.needed for rank, each in neighbours.items() if rank < self._rank)
+        if not report.needed or report.still_s < TRANSFER_S or not first:
             return {}
-        if not all(map(_stands, neighbours.values())):
+        if not all(each.stands for each in neighbours.values()):
             return {}
-        answers = self.liveness_probe.answers(self._others, self._asked)
-        reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
-        if len(reports) < len(self._others) or not all(map(_stands, reports.values())):
+        reports = self._reports(self._others)
+        if len(reports) < len(self._others) or not all(each.stands for each in reports.values()):
             return {}
-        found = [rank for rank, each in sorted(reports.items()) if not each["waits"]]
+        found = [rank for rank, each in sorted(reports.items()) if not each.waits]
         return {rank: reports[rank] for rank in found[:_NAMED]}
 
-    def _is_awaited_by(self, rank: int, other: dict[str, Any]) -> bool:
+    def _is_awaited_by(self, rank: int, other: WaitReport) -> bool:
         """Return whether ``rank`` waits for a message that this one sends only after it comes."""
-        sends = self._report["target"] == rank
+        sends = self._report.target == rank
         has_begun_more = _is_ahead_in_torch(other, self._report)
-        if other["source"] == self._rank:
-            return other["still_s"] >= ALARM_S and (sends or has_begun_more)
+        if other.source == self._rank:
+            return other.still_s >= ALARM_S and (sends or has_begun_more)
         # Its handle may belong to a transfer with a third rank, which is merely late.
         certain = sends or self._neighbours == {rank}
-        return certain and has_begun_more and other["handle"] and other["still_s"] >= BUSY_S
+        return certain and has_begun_more and other.handle and other.still_s >= BUSY_S
 
-    def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
+    def _fail(self, odd: dict[int, WaitReport]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
         places = "; ".join(
-            f"rank {rank} waits in {report['what']}" for rank, report in reports.items()
+            f"rank {rank} waits in {report.operation}" for rank, report in reports.items()
         )
-        advice = max((report["advice"] for report in reports.values()), key=ADVICE.index)
+        advice = max((report.advice for report in reports.values()), key=ADVICE.index)
         self.error_propagation.report_desync(
             f"ranks have come to different operations, each of which needs the other ranks, and "
             f"none of them can go on: {places}. {advice}"
@@ -431,42 +474,33 @@ _CHECKS: weakref.WeakKeyDictionary[dist.Store, DesyncCheck] = weakref.WeakKeyDic
 """Desync checks by the store of the process group."""
 
 
-def _stands(report: dict[str, Any] | None) -> bool:
-    """Return whether a rank waits for others, and has done so for long enough."""
-    if not report:
-        return False
-    if report["waits"]:
-        return report["still_s"] >= ALARM_S
-    return report["handle"] and report["still_s"] >= TRANSFER_S
-
-
-def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
+def _crossed(mine: WaitReport, other: WaitReport) -> bool:
     """Return whether both of two ranks stand still, each of them ahead of the other."""
-    if other["still_s"] < (ALARM_S if other["waits"] else BUSY_S):
+    if other.still_s < (ALARM_S if other.waits else BUSY_S):
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
     # Gathers and reductions alone prove nothing: their order among each other is not fixed.
     return bool(here and there and not all(each.startswith(STREAMS) for each in here | there))
 
 
-def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+def _ahead(one: WaitReport, other: WaitReport) -> set[str]:
     """Return the common groups in which one rank has begun operations that the other has not."""
     return {
         group
-        for group, counts in one["begun"].items()
+        for group, counts in one.begun.items()
         # Torch counts messages between two ranks as well: its groups count only for a rank that
         # waits in one of their collectives.
-        if group in other["begun"] and (not group.startswith(_TORCH) or one["torch"] == group)
-        if any(count > other["begun"][group].get(kind, 0) for kind, count in counts.items())
+        if group in other.begun and (not group.startswith(_TORCH) or one.torch_group == group)
+        if any(count > other.begun[group].get(kind, 0) for kind, count in counts.items())
     }
 
 
-def _is_ahead_in_torch(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_ahead_in_torch(one: WaitReport, other: WaitReport) -> bool:
     """Return whether a rank has begun more than another in a group that is not ours."""
     return any(
-        counts["operations"] > other["begun"][group]["operations"]
-        for group, counts in one["begun"].items()
-        if group.startswith(_TORCH) and group in other["begun"]
+        counts["operations"] > other.begun[group]["operations"]
+        for group, counts in one.begun.items()
+        if group.startswith(_TORCH) and group in other.begun
     )
 
 

@@ -553,9 +553,7 @@ def _describe(
             else {}
         )
         for other, answer in answers.items():
-            listed[other] = (
-                f"rank {other} is in "
-                f"{answer['reports'].get('desync', {}).get('what', answer['where'])}"
-            )
+            operation = answer["reports"].get("desync", {}).get("operation")
+            listed[other] = f"rank {other} is in {operation or answer['where']}"
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "at an unknown place"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"

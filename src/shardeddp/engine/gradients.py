@@ -115,8 +115,8 @@ class GroupGradients:
         The function is called with the index of the parameter when one arrives.
         """
         self._on_outside = on_outside
-        for index, parameter in enumerate(self._sharded):
-            parameter.take_part(self, index)
+        for parameter in self._sharded:
+            parameter.take_part(self)
 
     def note_kept(self) -> None:
         """Note that an optimizer may hold local gradients that no reference count shows."""

@@ -43,6 +43,7 @@ from shardeddp.planner.source import (
     tokens_of,
     without_weights,
 )
+from shardeddp.report import human_seconds
 from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
 from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
@@ -319,7 +320,7 @@ def plan_of_run(
         own.append(
             f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
             f"{choice.micro_batch} x {choice.micro_batches}): {it.memory.peak / GIB:.1f} GiB, "
-            f"{it.step.total:.3g} s, {'fits' if it.fits else 'may not fit'}."
+            f"{human_seconds(it.step.total)}, {'fits' if it.fits else 'may not fit'}."
         )
     return plan, [*own, "", *lines]
 
@@ -507,7 +508,7 @@ def _reason(plan: Plan, gpu: str) -> str:
     machines = f"{plan.cluster.count} x {gpu}"
     without = f", which does not know {', '.join(plan.unplanned)}" if plan.unplanned else ""
     return (
-        f"the fastest that fits {machines} by the plan{without} ({needs}, {best.step.total:.3g} s)"
+        f"the fastest that fits {machines} by the plan{without} ({needs}, {human_seconds(best.step.total)})"
         if best.fits
         else f"the least memory of all, none of which fits {machines} by the plan{without} ({needs})"
     )

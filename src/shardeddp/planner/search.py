@@ -50,7 +50,7 @@ from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, PlannedPrecision, profile
 from shardeddp.planner.work import ModelProfile
-from shardeddp.report import folded_name
+from shardeddp.report import folded_name, human_bytes
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -735,16 +735,17 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     )
     size, split = best.choice.shard_size, best.choice.tensor_parallel_size
     node, count = cluster.ranks_per_node // split, cluster.count // split
-    nbytes = sum(it.sent_nbytes * it.times for it in best.task.collectives if it.phase == "layer")
+    layers = [it for it in best.task.collectives if it.phase == "layer"]
+    sent = human_bytes(round(sum(it.sent_nbytes * it.times for it in layers)))
     if split > 1:
         lines.append(
-            f"Each layer is split over {split} neighbouring ranks, which exchange {nbytes / GIB:.3g} "
-            f"GiB of activations in a step."
+            f"Each layer is split over {split} neighbouring ranks, which exchange {sent} "
+            f"of activations in a step."
         )
     if (experts := best.choice.expert_parallel_size) > 1:
         lines.append(
-            f"Every {experts} neighbouring ranks divide the experts among them, and send {nbytes / GIB:.3g} "
-            f"GiB of tokens in a step."
+            f"Every {experts} neighbouring ranks divide the experts among them, and send {sent} of tokens "
+            f"in a step."
         )
     if 1 < size < count:
         among = (

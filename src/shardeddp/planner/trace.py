@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType
@@ -16,42 +15,32 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import flop_registry
-from typing_extensions import override
 
 from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
 from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
-from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
-    LiveStorages,
-    MemoryRecord,
     TensorSpec,
-    UnitMemory,
     root_of,
-    run_backward,
     with_form,
 )
-from shardeddp.planner.collectives import Exchange, UnitUsage
+from shardeddp.planner.collectives import UnitUsage
 from shardeddp.planner.device_functions import (
     DeviceFunctions,
     attention_of_devices,
     flex_attention_on_host,
 )
+from shardeddp.planner.recorder import Recorder, Recording, UnitRecords
 from shardeddp.planner.source import replacement
-from shardeddp.planner.values import Values, is_grouped
 from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
-    DispatchMode,
     FakeTensorMode,
-    HigherOrderOperator,
     pytree,
     storage_of,
 )
@@ -59,358 +48,15 @@ from shardeddp.wrap import Policy, build_units, require_parameters
 from shardeddp.wrap.kept_operations import is_kept_by
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
-# -- recording of operations
-
-
-@dataclass
-class _Recorder:
-    """Recorder of operations and saved tensors in the innermost running unit."""
-
-    work: list[UnitWork]
-    head: UnitWork
-    free: set[int]  # storages of parameters, and of their casts and views
-    is_kept: Callable[..., bool]
-    """Whether selective checkpointing keeps the results of an operation and its arguments."""
-    inside: list[int] = field(default_factory=lambda: [0])
-    seen: set[int] = field(default_factory=set[int])
-    inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
-    known: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
-    """Storages in the sets above: no other one gets their ids, and their memory is not kept."""
-    live: LiveStorages = field(default_factory=LiveStorages)
-    memory: list[UnitMemory] = field(default_factory=list[UnitMemory])
-    largest: list[int] = field(default_factory=list[int])
-    """Bytes of the largest result of each unit, and of the root after the last one."""
-    anchors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    """Ends of backwards at the results of units that have run."""
-    after_units: bool = False
-    exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
-    unsaved: list[Exchange] = field(default_factory=list[Exchange])
-    """Exchanges of the running unit since its last saved tensor, which no recomputation repeats."""
-    values: Values = field(default_factory=Values)
-    is_backward: bool = False
-    """True while exchanges of the backward are recorded."""
-    is_paused: bool = False
-    """True while a backward runs, of which memory and FLOPs alone are recorded."""
-    visits: list[int] = field(default_factory=list[int])
-    """Unit of each forward, in their order; see :class:`ForwardRecord` of the engine."""
-    with_backward: set[int] = field(default_factory=lambda: {0})
-    """Units with results that require a gradient."""
-    trained: list[UnitWork] = field(default_factory=list[UnitWork])
-    """Matmuls and attention with a backward, and kernels with an operand that requires a gradient."""
-    trained_head: UnitWork = field(default_factory=UnitWork)
-    """The same of the root after the last unit."""
-    backward: UnitWork = field(default_factory=UnitWork)
-    """Matmuls of the last backward that was run, half of their FLOPs; and its attention."""
-
-    def __post_init__(self) -> None:
-        self.exchanges = [[] for _ in self.work]
-        self.trained = [UnitWork() for _ in self.work]
-        self.memory = [UnitMemory() for _ in self.work]
-        self.largest = [0 for _ in self.work]
-
-    @contextmanager
-    def rehearsal(self) -> Generator[None]:
-        """Record only exchanges of the backward; its other work is derived from the forward."""
-        self.is_backward = True
-        try:
-            yield
-        finally:
-            self.is_backward = False
-
-    def bind(self, unit: int, spec: ParameterSpec, parameter: nn.Parameter) -> None:
-        """Replace a parameter in its modules by its wrapped form, as the engine does."""
-        assert spec.distribution is not None
-        self.inside.append(unit)
-        made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
-        self.inside.pop()
-        for module, name in spec.registrations:
-            module._parameters[name] = made
-
-    def targets(self) -> list[UnitWork]:
-        own = self.work[self.inside[-1]]
-        return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
-
-    def trained_targets(self) -> list[UnitWork]:
-        own = self.trained[self.inside[-1]]
-        return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
-
-    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
-        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
-        self.visits.append(index)
-        around, self.unsaved = self.unsaved, []
-        self.inside.append(index)
-        try:
-            return self.live.measure(forward)
-        finally:
-            self.inside.pop()
-            self.unsaved = around
-
-    def end_forward(
-        self,
-        index: int,
-        made: int,
-        root: torch.Tensor | None,
-        inputs: Any,
-        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
-    ) -> None:
-        """Run the backward of a unit whose forward has allocated so many bytes at most."""
-        timeline = self.run_backward(index, root, inputs, parameters)
-        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
-        if root is not None:
-            self.with_backward.add(index)
-
-    def repeat(self, first: _FirstRun, places: Sequence[int]) -> None:
-        """Repeat the records of a run of equal units, in the units at these places."""
-        for at, place in enumerate(places):
-            self.work[place].add(first.works[at])
-            self.trained[place].add(first.trained[at])
-            self.exchanges[place] += first.exchanges[at]
-            self.memory[place] = first.memory[at]
-            if first.has_backward[at]:
-                self.with_backward.add(place)
-        self.visits += [places[at] for at in first.visits]
-
-    def end_unit(self) -> None:
-        """Let the root's head begin: it is what follows the last unit that has run."""
-        self.after_units, self.largest[0] = True, 0
-        self.head, self.trained_head = UnitWork(), UnitWork()
-
-    def end_step(
-        self, root: torch.Tensor | None, parameters: Sequence[tuple[torch.Tensor, torch.dtype]]
-    ) -> None:
-        """Run the backward of the loss, and note what it has computed: that of the head, or all."""
-        head = self.run_backward(0, root, self.anchors, parameters)
-        self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
-        done, before = UnitWork(), UnitWork()
-        if self.after_units:
-            for rest, whole, head in (
-                (done, self.work[0], self.head),
-                (before, self.trained[0], self.trained_head),
-            ):
-                rest.add(whole)
-                rest.add(head, times=-1)
-        self.note_trained(self.work[0], done, self.trained[0], before)
-
-    def trained_works(self) -> list[UnitWork]:
-        """Return the part of each unit's work that has a backward; after the backward of the loss.
-
-        Other kernels than matmuls and attention have one in units with a backward, and in the root
-        before them if any of them has.
-        """
-        found: list[UnitWork] = []
-        for unit, (work, trained) in enumerate(zip(self.work, self.trained, strict=True)):
-            rest = trained.kernels > self.trained_head.kernels if unit == 0 else True
-            others = (work if rest else self.head) if unit in self.with_backward else UnitWork()
-            found.append(
-                replace(
-                    others,
-                    matmul_flops=trained.matmul_flops,
-                    attention_flops=trained.attention_flops,
-                )
-            )
-        return found
-
-    def add_inputs(self, work: UnitWork, values: Any) -> None:
-        """Count the tensors among values that are no inputs of earlier units."""
-        for it in find_tensors(values):
-            if storage_of(it) not in self.inputs:
-                self.inputs.add(storage_of(it))
-                self.known.append(StorageWeakRef(it.untyped_storage()))
-                work.input_nbytes += it.nbytes
-                if it.requires_grad and not it.is_leaf:
-                    work.activation_input_nbytes += it.nbytes
-
-    def run_backward(
-        self,
-        index: int,
-        root: torch.Tensor | None,
-        inputs: Any,
-        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
-    ) -> MemoryRecord:
-        """Run the backward of a unit, or of the loss (0), for its memory.
-
-        Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
-        """
-        self.backward = UnitWork()
-        ends = [*find_tensors(inputs)]
-        if root is None:
-            return MemoryRecord()
-        try:
-            with self.paused(), torch.autocast("cpu", enabled=False):
-                return run_backward(root, self.live, ends, parameters)
-        except Exception:  # noqa: BLE001 - the module's own code
-            self.backward = UnitWork(matmul_flops=math.inf, attention_flops=math.inf)
-            own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
-            return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Surround operations that are not recorded."""
-        self.is_paused = True
-        try:
-            yield
-        finally:
-            self.is_paused = False
-
-    def note_trained(
-        self, work: UnitWork, done: UnitWork, trained: UnitWork, before: UnitWork
-    ) -> None:
-        """Count what the last backward has computed if the forward's operands did not tell it.
-
-        Functions with their own backward, and checkpointing that is reentrant, have a forward
-        without gradients. ``done`` and ``before`` are ``work`` and ``trained`` at its start. What
-        the model itself computes again is no part of the backward.
-        """
-        for name in ("matmul_flops", "attention_flops"):
-            least = vars(before)[name] + vars(self.backward)[name]
-            most = vars(before)[name] + vars(work)[name] - vars(done)[name]
-            setattr(trained, name, max(vars(trained)[name], min(least, most)))
-
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.is_paused:
-            return tensor
-        for it in self.unsaved:
-            it.is_redone = True
-        self.unsaved.clear()
-        key = storage_of(tensor)
-        if key not in self.seen and key not in self.free:
-            self.seen.add(key)
-            self.known.append(StorageWeakRef(tensor.untyped_storage()))
-            for work in self.targets():
-                work.saved_nbytes += tensor.untyped_storage().nbytes()
-        return tensor
-
-    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        results = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
-        operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
-        if not results or isinstance(func, HigherOrderOperator):
-            return
-        self.live.add(it for it in results if storage_of(it) not in self.free)
-        name = func.name().partition("::")[2].partition(".")[0]
-        if self.is_paused:
-            is_backward = name.endswith("backward")
-            if "scaled_dot_product" in name:
-                if is_backward:
-                    self.backward.attention_flops += _flops(func, args, kwargs, out)
-            else:
-                self.backward.matmul_flops += _flops(func, args, kwargs, out) / 2
-            return
-        if func.namespace == "shardeddp":
-            self.exchange(func.name(), operands[0], results[0])
-        if self.is_backward:
-            return
-        if operands and all(storage_of(it) in self.free for it in operands):
-            self.free.update(map(storage_of, results))  # casts and views of parameters
-            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
-            return
-        if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
-            return
-        nbytes = sum(it.nbytes for it in (*operands, *results))
-        index = self.inside[-1]
-        if index or self.after_units:
-            self.largest[index] = max(self.largest[index], *(it.nbytes for it in results))
-        done, flops = UnitWork(kernels=1), _flops(func, args, kwargs, out)
-        wanted = [it.requires_grad for it in operands] if torch.is_grad_enabled() else [False]
-        trained = UnitWork(kernels=int(any(wanted)))
-        if "scaled_dot_product" in name:
-            done.attention_flops = flops
-            trained.attention_flops = flops * any(wanted)
-        elif _is_matmul(func, operands):
-            done.matmul_flops, done.matmul_nbytes = flops, nbytes
-            # Each of two factors gets its gradient by as many FLOPs; operands before them are added.
-            factors = wanted[1:3] if _adds(name) else wanted[:2]
-            trained.matmul_flops = flops * sum(factors) / 2
-        else:
-            done.moved_nbytes = nbytes
-        if self.is_kept(func, *args, **kwargs):
-            done.costly_nbytes = sum(it.nbytes for it in results)
-            done.kept_matmul_flops = done.matmul_flops
-            done.kept_attention_flops = done.attention_flops
-            done.kept_moved_nbytes = done.moved_nbytes
-        for work in self.targets():
-            work.add(done)
-        for work in self.trained_targets():
-            work.add(trained)
-
-    def exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
-        kind: Any = name.partition("::")[2]
-        found = Exchange(kind=kind, nbytes=max(given.nbytes, made.nbytes))
-        self.exchanges[self.inside[-1]].append(found)
-        if not self.is_backward:
-            self.unsaved.append(found)
-
-
-def _is_matmul(func: Any, operands: Sequence[torch.Tensor]) -> bool:
-    return func.overloadpacket in flop_registry or is_grouped(func, operands)
-
-
-def _adds(name: str) -> bool:
-    """Return whether the first operand of a matmul is added to the product of the next two."""
-    return name.lstrip("_").startswith(("addmm", "baddbmm", "addbmm"))
-
-
-def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the FLOPs of a matmul, or those of the forward of fused attention; 0 for all others."""
-    operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
-    if "scaled_dot_product" in func.name():
-        flags = (*args[4:], kwargs.get("is_causal"))  # dropout before it is a number
-        query, key = operands[1:3] if "backward" in func.name() else operands[:2]
-        causal = 0.5 if any(flag is True for flag in flags) else 1.0
-        return 4.0 * math.prod(query.shape) * key.shape[-2] * causal
-    if is_grouped(func, operands):
-        return 2.0 * operands[0].numel() * operands[1].shape[2]
-    count = flop_registry.get(func.overloadpacket)
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
-
-
-def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
-    """Return a unit's parameters as its modules compute with them, and their compute dtypes."""
-    found = [(spec, *spec.registrations[0]) for spec in unit.parameters]
-    return [
-        (made, spec.param_dtype)
-        for spec, module, name in found
-        if (made := module._parameters[name]) is not None
-    ]
-
-
-class _Recording(DispatchMode):
-    def __init__(self, recorder: _Recorder, truth: bool) -> None:
-        super().__init__()
-        self._recorder, self._truth = recorder, truth
-        self.was_asked = False
-        """True if the step has read the value of a boolean tensor."""
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.aten._local_scalar_dense.default
-            and self._recorder.values.of(args[0]) is None
-        ):
-            if args[0].is_floating_point():
-                return 1.0  # any number: it is logged; integers decide on shapes
-            if args[0].dtype is torch.bool:
-                self.was_asked = True
-                return self._truth
-        out = self._recorder.values.call(func, args, kwargs or {})
-        self._recorder.operation(func, args, kwargs or {}, out)
-        return out
-
-
 # -- repeated modules run once
 
 
 @dataclass(kw_only=True)
 class _FirstRun:
-    """First run of equal units: its results, and what it recorded in each unit inside of it."""
+    """First run of equal units: its results and records."""
 
     out: Any
-    works: list[UnitWork]
-    exchanges: list[list[Exchange]]
-    memory: list[UnitMemory]
-    trained: list[UnitWork]
-    has_backward: list[bool]
-    visits: list[int]
-    """Forwards of units inside of it, as places in its list of these."""
+    records: UnitRecords
     collected: Sequence[_Collected]
     """Arguments of hooks that collect outputs of layers inside of it."""
 
@@ -422,7 +68,7 @@ _Collected: TypeAlias = tuple[str, int, Any]
 class _UnitRuns:
     """Forwards of units, of which only the first of equal modules runs: see :func:`_once_each`."""
 
-    def __init__(self, units: Sequence[UnitSpec], recorder: _Recorder, reuses: bool) -> None:
+    def __init__(self, units: Sequence[UnitSpec], recorder: Recorder, reuses: bool) -> None:
         self._units, self._recorder, self._reuses = units, recorder, reuses
         self._known: dict[object, _FirstRun] = {}
         self._kept: list[object] = []
@@ -439,7 +85,7 @@ class _UnitRuns:
         if first is None:
             out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
-            self._recorder.repeat(first, self._inner[index])
+            self._recorder.repeat(first.records, self._inner[index])
             self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out, collected = first.out, first.collected
         fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
@@ -461,10 +107,7 @@ class _UnitRuns:
     ) -> tuple[Any, Sequence[_Collected]]:
         """Run a unit; return the specs of its results and of what hooks collect, and keep them."""
         recorder, inner = self._recorder, self._inner[index]
-        before = [UnitWork(**vars(recorder.work[place])) for place in inner]
-        trained = [UnitWork(**vars(recorder.trained[place])) for place in inner]
-        at_start = len(recorder.visits)
-        counts = [len(recorder.exchanges[place]) for place in inner]
+        before = recorder.before(inner)
         nested = len(recorder.anchors)
         recorder.add_inputs(recorder.work[index], (args, kwargs))
         with _without_collecting(self._units[index].module) as collected:
@@ -478,25 +121,25 @@ class _UnitRuns:
         del root
         own = inner.index(index)
         recorder.note_trained(
-            recorder.work[index], before[own], recorder.trained[index], trained[own]
+            recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
-        if self._reuses and not any(vars(work)["kernels"] for work in before):
-            works = [UnitWork(**vars(recorder.work[it])) for it in inner]
-            own_work = works[inner.index(index)]
+        if self._reuses and not any(work.kernels for work in before.works):
+            records = recorder.since(before)
+            own_work = records.works[own]
             own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
-            self._known[key] = _FirstRun(
-                out=pytree.tree_map(TensorSpec.of, out),
-                works=works,
-                exchanges=[
-                    recorder.exchanges[it][count:] for it, count in zip(inner, counts, strict=True)
-                ],
-                memory=[recorder.memory[it] for it in inner],
-                trained=[UnitWork(**vars(recorder.trained[it])) for it in inner],
-                has_backward=[it in recorder.with_backward for it in inner],
-                visits=[inner.index(it) for it in recorder.visits[at_start:]],
-                collected=collected,
-            )
+            first = pytree.tree_map(TensorSpec.of, out)
+            self._known[key] = _FirstRun(out=first, records=records, collected=collected)
         return out, collected
+
+
+def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
+    """Return a unit's parameters as its modules compute with them, and their compute dtypes."""
+    found = [(spec, *spec.registrations[0]) for spec in unit.parameters]
+    return [
+        (made, spec.param_dtype)
+        for spec, module, name in found
+        if (made := module._parameters[name]) is not None
+    ]
 
 
 def _collects(hook: object) -> TypeGuard[FunctionType]:
@@ -534,7 +177,7 @@ def _without_collecting(module: nn.Module) -> Generator[list[_Collected]]:
 
 @contextmanager
 def _once_each(
-    units: Sequence[UnitSpec], recorder: _Recorder, *, reuses: bool = True
+    units: Sequence[UnitSpec], recorder: Recorder, *, reuses: bool = True
 ) -> Generator[None]:
     """Count work by unit, and run only the first of equal modules.
 
@@ -795,7 +438,7 @@ class _TracedModel:
         self._module, self._dtypes, self._axes = module, dtypes, axes
         self._mode = FakeTensorMode()
         without_memory(module, self._mode, dtypes.stored)
-        self._recorders: list[_Recorder] = []
+        self._recorders: list[Recorder] = []
         with self._mode:
             policy, split = axes.split(module, policy, lambda: self._recorders[-1].rehearsal())
         self.units = with_dtypes(
@@ -813,7 +456,7 @@ class _TracedModel:
         self.broadcast_nbytes = [sum(it.nbytes for it in each) for each in broadcast.values()]
         self._wrapped = [*_wrapped(self.units)]
 
-    def record(self, step: Callable[[], Any], is_kept: Callable[..., bool]) -> _Recorder:
+    def record(self, step: Callable[[], Any], is_kept: Callable[..., bool]) -> Recorder:
         """Run a step until it succeeds, with other values where it has read some.
 
         Raises:
@@ -835,12 +478,12 @@ class _TracedModel:
         *,
         truth: bool = False,
         reuses: bool = True,
-    ) -> tuple[_Recorder, bool, BaseException | None]:
+    ) -> tuple[Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
         units, is_mixed = self.units, self._dtypes.autocast is not None
-        recorder = _Recorder([UnitWork() for _ in units], UnitWork(), set(self._free), is_kept)
+        recorder = Recorder([UnitWork() for _ in units], UnitWork(), set(self._free), is_kept)
         self._recorders.append(recorder)
-        recording = _Recording(recorder, truth)
+        recording = Recording(recorder, truth)
         try:
             with (
                 _quiet(),
@@ -868,7 +511,7 @@ class _TracedModel:
         return recorder, recording.was_asked, None
 
 
-def _usage(index: int, units: Sequence[UnitSpec], recorder: _Recorder) -> UnitUsage:
+def _usage(index: int, units: Sequence[UnitSpec], recorder: Recorder) -> UnitUsage:
     """Return the use of a unit; the last one to begin, and those around it, end the forward."""
     last = [units[it].module for it in recorder.visits[-1:]]
     return UnitUsage(

@@ -10,7 +10,7 @@ from shardeddp.plan.hardware import GIB, GPUS, Cluster
 from shardeddp.planner.calibration import TIME_ERROR, Calibration, Recorded
 from shardeddp.planner.cost import FITTED
 from shardeddp.planner.search import MEMORY_ERROR, Planned
-from shardeddp.report import Column, human_bytes, text_table
+from shardeddp.report import Column, human_bytes, human_seconds, text_table
 
 _COLOURS = {
     "parameters": "#4c78a8",
@@ -70,7 +70,7 @@ def plan_lines(
         *(_numbers(it, _sizes(shown, it)) for it in axes),
         _numbers("batch", [_batch(it) for it in shown]),
         _numbers("GiB", [f"{it.memory.peak / GIB:.1f}" for it in shown]),
-        _numbers("step s", [f"{it.step.total:.3g}" for it in shown]),
+        _numbers("step", [human_seconds(it.step.total) for it in shown]),
         _numbers(f"{shown[0].counted}/s", [f"{it.tokens_per_second:,.0f}" for it in shown]),
         _numbers("MFU", [f"{100 * it.mfu:.1f} %" for it in shown]),
     ]
@@ -145,7 +145,7 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
             *_head(f"{name} on {cluster.count} x {cluster.gpu.name}", facts),
             f"<h2>Memory of a GPU: {plan.memory.peak / GIB:.1f} GiB of {room / GIB:.1f} GiB</h2>",
             _treemap(memory, 900, 300),
-            f"<h2>A step: {step.total:.3g} s, {plan.tokens_per_second:,.0f} {plan.counted}/s, "
+            f"<h2>A step: {human_seconds(step.total)}, {plan.tokens_per_second:,.0f} {plan.counted}/s, "
             f"MFU {100 * plan.mfu:.1f} %</h2>",
             _bar(vars(step), 900),
             f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
@@ -165,7 +165,7 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     }
     sections = [
         *_head(run.name, f"{device.ranks} x {device.name}; rank 0, mean of {run.steps:,} steps"),
-        f"<h2>A step: {seconds:.3g} s</h2>",
+        f"<h2>A step: {human_seconds(seconds)}</h2>",
         _bar(run.parts, 900 * seconds / longest),
     ]
     if planned is None:
@@ -175,7 +175,7 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
         )
     else:
         step, _ = planned
-        sections.append(f"<h2>As planned: {step.total:.3g} s</h2>")
+        sections.append(f"<h2>As planned: {human_seconds(step.total)}</h2>")
         sections.append(_bar(vars(step), 900 * step.total / longest))
         sections += [f"<p>{escape(line)}</p>" for line in calibration.lines]
     for kind, waits in (("gather", run.gathers), ("reduction", run.reductions)):
@@ -219,7 +219,7 @@ def _rows(kind: str, parts: Mapping[str, float], width: float) -> str:
     drawn = "".join(
         f"<rect x='0' y='{22 * place}' width='{0.5 * width * parts[it] / parts[most[0]]:.1f}' "
         f"height='18' fill='{_COLOURS[kind]}'/><text x='{0.52 * width}' y='{22 * place + 14}' "
-        f"font-size='13'>{escape(it)} {_seconds(parts[it])}</text>"
+        f"font-size='13'>{escape(it)} {human_seconds(parts[it])}</text>"
         for place, it in enumerate(most)
     )
     return f"<svg width='{width}' height='{22 * len(most)}'>{drawn}</svg>"
@@ -264,7 +264,7 @@ def _bar(parts: Mapping[str, float], width: float) -> str:
         size = width * value / total
         share = f"{100 * value / total:.1f} %"
         drawn.append(_cell(key, share, x, 0, size, 56))
-        legend[key] = f"{_seconds(value)} ({share})"
+        legend[key] = f"{human_seconds(value)} ({share})"
         x += size
     return f"<svg width='{width:.1f}' height='56'>{''.join(drawn)}</svg>{_legend(legend)}"
 
@@ -276,13 +276,6 @@ def _legend(texts: Mapping[str, str]) -> str:
         for key, text in texts.items()
     )
     return f"<p class='legend'>{parts}</p>"
-
-
-def _seconds(value: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if value >= 0.1 / factor:
-            return f"{factor * value:.3g} {unit}"
-    return f"{1e6 * value:.3g} us"
 
 
 def _figure(name: str, value: float) -> str:

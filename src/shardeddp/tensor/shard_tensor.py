@@ -279,8 +279,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     _spec: ShardSpec
     _unsharded: nn.Parameter | None = None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None = None  # of a sharded parameter: made with the first of them
-    # Of a sharded parameter: the gradients of its unit, and its index among them.
-    _group_gradients: tuple[_FlatGroupGradients, int] | None = None
+    # Of a sharded parameter: the gradients of its group, by index there.
+    _group_gradients: _FlatGroupGradients | None = None
     _is_routed: bool = False  # whether gradients of uses outside of a unit are averaged
     # `.grad` from before such a gradient, while that is in flight
     _former_gradient: torch.Tensor | None = None
@@ -458,8 +458,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             gradient is not None and not self._spec.mesh.run.incomplete
         ):
             return gradient
-        group_gradients, index = self._group_gradients
-        return group_gradients.current(index)
+        return self._group_gradients.current(self._index_in_group)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -468,8 +467,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if self._group_gradients is None:
             store_gradient(self, gradient)
         else:
-            group_gradients, index = self._group_gradients
-            group_gradients.assign(index, gradient)
+            self._group_gradients.assign(self._index_in_group, gradient)
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """Return a gradient in this parameter's layout; gather it first if it has another one."""
@@ -520,14 +518,14 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
 
-    def take_part(self, group_gradients: _FlatGroupGradients, index: int) -> None:
+    def take_part(self, group_gradients: _FlatGroupGradients) -> None:
         """Join the reduction of a unit's gradients, also with gradients of uses outside of it."""
-        self._group_gradients = group_gradients, index
+        self._group_gradients = group_gradients
 
     def keep_gradient(self) -> None:
         """Note that the local gradient may be kept elsewhere, as in the states of an optimizer."""
         if self._group_gradients is not None:
-            self._group_gradients[0].note_kept()
+            self._group_gradients.note_kept()
 
     def move_to(self, local: torch.Tensor) -> None:
         """Replace the local memory by other memory with the same elements."""
@@ -662,8 +660,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return _Average.apply(gradient, self._spec, self._local.device, is_copy)
         with torch.no_grad():
             self._former_gradient = stored_gradient(self)
-            group_gradients, index = self._group_gradients
-            group_gradients.add_outside(index, gradient.detach())
+            self._group_gradients.add_outside(self._index_in_group, gradient.detach())
             if self._spec.boxes:
                 self._spec.mesh.run.observe(self._spec.fqn, gradient)
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
@@ -925,7 +922,7 @@ def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
     for each in [it for it in sharded if it._spec.mesh.run.incomplete]:
         found = each._group_gradients
-        if found is not None and found[0].is_unreduced(found[1]):
+        if found is not None and found.is_unreduced(each._index_in_group):
             return each
     return None
 

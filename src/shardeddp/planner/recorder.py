@@ -1,0 +1,400 @@
+"""Recorder: operations, saved tensors, exchanges and memory of a step on fake tensors, by unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from shardeddp.engine.hooks import find_tensors
+from shardeddp.planner.backward import LiveStorages, MemoryRecord, UnitMemory, run_backward
+from shardeddp.planner.collectives import Exchange
+from shardeddp.planner.values import Values, is_grouped
+from shardeddp.planner.work import UnitWork
+from shardeddp.torch_private import DispatchMode, HigherOrderOperator, pytree, storage_of
+from shardeddp.wrap.tree import ParameterSpec
+
+
+@dataclass(kw_only=True)
+class UnitRecords:
+    """Records of one run of a unit: of each unit inside of it, itself among them."""
+
+    works: list[UnitWork]
+    trained: list[UnitWork]
+    exchanges: list[list[Exchange]]
+    memory: list[UnitMemory]
+    has_backward: list[bool]
+    visits: list[int]
+    """Forwards of these units, as places in the lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordsBefore:
+    """Records of units before a run of one of them: copies, and lengths of lists."""
+
+    places: Sequence[int]
+    works: list[UnitWork]
+    trained: list[UnitWork]
+    exchanges: list[int]
+    visits: int
+
+
+@dataclass
+class Recorder:
+    """Recorder of operations and saved tensors in the innermost running unit."""
+
+    work: list[UnitWork]
+    head: UnitWork
+    free: set[int]  # storages of parameters, and of their casts and views
+    is_kept: Callable[..., bool]
+    """Whether selective checkpointing keeps the results of an operation and its arguments."""
+    inside: list[int] = field(default_factory=lambda: [0])
+    seen: set[int] = field(default_factory=set[int])
+    inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
+    known: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
+    """Storages in the sets above: no other one gets their ids, and their memory is not kept."""
+    live: LiveStorages = field(default_factory=LiveStorages)
+    memory: list[UnitMemory] = field(default_factory=list[UnitMemory])
+    largest: list[int] = field(default_factory=list[int])
+    """Bytes of the largest result of each unit, and of the root after the last one."""
+    anchors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Ends of backwards at the results of units that have run."""
+    after_units: bool = False
+    exchanges: list[list[Exchange]] = field(default_factory=list[list[Exchange]])
+    unsaved: list[Exchange] = field(default_factory=list[Exchange])
+    """Exchanges of the running unit since its last saved tensor, which no recomputation repeats."""
+    values: Values = field(default_factory=Values)
+    is_backward: bool = False
+    """True while exchanges of the backward are recorded."""
+    is_paused: bool = False
+    """True while a backward runs, of which memory and FLOPs alone are recorded."""
+    visits: list[int] = field(default_factory=list[int])
+    """Unit of each forward, in their order; see :class:`ForwardRecord` of the engine."""
+    with_backward: set[int] = field(default_factory=lambda: {0})
+    """Units with results that require a gradient."""
+    trained: list[UnitWork] = field(default_factory=list[UnitWork])
+    """Matmuls and attention with a backward, and kernels with an operand that requires a gradient."""
+    trained_head: UnitWork = field(default_factory=UnitWork)
+    """The same of the root after the last unit."""
+    backward: UnitWork = field(default_factory=UnitWork)
+    """Matmuls of the last backward that was run, half of their FLOPs; and its attention."""
+
+    def __post_init__(self) -> None:
+        self.exchanges = [[] for _ in self.work]
+        self.trained = [UnitWork() for _ in self.work]
+        self.memory = [UnitMemory() for _ in self.work]
+        self.largest = [0 for _ in self.work]
+
+    @contextmanager
+    def rehearsal(self) -> Generator[None]:
+        """Record only exchanges of the backward; its other work is derived from the forward."""
+        self.is_backward = True
+        try:
+            yield
+        finally:
+            self.is_backward = False
+
+    def bind(self, unit: int, spec: ParameterSpec, parameter: nn.Parameter) -> None:
+        """Replace a parameter in its modules by its wrapped form, as the engine does."""
+        assert spec.distribution is not None
+        self.inside.append(unit)
+        made: Any = spec.distribution.wrap(parameter.to(spec.param_dtype))  # type: ignore[arg-type]
+        self.inside.pop()
+        for module, name in spec.registrations:
+            module._parameters[name] = made
+
+    def _targets(self) -> list[UnitWork]:
+        own = self.work[self.inside[-1]]
+        return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
+
+    def _trained_targets(self) -> list[UnitWork]:
+        own = self.trained[self.inside[-1]]
+        return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
+
+    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
+        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+        self.visits.append(index)
+        around, self.unsaved = self.unsaved, []
+        self.inside.append(index)
+        try:
+            return self.live.measure(forward)
+        finally:
+            self.inside.pop()
+            self.unsaved = around
+
+    def end_forward(
+        self,
+        index: int,
+        made: int,
+        root: torch.Tensor | None,
+        inputs: Any,
+        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+    ) -> None:
+        """Run the backward of a unit whose forward has allocated so many bytes at most."""
+        timeline = self.run_backward(index, root, inputs, parameters)
+        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        if root is not None:
+            self.with_backward.add(index)
+
+    def before(self, places: Sequence[int]) -> RecordsBefore:
+        """Return what has been recorded in the units at these places."""
+        return RecordsBefore(
+            places=places,
+            works=[replace(self.work[it]) for it in places],
+            trained=[replace(self.trained[it]) for it in places],
+            exchanges=[len(self.exchanges[it]) for it in places],
+            visits=len(self.visits),
+        )
+
+    def since(self, before: RecordsBefore) -> UnitRecords:
+        """Return what units that had no work before have recorded since."""
+        places = before.places
+        return UnitRecords(
+            works=[replace(self.work[it]) for it in places],
+            trained=[replace(self.trained[it]) for it in places],
+            exchanges=[
+                self.exchanges[it][count:]
+                for it, count in zip(places, before.exchanges, strict=True)
+            ],
+            memory=[self.memory[it] for it in places],
+            has_backward=[it in self.with_backward for it in places],
+            visits=[places.index(it) for it in self.visits[before.visits :]],
+        )
+
+    def repeat(self, first: UnitRecords, places: Sequence[int]) -> None:
+        """Repeat the records of a run of equal units, in the units at these places."""
+        for at, place in enumerate(places):
+            self.work[place].add(first.works[at])
+            self.trained[place].add(first.trained[at])
+            self.exchanges[place] += first.exchanges[at]
+            self.memory[place] = first.memory[at]
+            if first.has_backward[at]:
+                self.with_backward.add(place)
+        self.visits += [places[at] for at in first.visits]
+
+    def end_unit(self) -> None:
+        """Let the root's head begin: it is what follows the last unit that has run."""
+        self.after_units, self.largest[0] = True, 0
+        self.head, self.trained_head = UnitWork(), UnitWork()
+
+    def end_step(
+        self, root: torch.Tensor | None, parameters: Sequence[tuple[torch.Tensor, torch.dtype]]
+    ) -> None:
+        """Run the backward of the loss, and note what it has computed: that of the head, or all."""
+        head = self.run_backward(0, root, self.anchors, parameters)
+        self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
+        done, before = UnitWork(), UnitWork()
+        if self.after_units:
+            for rest, whole, head in (
+                (done, self.work[0], self.head),
+                (before, self.trained[0], self.trained_head),
+            ):
+                rest.add(whole)
+                rest.add(head, times=-1)
+        self.note_trained(self.work[0], done, self.trained[0], before)
+
+    def trained_works(self) -> list[UnitWork]:
+        """Return the part of each unit's work that has a backward; after the backward of the loss.
+
+        Other kernels than matmuls and attention have one in units with a backward, and in the root
+        before them if any of them has.
+        """
+        found: list[UnitWork] = []
+        for unit, (work, trained) in enumerate(zip(self.work, self.trained, strict=True)):
+            rest = trained.kernels > self.trained_head.kernels if unit == 0 else True
+            others = (work if rest else self.head) if unit in self.with_backward else UnitWork()
+            found.append(
+                replace(
+                    others,
+                    matmul_flops=trained.matmul_flops,
+                    attention_flops=trained.attention_flops,
+                )
+            )
+        return found
+
+    def add_inputs(self, work: UnitWork, values: Any) -> None:
+        """Count the tensors among values that are no inputs of earlier units."""
+        for it in find_tensors(values):
+            if storage_of(it) not in self.inputs:
+                self.inputs.add(storage_of(it))
+                self.known.append(StorageWeakRef(it.untyped_storage()))
+                work.input_nbytes += it.nbytes
+                if it.requires_grad and not it.is_leaf:
+                    work.activation_input_nbytes += it.nbytes
+
+    def run_backward(
+        self,
+        index: int,
+        root: torch.Tensor | None,
+        inputs: Any,
+        parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
+    ) -> MemoryRecord:
+        """Run the backward of a unit, or of the loss (0), for its memory.
+
+        Estimate it if it fails: it needs values, or reads a result that a unit has not returned.
+        """
+        self.backward = UnitWork()
+        ends = [*find_tensors(inputs)]
+        if root is None:
+            return MemoryRecord()
+        try:
+            with self.paused(), torch.autocast("cpu", enabled=False):
+                return run_backward(root, self.live, ends, parameters)
+        except Exception:  # noqa: BLE001 - the module's own code
+            self.backward = UnitWork(matmul_flops=math.inf, attention_flops=math.inf)
+            own = sum(it.numel() * dtype.itemsize for it, dtype in parameters if it.requires_grad)
+            return MemoryRecord(activations=[2 * self.largest[index]], gradients=[own])
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Surround operations that are not recorded."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
+    def note_trained(
+        self, work: UnitWork, done: UnitWork, trained: UnitWork, before: UnitWork
+    ) -> None:
+        """Count what the last backward has computed if the forward's operands did not tell it.
+
+        Functions with their own backward, and checkpointing that is reentrant, have a forward
+        without gradients. ``done`` and ``before`` are ``work`` and ``trained`` at its start. What
+        the model itself computes again is no part of the backward.
+        """
+        for name in ("matmul_flops", "attention_flops"):
+            least = vars(before)[name] + vars(self.backward)[name]
+            most = vars(before)[name] + vars(work)[name] - vars(done)[name]
+            setattr(trained, name, max(vars(trained)[name], min(least, most)))
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd saves, once for each storage; return it."""
+        if self.is_paused:
+            return tensor
+        for it in self.unsaved:
+            it.is_redone = True
+        self.unsaved.clear()
+        key = storage_of(tensor)
+        if key not in self.seen and key not in self.free:
+            self.seen.add(key)
+            self.known.append(StorageWeakRef(tensor.untyped_storage()))
+            for work in self._targets():
+                work.saved_nbytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Count the work of an operation that has run."""
+        results = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
+        operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        if not results or isinstance(func, HigherOrderOperator):
+            return
+        self.live.add(it for it in results if storage_of(it) not in self.free)
+        name = func.name().partition("::")[2].partition(".")[0]
+        if self.is_paused:
+            is_backward = name.endswith("backward")
+            if "scaled_dot_product" in name:
+                if is_backward:
+                    self.backward.attention_flops += _flops(func, args, kwargs, out)
+            else:
+                self.backward.matmul_flops += _flops(func, args, kwargs, out) / 2
+            return
+        if func.namespace == "shardeddp":
+            self._exchange(func.name(), operands[0], results[0])
+        if self.is_backward:
+            return
+        if operands and all(storage_of(it) in self.free for it in operands):
+            self.free.update(map(storage_of, results))  # casts and views of parameters
+            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
+            return
+        if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
+            return
+        nbytes = sum(it.nbytes for it in (*operands, *results))
+        index = self.inside[-1]
+        if index or self.after_units:
+            self.largest[index] = max(self.largest[index], *(it.nbytes for it in results))
+        done, flops = UnitWork(kernels=1), _flops(func, args, kwargs, out)
+        wanted = [it.requires_grad for it in operands] if torch.is_grad_enabled() else [False]
+        trained = UnitWork(kernels=int(any(wanted)))
+        if "scaled_dot_product" in name:
+            done.attention_flops = flops
+            trained.attention_flops = flops * any(wanted)
+        elif _is_matmul(func, operands):
+            done.matmul_flops, done.matmul_nbytes = flops, nbytes
+            # Each of two factors gets its gradient by as many FLOPs; operands before them are added.
+            factors = wanted[1:3] if _adds(name) else wanted[:2]
+            trained.matmul_flops = flops * sum(factors) / 2
+        else:
+            done.moved_nbytes = nbytes
+        if self.is_kept(func, *args, **kwargs):
+            done.costly_nbytes = sum(it.nbytes for it in results)
+            done.kept_matmul_flops = done.matmul_flops
+            done.kept_attention_flops = done.attention_flops
+            done.kept_moved_nbytes = done.moved_nbytes
+        for work in self._targets():
+            work.add(done)
+        for work in self._trained_targets():
+            work.add(trained)
+
+    def _exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
+        kind: Any = name.partition("::")[2]
+        found = Exchange(kind=kind, nbytes=max(given.nbytes, made.nbytes))
+        self.exchanges[self.inside[-1]].append(found)
+        if not self.is_backward:
+            self.unsaved.append(found)
+
+
+def _is_matmul(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+    return func.overloadpacket in flop_registry or is_grouped(func, operands)
+
+
+def _adds(name: str) -> bool:
+    """Return whether the first operand of a matmul is added to the product of the next two."""
+    return name.lstrip("_").startswith(("addmm", "baddbmm", "addbmm"))
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the FLOPs of a matmul, or those of the forward of fused attention; 0 for all others."""
+    operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+    if "scaled_dot_product" in func.name():
+        flags = (*args[4:], kwargs.get("is_causal"))  # dropout before it is a number
+        query, key = operands[1:3] if "backward" in func.name() else operands[:2]
+        causal = 0.5 if any(flag is True for flag in flags) else 1.0
+        return 4.0 * math.prod(query.shape) * key.shape[-2] * causal
+    if is_grouped(func, operands):
+        return 2.0 * operands[0].numel() * operands[1].shape[2]
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+class Recording(DispatchMode):
+    """Mode in which operations are recorded; floating-point values are 1, and booleans ``truth``."""
+
+    def __init__(self, recorder: Recorder, truth: bool) -> None:
+        super().__init__()
+        self._recorder, self._truth = recorder, truth
+        self.was_asked = False
+        """True if the step has read the value of a boolean tensor."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+            and self._recorder.values.of(args[0]) is None
+        ):
+            if args[0].is_floating_point():
+                return 1.0  # any number: it is logged; integers decide on shapes
+            if args[0].dtype is torch.bool:
+                self.was_asked = True
+                return self._truth
+        out = self._recorder.values.call(func, args, kwargs or {})
+        self._recorder.operation(func, args, kwargs or {}, out)
+        return out
