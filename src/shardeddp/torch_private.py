@@ -315,6 +315,8 @@ class PatchPoint:
         of_torch(path, parameters)
         module, _, self._name = path.partition(":")
         self._module: Any = import_module(module)
+        self.original: Any = self.current
+        """The function as torch has made it."""
 
     @property
     def current(self) -> Any:

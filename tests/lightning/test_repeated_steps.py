@@ -1,6 +1,8 @@
 """A training step for which memory runs out on all ranks is repeated with deeper sharding, as if nothing had been."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from torchmetrics import MeanMetric
 from shardeddp import ReshardOnOutOfMemory, ReshardSchedule, ShardedDP
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import repeated_steps
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
 from world import Worlds, on_ranks
@@ -196,6 +199,65 @@ def test_every_deeper_strategy_is_tried_until_one_fits(
     world(ranks).run(compare, where, 1, first, too_much, names)
 
 
+class Unusual(Needs):
+    """Keeps state where modules usually have none, and fails with an error that is its own cause."""
+
+    def __init__(self, where: str = "", too_much: Sequence[str] = ("no_shard",)) -> None:
+        super().__init__(where, too_much)
+        self.at = (0, 0)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("running", None)
+        self.metrics = {"mean": MeanMetric()}
+        object.__setattr__(self, "write", type(self).log.__get__(self))
+        self.sizes: list[int] = []
+
+    def need(self, where: str) -> None:
+        try:
+            super().need(where)
+        except torch.cuda.OutOfMemoryError as error:
+            raise error from error
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        found = super().training_step(batch, batch_index)
+        loss = found["loss"] * self.scale
+        value, last = loss.detach(), self.running
+        self.running = value.clone() if last is None else 0.5 * last + value  # type: ignore[reportConstantRedefinition]
+        self.register_buffer(f"of_{batch_index}", value.clone())
+        self.metrics["mean"].update(value)
+        self.write("bound", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)  # type: ignore[operator]
+        super().log(
+            "inherited", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True
+        )
+        self.sizes.append(len(pickle.dumps(copy.deepcopy(self.metrics["mean"]))))
+        assert "log" not in vars(self)
+        return {"loss": loss * (1 + self.running), "scale": self.scale}
+
+
+def compare_unusual(where: str) -> None:
+    expected, found = Unusual(), Unusual(where)
+    found.load_state_dict(expected.state_dict())
+    wanted, weights, values = train(expected, [ReshardSchedule({0: "full_shard"})])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "memory has run out")
+        look, others, logged = train(found, [ReshardOnOutOfMemory(["full_shard"])])
+    assert found.attempts == 1 and look.names == wanted.names
+    assert look.losses == pytest.approx(wanted.losses, abs=1e-6)
+    assert logged == pytest.approx(values, abs=1e-6) and "bound" in logged
+    assert found.scale.requires_grad
+    for key, value in weights.items():
+        torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6, msg=key)
+    for key, value in dict(expected.named_buffers()).items():
+        torch.testing.assert_close(dict(found.named_buffers())[key], value, rtol=0, atol=1e-5)
+    assert found.metrics["mean"].update_count == expected.metrics["mean"].update_count
+
+
+@pytest.mark.parametrize("where", ["forward 1", "backward"])
+def test_state_in_unusual_places_is_that_of_the_begin_of_a_repeated_step(
+    world: Worlds, where: str
+) -> None:
+    world(2).run(compare_unusual, where)
+
+
 # -- where a step cannot be repeated
 
 
@@ -272,6 +334,63 @@ def test_the_error_ends_the_run(
     assert "Memory of this rank" in texts[0]
 
 
+class Frozen(Needs):
+    """Leaves a block out of its optimizer, whose gradient is that of all steps."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(
+            [it for name, it in self.named_parameters() if not name.startswith("blocks.0")]
+        )
+
+
+class Changing(Needs):
+    """Takes its batch apart."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        super().log(
+            *args, **{**kwargs, "batch_size": 4}
+        )  # nobody finds it in the rest of the batch
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch}
+
+    def training_step(self, batch: Any, batch_index: int) -> Any:
+        return super().training_step(batch.pop("x"), batch_index)
+
+
+def logs_of_failure(kind: type[Needs], where: str) -> list[str]:
+    lines: list[str] = []
+    with (
+        mock.patch.object(repeated_steps.log, "error", lines.append),
+        warnings.catch_warnings(),
+        pytest.raises((torch.OutOfMemoryError, KeyError)),
+    ):
+        warnings.filterwarnings("ignore", "memory has run out")
+        train(kind(where), [ReshardOnOutOfMemory(patience_s=PATIENCE_S)])
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "reason"),
+    [
+        (Frozen, "backward", "blocks.0.norm.weight had a gradient before its backward"),
+        (Changing, "forward 1", "a training_step that changes its batch"),
+    ],
+)
+def test_a_step_that_cannot_be_repeated_says_why(
+    world: Worlds, kind: Any, where: str, reason: str
+) -> None:
+    for lines in world(2).run(logs_of_failure, kind, where):
+        assert len(lines) == 1 and reason in lines[0], lines
+
+
+class TakesIterator(Needs):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
 class Manual(Needs):
     """Steps its optimizer itself."""
 
@@ -285,9 +404,11 @@ def test_runs_whose_steps_cannot_be_repeated_are_refused() -> None:
     deeper = ReshardOnOutOfMemory()
     for model, callbacks, options, words in (
         (Manual(), [deeper], {"gradient_clip_val": None}, "manual optimization"),
+        (TakesIterator(), [deeper], {}, "would take the next batch"),
         (make(), [deeper, ReshardSchedule({1: "no_shard"})], {}, "beside ReshardSchedule"),
     ):
-        with pytest.raises(ConfigurationError, match=words):
+        with warnings.catch_warnings(), pytest.raises(ConfigurationError, match=words):
+            warnings.filterwarnings("ignore", ".*`dataloader_iter` step flavor")
             train(model, callbacks, **options)
     trainer = make_trainer("auto", callbacks=[deeper], max_epochs=1)
     with pytest.raises(ConfigurationError, match=r"strategy=ShardedDP"):

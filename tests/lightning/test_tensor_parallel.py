@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -19,7 +20,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,6 +33,7 @@ from torchmetrics import SumMetric
 
 from shardeddp import ReshardSchedule, ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import tensor_parallel
 from shardeddp.wrap.tensor_plan import find_layers, with_heads_of_configs
 from shardeddp_cli import main
 from support.tasks import NormalizedDescent
@@ -302,11 +304,12 @@ def test_split_layers_train_as_one_process_does_under_every_strategy(
 
 @pytest.mark.long
 @pytest.mark.torture
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN, Split], ids=["whole", "sequences", "it"])
 def test_layers_split_by_four_train_with_shards_under_every_strategy(
     world: Worlds, plan: dict[str, Any] | type[Split]
 ) -> None:
-    for answers in world(8).run(train_all, 4, plan, STRATEGIES):
+    for answers in world(8).run(train_all, 4, plan, STRATEGIES, timeout_s=300):
         check_as_whole(answers, count=2)
 
 
@@ -1326,6 +1329,58 @@ def test_a_tied_weight_of_a_layer_of_its_own_class_is_whole_elsewhere(world: Wor
     for found, seen, _ in world(2).run(train_tied):
         assert distance({name: found[name] for name in expected}, expected) < 1e-5
         assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+class TiedByStyles(Planned):
+    """Ties its table to its head, and splits them itself if it is to."""
+
+    splits_itself = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.words = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.words.weight = self.table.weight
+
+    def configure_model(self) -> None:
+        if self.splits_itself:
+            mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
+            parallelize_module(self, mesh, ENDS)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x > 0).sum(-1) % 8
+        return super().loss(x) + self.words(self.table(words)).pow(2).mean()
+
+
+class TiedAndSplit(TiedByStyles):
+    splits_itself = True
+
+
+ENDS: Any = {
+    "table": RowwiseParallel(input_layouts=Replicate()),
+    "words": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def train_tied_styles(kind: Any, plan: Any) -> Any:
+    told: list[str] = []
+    with mock.patch.object(tensor_parallel, "rank_zero_warn", told.append):
+        found = train("full_shard", 2, kind=kind, steps=FEWER_STEPS, tensor_parallel_plan=plan)
+    return found, told
+
+
+def test_weights_that_torch_styles_split_alike_stay_tied(world: Worlds) -> None:
+    expected, losses = train_whole(TiedByStyles, steps=FEWER_STEPS)
+    for (found, seen, _), told in world(2).run(train_tied_styles, TiedByStyles, ENDS):
+        assert distance({name: found[name] for name in expected}, expected) < 1e-5 and not told
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+def test_weights_that_torch_styles_untie_are_named(world: Worlds) -> None:
+    told = [lines for _, lines in world(2).run(train_tied_styles, TiedAndSplit, None)]
+    assert "table.weight and words.weight were one parameter" in told[0][0]
+    with pytest.raises(Exception, match="in different ways") as error:
+        world(2).run(train_tied_styles, TiedByStyles, {"words": ENDS["words"]})
+    assert "table.weight and words.weight are one parameter" in str(error.value)
 
 
 class BetweenBlock(Block):

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from shardeddp.engine.calls import CallHook, Listener, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.progress import UnitProgress
+from shardeddp.tensor.autograd import node_for_engine
 from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.tensor.unsharded import taking_hooks
@@ -138,7 +139,7 @@ def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], No
     torch's ``register_multi_grad_hook`` fails if ``autograd.grad`` computes the gradient of a leaf
     among them.
     """
-    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    nodes = [node_for_engine(tensor) for tensor in tensors]
     awaited: dict[int, int] = {}  # number of gradients still to come, by backward
 
     def arrive(gradient: torch.Tensor) -> None:

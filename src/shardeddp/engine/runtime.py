@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from shardeddp.comm import Mesh
@@ -41,6 +40,7 @@ from shardeddp.engine.states import EVENTS, Phase, UnitState, state_after
 from shardeddp.engine.storage import RELEASED_MEMORY, SavedView
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import first_three
+from shardeddp.tensor.autograd import node_for_engine
 from shardeddp.tensor.backward import graph_is_retained, running_backward
 from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.shard_tensor import ShardTensor, increment_versions, meshes_of_units
@@ -561,7 +561,7 @@ class Runtime:
         use = progress.add_use()
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
         # by a view of it and gets another hook.
-        for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
+        for node in set(map(node_for_engine, differentiable)):
             known = cast(Any, node).metadata
             uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
             if uses is None:

@@ -415,7 +415,7 @@ class ModelSharding:
         """Split the layers of a plan, and those that users have split; return the parts of parameters."""
         tensor_mesh = device_mesh[TENSOR_PARALLEL]
         count_batches_once(module, device_mesh)
-        parallelize(layers, tensor_mesh)
+        parallelize(module, layers, tensor_mesh)
         parts = take_apart(module, tensor_mesh)
         return {**parts, **cut_layers(module, layers, tensor_axis(self._group.mesh))}
 

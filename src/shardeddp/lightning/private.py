@@ -84,6 +84,11 @@ def trainer_of(module: Any) -> Any:
     return module._trainer
 
 
+def logged_values(trainer: Any) -> Any:
+    """Return the collection in which the running loop keeps logged values."""
+    return trainer._results
+
+
 def set_device(module: nn.Module, device: torch.device) -> None:
     """Set ``module.device`` of a LightningModule and those inside it, without moving tensors."""
     for child in module.modules():
@@ -461,7 +466,7 @@ _ATTRIBUTES = {
     _EVALUATION: "_restarting _combined_loader _data_fetcher",
     _PREDICTION: "_combined_loader _data_fetcher",
     "pytorch.loops.fetchers:_PrefetchDataFetcher": "batches combined_loader",
-    _TRAINER: "_signal_connector _checkpoint_connector",
+    _TRAINER: "_signal_connector _checkpoint_connector _results",
     _SIGNALS: "received_sigterm",
     _CHECKPOINTS: "_hpc_resume_path",
     "pytorch.callbacks:WeightAveraging": "_device",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
 from shardeddp.comm import Mesh
@@ -22,6 +22,7 @@ from shardeddp.engine.buffers import has_elements_of_its_own
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.lightning.api import LightningModule, Trainer
 from shardeddp.lightning.out_of_memory import is_out_of_memory
+from shardeddp.lightning.private import logged_values
 from shardeddp.torch_private import pytree
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,16 @@ class RepeatedSteps:
     ) -> torch.Tensor:
         """Run the backward of the last step of :meth:`run_forward`; ``backward`` takes its loss."""
         attempt = self._attempt
-        if attempt is None or attempt.has_gradients():
+        if attempt is None:
             return backward(loss)
+        if kept := attempt.parameter_with_gradient():
+            self._attempt = None  # it holds the batch
+            with _explaining(
+                f"step {attempt.trainer.global_step} is not repeated with deeper sharding: {kept} had a "
+                f"gradient before its backward, which would be lost (an optimizer_zero_grad that "
+                f"keeps zeros, or a gradient that accumulates over steps)"
+            ):
+                return backward(loss)
         while True:
             try:
                 with attempt.logging_once("backward"):
@@ -86,7 +95,7 @@ class RepeatedSteps:
                 return scaled
             # Callers hold the loss and the output: without its graph, the activations can be freed.
             for tensor in (loss, *pytree.tree_leaves(attempt.output)):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_leaf:  # no parameter
                     with suppress(RuntimeError):  # of a view, which torch does not detach
                         tensor.detach_()
             attempt.output = None
@@ -101,6 +110,12 @@ class RepeatedSteps:
                     return attempt.output
             except Exception as error:
                 if not is_out_of_memory(error):
+                    if attempt.is_repeated:
+                        log.error(
+                            f"step {attempt.trainer.global_step} has failed in its repetition with "
+                            f"deeper sharding: a training_step that changes its batch, or a state of its "
+                            f"own, cannot be repeated"
+                        )
                     raise
                 failed = error
             self._recover(attempt, failed)
@@ -125,8 +140,10 @@ class RepeatedSteps:
             _free_memory(runtime.mesh.device)  # graphs too, before units are resharded around them
             runtime.start_over(buffers_are_due=attempt.buffers_are_due)
             if has_gradients:  # of a part of the backward
-                nn.Module.zero_grad(attempt.module)
+                for parameter in attempt.parameters():
+                    parameter.grad = None
             attempt.restore()
+            attempt.is_repeated = True
             deepen()
             _free_memory(runtime.mesh.device)
         except BaseException as error:
@@ -141,21 +158,24 @@ class _Attempt:
         self.module: LightningModule = trainer.lightning_module
         self.output: Any = None
         """Output of the step's last forward."""
+        self.is_repeated = False
         self.buffers_are_due = self.runtime.buffers_are_due
         self._begun = self._begun_by_others()
         self._random = capture_random_state(self.runtime.mesh.device)
         self._buffers = [
-            (owner, name, buffer, buffer.detach().clone())
+            (
+                owner,
+                {**owner._buffers},
+                {
+                    name: buffer.detach().clone()
+                    for name, buffer in owner._buffers.items()
+                    if buffer is not None and has_elements_of_its_own(buffer)
+                },
+            )
             for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and has_elements_of_its_own(buffer)
         ]
-        self._metrics = [
-            (metric, _state_of(metric))
-            for metric in self.module.modules()
-            if isinstance(metric, Metric)
-        ]
-        # Calls of `module.log` in the attempt that has come farthest, by part of the step.
+        self._metrics = [(metric, _state_of(metric)) for metric in _metrics_of(trainer)]
+        # Logged values in the attempt that has come farthest, by part of the step.
         self._logged: Counter[str] = Counter()
 
     @property
@@ -165,14 +185,19 @@ class _Attempt:
         assert runtime is not None
         return runtime
 
-    def has_gradients(self) -> bool:
-        """Return whether a parameter of an optimizer has a gradient of an earlier step."""
-        return any(
-            parameter.grad is not None
-            for optimizer in self.trainer.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+    def parameters(self) -> dict[torch.Tensor, str]:
+        """Return the parameters of the module and of the optimizers, with names."""
+        found: dict[torch.Tensor, str] = {it: name for name, it in self.module.named_parameters()}
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found.setdefault(parameter, f"a parameter of {type(optimizer).__name__}")
+        return found
+
+    def parameter_with_gradient(self) -> str:
+        """Return the name of a parameter with a gradient of an earlier step; empty: there is none."""
+        names = (name for it, name in self.parameters().items() if it.grad is not None)
+        return next(names, "")
 
     def place(self) -> str:
         """Return the numbers of operations and collectives so far, without names of groups.
@@ -196,36 +221,70 @@ class _Attempt:
     def restore(self) -> None:
         """Restore the state from before the step."""
         restore_random_state(self._random, self.runtime.mesh.device)
-        for owner, name, buffer, values in self._buffers:
-            owner._buffers[name] = buffer.copy_(values)
+        for owner, buffers, values in self._buffers:
+            owner._buffers.clear()  # also of those that the attempt has registered
+            owner._buffers.update(buffers)
+            for name, value in values.items():
+                owner.get_buffer(name).copy_(value)
         for metric, state in self._metrics:
             vars(metric).update(_copied(state))
 
     @contextmanager
     def logging_once(self, part: str) -> Generator[None]:
-        """Leave out as many calls of ``module.log`` as an earlier attempt at this part has made."""
-        own, calls = vars(self.module).get("log"), 0
-        log_value = self.module.log
+        """Leave out as many logged values as an earlier attempt at this part has logged."""
+        # Not the module's `log`, of which there may be bound copies, and which copies of the module
+        # would take along.
+        values, calls = logged_values(self.trainer), 0
+        log_value = values.log
 
         def log_once(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             if calls > self._logged[part]:
-                self._logged[part] = calls
                 log_value(*args, **kwargs)
+                self._logged[part] = calls
 
-        vars(self.module)["log"] = log_once
+        vars(values)["log"] = log_once
         try:
             yield
         finally:
-            if own is None:
-                vars(self.module).pop("log")
-            else:
-                vars(self.module)["log"] = own
+            vars(values).pop("log")
 
 
 def _loss_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output["loss"]
+
+
+@contextmanager
+def _explaining(text: str) -> Generator[None]:
+    """Log a text if memory runs out inside."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            log.error(text)
+        raise
+
+
+def _metrics_of(trainer: Trainer) -> list[Metric]:
+    """Return the metrics of a module and of callbacks, also those in their lists and dicts."""
+    module: LightningModule = trainer.lightning_module
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    found = dict.fromkeys(it for it in module.modules() if isinstance(it, Metric))
+    kinds = list, tuple, dict, nn.Module
+    holders = (*(it for it in module.modules() if isinstance(it, LightningModule)), *callbacks)
+    for holder in holders:
+        for name, value in vars(holder).items():
+            if name in _OF_MODULES or not isinstance(value, kinds):
+                continue
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, (Metric, MetricCollection)):
+                    found |= dict.fromkeys(it for it in leaf.modules() if isinstance(it, Metric))
+    return [*found]
+
+
+_OF_MODULES = {*vars(nn.Module())}
+"""Attributes of every module; metrics among the children are found by ``modules()``."""
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:
@@ -247,11 +306,16 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 def _forget_frames(failed: BaseException) -> None:
     """Drop the tracebacks of an error: their frames hold activations, also after a frame's clear()."""
-    error: BaseException | None = failed
-    while error is not None:
+    left: list[BaseException | None] = [failed]
+    seen: list[BaseException] = []  # an error may be its own cause
+    while left:
+        error = left.pop()
+        if error is None or any(error is it for it in seen):
+            continue
+        seen.append(error)
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+        left += [error.__cause__, error.__context__]
 
 
 def _free_memory(device: torch.device) -> None:

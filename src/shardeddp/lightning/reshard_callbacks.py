@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from typing_extensions import override
@@ -75,7 +76,7 @@ class ReshardOnOutOfMemory(Callback):
     micro-batches would be lost, in an optimizer's step, or with the deepest strategy.
 
     What a repeated ``training_step`` changes besides buffers, torchmetrics, random states and
-    logged values, it changes twice. Copies of buffers and metrics take memory during the step.
+    logged values, it changes twice, its batch included. Copies of buffers and metrics take memory during the step.
 
     Args:
         strategies: Names of the strategies to change to, in the order of the memory that they take.
@@ -112,6 +113,11 @@ class ReshardOnOutOfMemory(Callback):
             raise ConfigurationError(
                 "ReshardOnOutOfMemory does not work with manual optimization: a step that has run "
                 "backward and optimizers itself cannot be repeated"
+            )
+        if "dataloader_iter" in signature(pl_module.training_step).parameters:
+            raise ConfigurationError(
+                "ReshardOnOutOfMemory does not work with training_step(self, dataloader_iter): a "
+                "repeated step would take the next batch, and lose one. Take the batch as argument"
             )
         if any(isinstance(it, ReshardSchedule) for it in callbacks_of(trainer)):
             raise ConfigurationError(

@@ -77,6 +77,7 @@ from shardeddp.lightning.tensor_parallel import (
     TensorRankChecks,
     explain_missing_mesh,
     explain_shapes,
+    warning_of_untied,
 )
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
@@ -515,7 +516,10 @@ class ShardedDP(ParallelStrategy):
         With ``empty_init=True`` the module is on the meta device until it is sharded.
         """
         try:
-            with self._model_sharding.building(self.precision_plugin, empty_init):
+            with (
+                warning_of_untied(self.lightning_module),
+                self._model_sharding.building(self.precision_plugin, empty_init),
+            ):
                 yield
         except TypeError as error:
             explain_missing_mesh(error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import extract_tb
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.engine.runtime import Runtime
 from shardeddp.errors import ConfigurationError, first_three
+from shardeddp.lightning.api import rank_zero_warn
 from shardeddp.lightning.axes import DATA_PARALLEL
 from shardeddp.tensor.module_hooks import state_of
 from shardeddp.tensor.parallel_styles import SplitLayerState, TensorAxis
@@ -35,11 +38,70 @@ def tensor_axis(mesh: Mesh) -> TensorAxis:
     return TensorAxis(name_group(mesh.activations), mesh.tensor.rank, mesh.tensor.size)
 
 
-def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
-    """Split the layers of a plan with torch styles, which create DTensors."""
+def parallelize(root: nn.Module, layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
+    """Split the layers of a plan with torch styles, which create DTensors; tied ones stay tied.
+
+    Raises:
+        ConfigurationError: Layers with one parameter are split in different ways.
+    """
+    tied = _tied_parameters(root)
     for layer in layers:
         if isinstance(layer.style, ParallelStyle):
             parallelize_module(layer.module, mesh, layer.style)
+    for names, made in _untied(tied):
+        if len(set(map(_placements, made))) > 1:
+            raise ConfigurationError(
+                f"{names} are one parameter, and the styles of tensor_parallel_plan split it in "
+                f"different ways: expected the same dim, as by RowwiseParallel for an embedding and "
+                f"ColwiseParallel for the head, or neither of them in the plan"
+            )
+    for places in tied:
+        for module, key, _ in places:
+            module._parameters[key] = places[0].module._parameters[places[0].key]
+
+
+@contextmanager
+def warning_of_untied(root: nn.Module | None) -> Generator[None]:
+    """Warn of tied parameters that code inside has split, each for itself."""
+    tied = [] if root is None else _tied_parameters(root)
+    yield
+    for names, made in _untied(tied):
+        if any(isinstance(it, DTensor) for it in made):
+            rank_zero_warn(
+                f"{names} were one parameter, and are several since configure_model has split them: "
+                f"they are trained apart. Tie them again behind parallelize_module "
+                f"(self.head.weight = self.embed.weight), if they are split over the same dim"
+            )
+
+
+class _Place(NamedTuple):
+    module: nn.Module
+    key: str
+    name: str
+
+
+def _tied_parameters(root: nn.Module) -> list[list[_Place]]:
+    """Return the places of each parameter that has several."""
+    places: dict[nn.Parameter, list[_Place]] = {}
+    for path, module in root.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                places.setdefault(parameter, []).append(_Place(module, key, name))
+    return [it for it in places.values() if len(it) > 1]
+
+
+def _untied(tied: Iterable[Sequence[_Place]]) -> Iterator[tuple[str, list[nn.Parameter | None]]]:
+    """Yield names and present parameters of places that do not have the same one any more."""
+    for places in tied:
+        made = [it.module._parameters.get(it.key) for it in places]
+        if any(it is not made[0] for it in made):
+            yield " and ".join(it.name for it in places), made
+
+
+def _placements(parameter: torch.Tensor | None) -> object:
+    """Return how a parameter is split; None: it is whole on each rank."""
+    return parameter.placements if isinstance(parameter, DTensor) else None
 
 
 _SHAPES = (

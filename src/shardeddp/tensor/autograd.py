@@ -126,7 +126,7 @@ def patch_functions() -> None:
     Later calls change nothing; the patches stay for as long as the process lives.
     """
     replaced = function_arguments, engine_run, node_of_tensor, will_execute, described_gradient
-    unwrap, run, found_node, executes, gradient = (each.current for each in replaced)
+    unwrap, run, _, executes, gradient = (each.current for each in replaced)
     if unwrap.__module__ == __name__:
         return
 
@@ -175,16 +175,10 @@ def patch_functions() -> None:
             return autograd_grad(outputs, asked, grad_outputs=grad_outputs, **graph)
 
     def node_of(tensor: Any) -> Node:
-        sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
-        if (
-            not isinstance(sharded, ShardTensor)
-            or sharded.unsharded is None
-            or not sharded.requires_grad
-        ):
-            return found_node(tensor)
-        sharded.show_node()
-        with without_torch_function():
-            return found_node(sharded.unsharded)
+        sharded = _with_node_in_unit(tensor)
+        if sharded is not None:
+            sharded.show_node()
+        return node_for_engine(tensor)
 
     def executes_node(node: Node) -> bool:
         successor = replacement_of(node)
@@ -201,6 +195,25 @@ def patch_functions() -> None:
     will_execute.replace(executes_node)
     node_of_tensor.replace(node_of)
     engine_run.replace(engine_run_backward)
+
+
+def node_for_engine(tensor: Any) -> Node:
+    """Return the node where gradients of a tensor arrive; of a parameter, that within its unit.
+
+    It is the node of ``get_gradient_edge``, which counts a parameter's as known to a user.
+    """
+    sharded = _with_node_in_unit(tensor)
+    if sharded is None:
+        return node_of_tensor.original(tensor)
+    with without_torch_function():
+        return node_of_tensor.original(sharded.unsharded)
+
+
+def _with_node_in_unit(tensor: Any) -> ShardTensor | None:
+    """Return the sharded parameter that a tensor is, if its unit's one has the node."""
+    sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    is_in_unit = isinstance(sharded, ShardTensor) and sharded.unsharded is not None
+    return sharded if is_in_unit and sharded.requires_grad else None
 
 
 def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
