@@ -13,7 +13,7 @@ from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, ShardTensor
 from shardeddp.checkpoint.full_write import gather_full, stream_full, whole
 from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.snapshot import memory_of_shards
+from shardeddp.checkpoint.snapshot import memory_key
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds
@@ -170,7 +170,7 @@ def test_lazy_tensors_do_not_share_memory_because_they_have_none() -> None:
         LazyTensor(("model", str(i)), (3,), torch.float32, lambda interval: torch.ones(3))
         for i in range(6)
     ]
-    assert len({memory_of_shards(tensor) for tensor in lazy}) == 6
+    assert len({memory_key(tensor) for tensor in lazy}) == 6
 
 
 def fail_to_gather(path: str) -> str:

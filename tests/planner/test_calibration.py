@@ -27,6 +27,7 @@ from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Planned
 from shardeddp.planner.transformer import Dimensions
 from shardeddp.planner.view import run_page
+from shardeddp.report import human_seconds
 from support.probes import CPU, FIGURES, KNOWN, probe_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -280,7 +281,7 @@ def test_the_page_of_a_run_has_its_parts_beside_the_planned_ones(probe: Path) ->
     assert isinstance(run, Recorded)
     page = run_page(replace(run, name="<a>", gathers={"blocks.<0>": 0.25}), calibrate([probe]))
     assert "<title>&lt;a&gt;</title>" in page
-    assert f"A step: {sum(run.parts.values()):.3g} s" in page
+    assert f"A step: {human_seconds(sum(run.parts.values()))}" in page
     assert "blocks.&lt;0&gt; 0.25 s" in page
     assert "Waiting for reductions" not in page
     for part in ("compute", "optimizer", "As planned: ", "tokens_per_s", "units in flight"):

@@ -19,7 +19,7 @@ from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
-from shardeddp.planner.search import in_forward, memory_of
+from shardeddp.planner.search import in_forward, memory_at_peak
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -354,7 +354,7 @@ def measured(
         offload_optimizer=offload == "optimizer",
         **options,
     )
-    planned = memory_of(
+    planned = memory_at_peak(
         traced,
         "none" if recomputed is None else "selective" if recomputed.save_ops else "full",
         resting,

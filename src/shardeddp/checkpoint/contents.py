@@ -34,7 +34,7 @@ from shardeddp.checkpoint.schema import (
     WEIGHTS,
     check_entries,
 )
-from shardeddp.checkpoint.snapshot import memory_of_shards
+from shardeddp.checkpoint.snapshot import memory_key
 from shardeddp.checkpoint.state_codec import (
     Codec,
     Opaque,
@@ -124,7 +124,7 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
     checkpoint: Any = _load_file(str(path), not trust_pickle, how_to_trust=_TRUST_OF_TOOLS)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
-    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=memory_of_shards)
+    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=memory_key)
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:

@@ -23,7 +23,7 @@ from shardeddp.checkpoint.snapshot import (
     Share,
     compare_shares,
     describe_contents,
-    memory_of_shards,
+    memory_key,
     refuse_tensors,
     tensors_of,
     where_pickling_fails,
@@ -168,9 +168,9 @@ def _prepare(
     """
     refuse_tensors(checkpoint, pickled=True)
     try:
-        file = TorchFile(checkpoint, memory_of_shards)
+        file = TorchFile(checkpoint, memory_key)
     except Exception as error:  # of any class: it is the user's code that is pickled
-        where = where_pickling_fails(checkpoint, lambda it: TorchFile(it, memory_of_shards))
+        where = where_pickling_fails(checkpoint, lambda it: TorchFile(it, memory_key))
         raise CheckpointError(
             f"The state cannot be saved: {where} cannot be pickled: {type(error).__name__}: "
             f"{str(error)[:300]}"

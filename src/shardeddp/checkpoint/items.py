@@ -53,7 +53,7 @@ def require_checksum(
         )
 
 
-def memory_of(elements: torch.Tensor) -> memoryview:
+def memory_view(elements: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous host tensor; writing to them changes the tensor."""
     # One element is contiguous with any stride, but a view as bytes needs stride 1.
     flat = elements.detach().as_strided((elements.numel(),), (1,))
@@ -67,7 +67,7 @@ def digest(data: bytes | bytearray | memoryview) -> bytes:
 
 def block_digests(elements: torch.Tensor) -> list[bytes]:
     """Return digests of every ``BLOCK_NBYTES`` of a contiguous host tensor; the last is shorter."""
-    data = memory_of(elements)
+    data = memory_view(elements)
     return [
         digest(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES)
     ]
@@ -381,7 +381,7 @@ def _payload(tensor: torch.Tensor) -> memoryview:
             f"{tensor.stride()} on {tensor.device}: call "
             f".cpu().resolve_conj().resolve_neg().contiguous() first"
         )
-    return memory_of(tensor)
+    return memory_view(tensor)
 
 
 # -- CRCs inside items and plain files, checked without torch

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardeddp.checkpoint.durable import Source, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.items import memory_of, require_checksum
+from shardeddp.checkpoint.items import memory_view, require_checksum
 from shardeddp.checkpoint.location import AnyPath, Location, disk_errors, location
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -129,7 +129,7 @@ class CheckpointReader:
         pieces = self._pieces.of(section, interval)
         dtype = self.manifest.sections[section].dtype
         elements = torch.empty(interval.numel, dtype=dtype, device="cpu")
-        memory = memory_of(elements)
+        memory = memory_view(elements)
         itemsize = dtype.itemsize
         for piece in pieces:
             common = piece.interval.intersect(interval)
@@ -388,7 +388,7 @@ def chunks(
         if cast is not part and not (finite := cast.isfinite()).all():
             # float64 has this operation for the dtypes of 8 bits, too.
             overflowed(int((part.to(torch.float64).isfinite() & ~finite).sum()))
-        yield memory_of(cast).cast("B")
+        yield memory_view(cast).cast("B")
 
 
 def _taker(tensor: torch.Tensor) -> Callable[[Interval], torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shardeddp.checkpoint.interop import lightning_meta, pickled_alone
-from shardeddp.checkpoint.items import block_digests, digest, memory_of
+from shardeddp.checkpoint.items import block_digests, digest, memory_view
 from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, Section, name_of
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import HYPER_PARAMETERS, OPTIMIZERS, WEIGHTS, optimizers_in
@@ -344,7 +344,7 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
         return "is of a layout that is not stored: keep tensor.to_dense()"
     if type(tensor) not in _STORED and tensor.layout is torch.strided:
         try:
-            memory_of(plain_elements(tensor.detach().reshape(-1)[:1]))
+            memory_view(plain_elements(tensor.detach().reshape(-1)[:1]))
         except Exception as error:  # noqa: BLE001 - a foreign class may raise anything
             said = (str(error).splitlines() or [""])[0]
             return f"gives no elements ({said[:200]}): keep the plain tensors that it consists of"
@@ -396,7 +396,7 @@ def nbytes_of(tree: Any) -> int:
             [tensor] if tensor.layout == torch.strided else tensors_of(sparse_parts(tensor))
         )
     ]
-    return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
+    return sum({memory_key(it): it.numel() * it.element_size() for it in parts}.values())
 
 
 class _Collector:
@@ -429,7 +429,7 @@ class _Collector:
 
     def add(self, path: ItemPath, tensor: torch.Tensor) -> None:
         """Take this rank's share of a tensor, unless its memory was taken before."""
-        key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
+        key, sharded = memory_key(tensor), isinstance(tensor, ShardTensor)
         if isinstance(tensor, ShardTensor) and tensor.spec.mesh.topology not in self._turns_by_box:
             raise CheckpointError(
                 f"the state cannot be saved: {name_of(path)} has the shards from before "
@@ -521,7 +521,7 @@ def _turns_by_box(mesh: Mesh) -> list[_Turns]:
     ]
 
 
-def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for tensors stored as the same bytes; consistent across ranks."""
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
         return (id(tensor),)

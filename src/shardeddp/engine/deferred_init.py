@@ -383,7 +383,7 @@ class Writes(DispatchMode):
 
     def reached(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor, made before the mode was entered, was written to."""
-        return _memory_of(tensor) in self._reached
+        return _memory_key(tensor) in self._reached
 
     def __torch_dispatch__(
         self,
@@ -392,11 +392,11 @@ class Writes(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self._reached.update(map(_memory_of, written(func, args, kwargs or {})))
+        self._reached.update(map(_memory_key, written(func, args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
-def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
+def _memory_key(tensor: torch.Tensor) -> ShardSpec | int:
     """Return a key that is equal for all tensors over the same elements."""
     if isinstance(tensor, GatheredView):
         return tensor.sharded.spec

@@ -154,7 +154,7 @@ class FlatGroup:
         ``Runtime._visit`` calls this for a unit that a forward or backward has reached and for the
         next ones (prefetch), by ``Unit.unshard``; ``Unit.reshard`` calls :meth:`release`. A unit in
         use whose main shard has changed is gathered anew (``Unit.refresh``), and so is memory that
-        only views hold (:meth:`renew_views`). Memory:
+        only views hold (:meth:`refill_views`). Memory:
 
         ================  ==================================  =====================================
         buffer            allocated                           freed
@@ -222,13 +222,13 @@ class FlatGroup:
         # waits before it calls this.
         self._kept_part = None
 
-    def renew_views(self) -> None:
+    def refill_views(self) -> None:
         """Gather into memory that modules or views hold; a collective.
 
         Nothing happens if there is no such memory, or if the main shard has not changed.
         """
         if self._lender is not None:
-            self._lender.renew_views()
+            self._lender.refill_views()
             return
         is_used = self.buffer.state is BufferState.BOUND or any(
             group.has_views for group in self._sharing()

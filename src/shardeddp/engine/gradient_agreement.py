@@ -87,7 +87,7 @@ class GradientAgreement:
         # replicas, even if this backward has not used their parameters.
         left = [
             any(
-                group.gradients.waiting()
+                group.gradients.has_waiting
                 or (over is ReduceOver.ALL and group.gradients.has_partial_sums)
                 for group in progress.unit.groups
             )

@@ -314,8 +314,9 @@ class GroupGradients:
         """Whether earlier micro-batches have left sums that are not reduced across replicas."""
         return bool(self._partly_used)
 
-    def waiting(self) -> bool:
-        """Return whether autograd has left a gradient that is not in a reduction yet."""
+    @property
+    def has_waiting(self) -> bool:
+        """Whether autograd has left a gradient that is not in a reduction yet."""
         return bool(self._waiting())
 
     def _waiting(self) -> set[int]:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from shardeddp.engine.calls import CallHook, Listener, outside_of_graphs
 from shardeddp.engine.gradients import GroupGradients
-from shardeddp.engine.progress import UnitProgress
+from shardeddp.engine.progress import UnitProgress, will_run
 from shardeddp.tensor.autograd import node_for_engine
 from shardeddp.tensor.gradient_hooks import weakly
 from shardeddp.tensor.module_hooks import ModuleHook
@@ -20,7 +20,6 @@ from shardeddp.tensor.unsharded import taking_hooks
 from shardeddp.torch_private import (
     are_transforms_active,
     current_backward,
-    will_execute,
     without_torch_function,
 )
 
@@ -144,7 +143,7 @@ def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], No
 
     def arrive(gradient: torch.Tensor) -> None:
         backward = current_backward()
-        rest = awaited.pop(backward, None) or sum(map(_is_reached, nodes))
+        rest = awaited.pop(backward, None) or sum(will_run(node, as_input=True) for node in nodes)
         if rest > 1:
             awaited[backward] = rest - 1
         else:
@@ -152,10 +151,3 @@ def call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], No
 
     for tensor in tensors:
         tensor.register_hook(arrive)
-
-
-def _is_reached(node: Node) -> bool:
-    try:
-        return bool(will_execute.current(node))
-    except RuntimeError:
-        return True  # the node of a leaf that is an input of `autograd.grad`

@@ -151,7 +151,7 @@ class UnitProgress:
 
     def begin_backward(self) -> None:
         """Reset the counts for a backward."""
-        self.trained = frozenset(self.expected & self.unit.trainable())
+        self.trained = frozenset(self.expected & self.unit.trainable_indices())
         self.missing = set(self.trained - self.absent)
         self.awaiting_reduction = bool(self.trained)
         self.reached = False
@@ -205,14 +205,14 @@ class UnitProgress:
 
     def learn(self, reached: bool, used: Sequence[bool]) -> None:
         """Update the parameters expected in the next backward, by what any rank has used."""
-        trainable = self.unit.trainable()
+        trainable = self.unit.trainable_indices()
         if reached or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
 
     def gets_gradients(self) -> bool:
         """Return whether the running backward leaves gradients on the unit, judged by its graph."""
-        return any(_is_to_run(node) for node in self.accumulators)
+        return any(will_run(node, as_input=False) for node in self.accumulators)
 
     def is_over_at(self, entering: UnitProgress) -> bool:
         """Return whether a backward that reaches another unit has finished this one."""
@@ -227,12 +227,16 @@ class UnitProgress:
         gradient. False if a trainable parameter is not expected to get a gradient: neither count
         covers it.
         """
-        here = self.unit.trainable() - self.absent
+        here = self.unit.trainable_indices() - self.absent
         return not self.missing and self.open_uses == 0 and here <= self.expected
 
 
-def _is_to_run(node: Node) -> bool:
+def will_run(node: Node, *, as_input: bool) -> bool:
+    """Return whether the running backward will run a node; ``as_input`` for inputs of ``grad``.
+
+    The gradient of an input of ``autograd.grad`` is returned, and not left on it.
+    """
     try:
         return bool(will_execute.current(node))
     except RuntimeError:
-        return False  # an input of `autograd.grad`: its gradient is returned, not left on it
+        return as_input  # torch cannot tell for the nodes of leaves that are such inputs

@@ -573,7 +573,7 @@ class Runtime:
                 ]
             uses.append((progress.index, use))
         unit = progress.unit
-        if len(unit.trainable()) < len(unit.unsharded_parameters()):
+        if len(unit.trainable_indices()) < len(unit.unsharded_parameters()):
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_use()
@@ -671,7 +671,7 @@ class Runtime:
             self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
-        if index not in progress.missing and index not in progress.unit.trainable():
+        if index not in progress.missing and index not in progress.unit.trainable_indices():
             return  # frozen since its forward: torch calls hooks but leaves no gradient
         progress.arrive(index)
         if not progress.missing:

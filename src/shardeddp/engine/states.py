@@ -41,8 +41,10 @@ planned            another backward                        foreseen    begin
 Verbs of a unit (the first five) are called by ``Runtime``, and by ``Unit.make_unsharded``,
 ``Unit.renew_views``, ``Unit.unshard_with_others`` and ``OrderAgreement._unshard``; a unit abandons
 an all-gather of its own that it could not issue. Those of a buffer are called by ``FlatGroup``. A
-resident buffer is bound when it is made, for good. Events from the root's forward to a failure are
-of ``Runtime``, the others of ``OrderAgreement`` and its ``PassOrder``.
+resident buffer is bound when it is made, for good. ``FlatGroup.refill_views`` allocates and
+releases a buffer of which something holds views, while the unit stays sharded. Events from the
+root's forward to a failure are of ``Runtime``, the others of ``OrderAgreement`` and its
+``PassOrder``.
 
 A forward that raises is a failure at once. That a backward has failed is noticed by the next
 forward or backward. After a transfer error all states stay, for good: to leave them takes
@@ -84,8 +86,13 @@ class Phase(Enum):
     """Phase of a model; only its runtime has this state."""
 
     IDLE = "idle"
+    """No step, or between a step's forward and backward."""
+
     FORWARD = "forward"
+    """The root's forward has begun, in which backwards may run."""
+
     BACKWARD = "backward"
+    """Autograd runs through units."""
 
 
 class OrderState(Enum):

@@ -15,7 +15,7 @@ from shardeddp.comm.consistency import checksum
 from shardeddp.engine.runtime import Runtime, units_of_all
 from shardeddp.engine.unit import Unit, register
 from shardeddp.tensor.shard_tensor import ShardTensor, end_writes, gather
-from shardeddp.tensor.unsharded import FQN, MEMORY_OF, WholeParameter
+from shardeddp.tensor.unsharded import FQN, SHARED_WITH, WholeParameter
 from shardeddp.wrap.tree import module_behind, registry_of
 
 
@@ -116,7 +116,7 @@ def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
     with torch.inference_mode(False):
         whole = WholeParameter(values, sharded.requires_grad)
     fqn = sharded.spec.fqn
-    vars(whole).update({FQN: fqn, MEMORY_OF: sharded.memory_of})
+    vars(whole).update({FQN: fqn, SHARED_WITH: sharded.shared_with})
 
     def refuse(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -60,7 +60,7 @@ class Unit:
     use different units (``order.py``), the reducer reduces its gradients (``reducer.py``), and
     ``summon_full_params`` borrows its parameters (``summon.py``). They change its state by the
     transitions of ``states.py``. Two operations change none: reductions, and a write to a parameter
-    outside of a step, which refills gathered memory that users hold (``FlatGroup.renew_views``).
+    outside of a step, which refills gathered memory that users hold (``FlatGroup.refill_views``).
     """
 
     def __init__(self, plan: UnitPlan, mesh: Mesh) -> None:
@@ -449,7 +449,7 @@ class Unit:
         for group in self.groups:
             group.gradients.add_up()
 
-    def trainable(self) -> set[int]:
+    def trainable_indices(self) -> set[int]:
         """Return the indices of the unsharded parameters that require a gradient now."""
         with without_torch_function():
             return {

@@ -1,4 +1,8 @@
-"""ShardedDP: Lightning's interface to the engine; each hook shows the parts that it calls, in order."""
+"""ShardedDP: Lightning's interface to the engine; each hook shows the parts that it calls, in order.
+
+The file is long because it is one class: a quarter are the arguments of ``ShardedDP`` with the
+descriptions from which the command line's help is made, the rest are Lightning's hooks.
+"""
 
 from __future__ import annotations
 

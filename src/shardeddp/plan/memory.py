@@ -1,7 +1,7 @@
 """Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -314,12 +314,12 @@ def memory_between_steps(
 ) -> MemoryPlan:
     """Predict the memory of a rank with nothing in flight; arguments as in :func:`plan_memory`."""
     groups = [group for unit in units for group in unit]
-    main = sum(unit_sums(units, "main_nbytes"))
+    main = sum(unit_sums(units, lambda it: it.main_nbytes))
     gradient = sum(group.slice_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
-    retained = sum(unit_sums(units, "replica_shard_nbytes"))
+    retained = sum(unit_sums(units, lambda it: it.replica_shard_nbytes))
     if sharding.retains:
-        retained += sum(unit_sums(units, "gathered_nbytes"))
+        retained += sum(unit_sums(units, lambda it: it.gathered_nbytes))
     host = 0
     if any(group.plan.on_host for group in groups):
         own = sum(pinned(group.main_nbytes) for group in groups)
@@ -338,13 +338,15 @@ def memory_between_steps(
     )
 
 
-def unit_sums(units: Sequence[Sequence[GroupCost]], figure: str) -> list[int]:
-    """Return the sum of a figure over the groups of each unit.
+def unit_sums(
+    units: Sequence[Sequence[GroupCost]], nbytes_of: Callable[[GroupCost], int]
+) -> list[int]:
+    """Return the bytes of each unit, summed over its groups.
 
     A search plans many strategies; its equal units are one object, and computed once.
     """
     made = {id(unit): unit for unit in units}
-    sums = {key: sum(getattr(it, figure) for it in unit) for key, unit in made.items()}
+    sums = {key: sum(map(nbytes_of, unit)) for key, unit in made.items()}
     return [sums[id(unit)] for unit in units]
 
 
@@ -364,7 +366,9 @@ def waiting_gradients(
     if not accumulates:
         return 0
     reduced = sharding.reduce_every_backward
-    return sum(unit_sums(units, "partial_nbytes" if reduced else "summed_nbytes"))
+    if reduced:
+        return sum(unit_sums(units, lambda it: it.partial_nbytes))
+    return sum(unit_sums(units, lambda it: it.summed_nbytes))
 
 
 def backward_moments(
@@ -501,16 +505,19 @@ class _UnitBytes:
         needs_receive_buffer: bool,
         accumulates: bool,
     ) -> None:
-        def total(figure: str, counts: bool = True) -> list[int]:
-            return unit_sums(units, figure) if counts else [0] * len(units)
+        def total(nbytes_of: Callable[[GroupCost], int], counts: bool = True) -> list[int]:
+            return unit_sums(units, nbytes_of) if counts else [0] * len(units)
 
         self._units, self._receives = units, needs_receive_buffer
-        self.parameters = total("gathered_nbytes")
-        self._gradients, self._summed = total("gradient_nbytes"), total("summed_nbytes")
-        self._buffers = total("buffer_nbytes")
-        arriving = total("receive_nbytes", needs_receive_buffer)
+        self.parameters = total(lambda it: it.gathered_nbytes)
+        self._gradients, self._summed = (
+            total(lambda it: it.gradient_nbytes),
+            total(lambda it: it.summed_nbytes),
+        )
+        self._buffers = total(lambda it: it.buffer_nbytes)
+        arriving = total(lambda it: it.receive_nbytes, needs_receive_buffer)
         self._packed = [own + more for own, more in zip(self._buffers, arriving, strict=True)]
-        self._sharing = total("averages_nbytes")
+        self._sharing = total(lambda it: it.averages_nbytes)
         # Averages that exist as soon as a reduction is issued: streams keep the order of its stages,
         # and a group of one rank has nothing to wait for.
         self._early = self._sharing
@@ -519,7 +526,7 @@ class _UnitBytes:
                 sum(it.averages_nbytes for it in unit if it.shard_size == 1) for unit in units
             ]
         # After the reduce-scatter averages are in the place of partial sums.
-        partial = total("partial_nbytes", accumulates)
+        partial = total(lambda it: it.partial_nbytes, accumulates)
         self._late = [
             max(0, more - former) for more, former in zip(self._sharing, partial, strict=True)
         ]

@@ -308,7 +308,7 @@ class Recorder:
                 self.backward.matmul_flops += _flops(func, args, kwargs, out) / 2
             return
         if func.namespace == "shardeddp":
-            self._exchange(func.name(), operands[0], results[0])
+            self._record_exchange(func.name(), operands[0], results[0])
         if self.is_backward:
             return
         if operands and all(storage_of(it) in self.free for it in operands):
@@ -344,7 +344,7 @@ class Recorder:
         for work in self._trained_targets():
             work.add(trained)
 
-    def _exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
+    def _record_exchange(self, name: str, given: torch.Tensor, made: torch.Tensor) -> None:
         kind: Any = name.partition("::")[2]
         found = Exchange(kind=kind, nbytes=max(given.nbytes, made.nbytes))
         self.exchanges[self.inside[-1]].append(found)

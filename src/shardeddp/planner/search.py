@@ -515,7 +515,7 @@ class Planner:
                         backward_prefetch=self.backward_prefetch,
                         uneven_units=self.uneven_units,
                     )
-                    memory = memory_of(work, recompute, *memory_plans(offload, count > 1))
+                    memory = memory_at_peak(work, recompute, *memory_plans(offload, count > 1))
                     yield self._timed(choice, memory, work, issued, trained)
 
     def _memory_plans(
@@ -625,7 +625,7 @@ def in_forward(
     ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
     if the last unit is released as all others are.
     """
-    root, *inner = unit_sums(units, "gathered_nbytes")
+    root, *inner = unit_sums(units, lambda it: it.gathered_nbytes)
     ahead, back = prefetch
     ends = range(1 + ahead, len(inner) + 1 + ahead)
     if sharding.retains:
@@ -644,7 +644,7 @@ def in_forward(
     ]
 
 
-def memory_of(
+def memory_at_peak(
     work: ModelProfile,
     recompute: str,
     between_steps: MemoryPlan,

@@ -205,6 +205,7 @@ def node_for_engine(tensor: Any) -> Node:
     sharded = _with_node_in_unit(tensor)
     if sharded is None:
         return node_of_tensor.original(tensor)
+    sharded.pass_gradients_through_hooks()  # as get_gradient_edge does
     with without_torch_function():
         return node_of_tensor.original(sharded.unsharded)
 

@@ -52,7 +52,7 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None, *anchors
 
 
-def _exchange(
+def _send_rows(
     rows: torch.Tensor,
     leaving: _Counts,
     arriving: _Counts,
@@ -250,7 +250,7 @@ class TokenDispatch:
         """
         rows = tokens[self._order // self._shape[1]]
         if self._axis is not None:
-            rows = _exchange(rows, self._leaving, self._arriving, self._axis, _trained(rows))
+            rows = _send_rows(rows, self._leaving, self._arriving, self._axis, _trained(rows))
         self._anchor = rows
         self._calls = self._calls_so_far()
         return rows[self._by_expert]
@@ -276,7 +276,7 @@ class TokenDispatch:
         anchor, self._anchor = self._anchor, None
         sent = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
         if self._axis is not None:
-            sent = _exchange(
+            sent = _send_rows(
                 sent, self._arriving, self._leaving, self._axis, anchor, _trained(sent)
             )
         back = torch.empty_like(sent).index_copy(0, self._order, sent)

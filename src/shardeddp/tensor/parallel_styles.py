@@ -90,7 +90,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradient, ctx.transpose, ctx.dim, ctx.axis), None, None, None
 
 
-def _exchange(name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def _apply_exchange(
+    name: str, axis: TensorAxis, tensor: torch.Tensor, dim: int = 0
+) -> torch.Tensor:
     """Apply an exchange to a tensor; ``dim`` is the dim of the ranks' parts."""
     made: torch.Tensor = _Exchange.apply(tensor, name, dim, axis)  # type: ignore[assignment]
     axis.rehearse(made, _Exchange, _EXCHANGES[name][1], dim, axis)
@@ -234,7 +236,7 @@ def distribution_of(
     elif style.splits is not None:
         dim = 0 if style.splits == "vocabulary" else 1
     elif style.sums_gradients:
-        wrapper = partial(_exchange, "sum_gradient", axis)
+        wrapper = partial(_apply_exchange, "sum_gradient", axis)
     else:
         return None
     if dim is None:
@@ -283,7 +285,7 @@ class Siblings:
         recorded = torch.is_grad_enabled()
         if self.given is not tensor or self.taken is None or self.has_history is not recorded:
             self.given, self.has_history = tensor, recorded
-            self.taken = _exchange("sum_gradient", axis, tensor)
+            self.taken = _apply_exchange("sum_gradient", axis, tensor)
             if self.taken.requires_grad and not torch.compiler.is_compiling():
                 # A recomputation makes it again, and no hook of the outer module sees its end.
                 self.taken.register_hook(self._end_backward)
@@ -405,7 +407,7 @@ class SplitLayerState(DividedState):
 
 def _sum_gradient(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     if layer.siblings is None:
-        return _exchange("sum_gradient", layer.axis, tensor)
+        return _apply_exchange("sum_gradient", layer.axis, tensor)
     return layer.siblings.take(tensor, layer.axis)
 
 
@@ -425,7 +427,7 @@ def _own_features(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
 def _gather_features(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape[-1] != layer.num_outputs:
         _refuse_whole(layer)
-    return _exchange("gather", layer.axis, tensor, tensor.dim() - 1)
+    return _apply_exchange("gather", layer.axis, tensor, tensor.dim() - 1)
 
 
 def _refuse_whole(layer: SplitLayerState) -> NoReturn:
@@ -451,17 +453,17 @@ def _sum_rows(layer: SplitLayerState, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
-    return _exchange("sum", layer.axis, tensor)
+    return _apply_exchange("sum", layer.axis, tensor)
 
 
 def _sum_gradient_of_rope(layer: SplitLayerState, tensor: torch.Tensor) -> torch.Tensor:
     sizes = [tensor.shape[-1] - layer.rope_dim, layer.rope_dim]
     compressed, rope = tensor.split(sizes, -1)
-    return torch.cat([compressed, _exchange("sum_gradient", layer.axis, rope)], -1)
+    return torch.cat([compressed, _apply_exchange("sum_gradient", layer.axis, rope)], -1)
 
 
 def _along(dim: int, name: str) -> Callable[[SplitLayerState, torch.Tensor], torch.Tensor]:
-    return lambda layer, tensor: _exchange(name, layer.axis, tensor, dim % tensor.dim())
+    return lambda layer, tensor: _apply_exchange(name, layer.axis, tensor, dim % tensor.dim())
 
 
 _BEFORE: Mapping[str, Callable[[SplitLayerState, torch.Tensor], torch.Tensor]] = {

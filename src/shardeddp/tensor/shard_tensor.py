@@ -226,7 +226,7 @@ class _KeepsWrites(Protocol):
 
     def keep_writes(self) -> None: ...
     def keep_write_of(self, index: int) -> None: ...
-    def renew_views(self) -> None: ...
+    def refill_views(self) -> None: ...
     def is_held(self, index: int) -> bool: ...
 
 
@@ -292,7 +292,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[_KeepsWrites] | None = None
     _index_in_group: int = 0  # index of the parameter there
-    memory_of: str = ""
+    shared_with: str = ""
     """Name of another parameter that shares this one's memory; empty: none does."""
 
     def __new__(  # noqa: D102
@@ -366,8 +366,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._local = values.to(self._local.device, copy=True)
             self._source = self._writes = None
             return
-        keep_shared_memory(self._spec.fqn, self.memory_of)
-        self.note_memory_of(data)
+        keep_shared_memory(self._spec.fqn, self.shared_with)
+        self.note_assigned(data)
         self.leave_values()
         self._warn_of_held_parts()
         with torch.no_grad():
@@ -379,22 +379,22 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return (
             isinstance(sharded, ShardTensor)
             # Empty shards may share memory on this rank and not on others: names decide.
-            and sharded._spec.fqn in (self._spec.fqn, self.memory_of)
+            and sharded._spec.fqn in (self._spec.fqn, self.shared_with)
             and is_same_memory(sharded._local, self._local)
             and (sharded is data or (data.shape, data.stride()) == (self.shape, self.stride()))
         )
 
     def share_memory_with(self, other: ShardTensor) -> None:
         """Note that the two have the same memory, as their unit has planned."""
-        self.memory_of, other.memory_of = other._spec.fqn, self._spec.fqn
+        self.shared_with, other.shared_with = other._spec.fqn, self._spec.fqn
 
-    def note_memory_of(self, data: torch.Tensor) -> None:
+    def note_assigned(self, data: torch.Tensor) -> None:
         """Note whether ``.data = ...`` assigns another parameter's memory to this one.
 
         It takes the values, and keeps its own memory. If the other one is not assigned to in turn
         (two parameters that are swapped), the next step reports it.
         """
-        other = _parameter_with_memory_of(data)
+        other = _parameter_over(data)
         of_other = None if other is None or other is self else other._spec.fqn
         self._spec.mesh.run.note_memory(self._spec.fqn, of_other)
 
@@ -492,6 +492,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_hook(hook)
         return self._made_hooks().add(hook)
 
+    def pass_gradients_through_hooks(self) -> None:
+        """Pass gradients of the unsharded parameter through hooks, also of those set later."""
+        self._made_hooks().listen()
+
     def show_node(self) -> None:
         """Expose the one autograd node at which gradients of all uses end from now on to a user.
 
@@ -554,7 +558,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         self._group_gradients = self._unsharded = self._writes = None
         if self._hooks is not None:
             self._hooks = GradientHooks(self, None, self._hooks.of_users())
-        self.memory_of = ""
+        self.shared_with = ""
 
     def forget_route(self) -> None:
         """Route gradients again at the next use: the hooks for that are gone."""
@@ -976,7 +980,7 @@ def end_writes(*targets: torch.Tensor) -> None:
         if target.group is not None:
             groups[target.group] = None
     for group in groups:
-        group.renew_views()
+        group.refill_views()
 
 
 def mark_written(local: torch.Tensor) -> None:
@@ -1062,7 +1066,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).norm() > 1e-3 * one.norm())
 
 
-def _parameter_with_memory_of(data: torch.Tensor) -> ShardTensor | None:
+def _parameter_over(data: torch.Tensor) -> ShardTensor | None:
     """Return the parameter that a tensor is or is an alias of (`p.data`); None: of none."""
     if not isinstance(data, ShardTensor):
         unsharded = parameter_in(data)

@@ -81,7 +81,7 @@ DTYPE = "_shardeddp_dtype"
 SHARDED = "_shardeddp_sharded"
 """Key of an unsharded parameter's dictionary: a weak reference to its sharded parameter."""
 
-MEMORY_OF = "_shardeddp_memory_of"
+SHARED_WITH = "_shardeddp_shared_with"
 """Key of a summoned parameter's dictionary: name of a parameter that shares its memory, or ""."""
 
 _ALIASES = WeakIdKeyDictionary()
@@ -91,11 +91,11 @@ _PARAMETERS = WeakIdKeyDictionary()
 """Weak references to parameters, by detached alias."""
 
 
-def keep_shared_memory(fqn: str, memory_of: str) -> None:
+def keep_shared_memory(fqn: str, shared_with: str) -> None:
     """Refuse new memory for a parameter while another one shares its memory."""
-    if memory_of:
+    if shared_with:
         raise RuntimeError(
-            f"{fqn} and {memory_of} have the same memory, and sharded parameters keep theirs: "
+            f"{fqn} and {shared_with} have the same memory, and sharded parameters keep theirs: "
             f".data = ... would change both, where an unsharded parameter would part from the "
             f"other. Write in place (copy_, mul_), or part them before the model is sharded"
         )
@@ -149,10 +149,10 @@ class WholeParameter(nn.Parameter):
         if has_memory and data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
         is_ours = isinstance(self, UnshardedBase)
-        memory_of = sharded_of(self).memory_of if is_ours else vars(self)[MEMORY_OF]
-        keep_shared_memory(vars(self)[FQN], memory_of)
+        shared_with = sharded_of(self).shared_with if is_ours else vars(self)[SHARED_WITH]
+        keep_shared_memory(vars(self)[FQN], shared_with)
         if is_ours:
-            sharded_of(self).note_memory_of(data)
+            sharded_of(self).note_assigned(data)
             sharded_of(self).leave_values()
         else:
             part_from_aliases(self)
