@@ -26,7 +26,7 @@ from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
-from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_of
+from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_at_peak
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.planner.work import ModelProfile, UnitWork
@@ -171,12 +171,12 @@ def as_run(row: dict[str, Any]) -> Run:
         ),
         cluster=cluster,
         profile=found,
-        memory=memory_at_peak(run, found, units, sharding),
+        memory=memory_of_run(run, found, units, sharding),
         measured=seconds_of(row, found),
     )
 
 
-def memory_at_peak(
+def memory_of_run(
     run: dict[str, Any], found: ModelProfile, units: Sequence[Any], sharding: ShardingStrategy
 ) -> Memory:
     """The plan's memory of a run."""
@@ -199,7 +199,7 @@ def memory_at_peak(
             replace(it, saved_nbytes=int(COMPILED_KEPT * it.saved_nbytes)) for it in found.work[1:]
         ]
         found = replace(found, work=[found.work[0], *kept])
-    return memory_of(
+    return memory_at_peak(
         found,
         recompute,
         plan_memory(units, sharding, prefetch=1, **options),
