@@ -316,7 +316,7 @@ class PatchPoint:
         module, _, self._name = path.partition(":")
         self._module: Any = import_module(module)
         self.original: Any = self.current
-        """The function as torch has made it."""
+        """The function when this module was imported."""
 
     @property
     def current(self) -> Any:

@@ -520,8 +520,9 @@ class ShardedDP(ParallelStrategy):
         With ``empty_init=True`` the module is on the meta device until it is sharded.
         """
         try:
+            splits = self.options.tensor_parallel_size > 1
             with (
-                warning_of_untied(self.lightning_module),
+                warning_of_untied(self.lightning_module if splits else None),
                 self._model_sharding.building(self.precision_plugin, empty_init),
             ):
                 yield

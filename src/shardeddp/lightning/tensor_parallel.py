@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import extract_tb
@@ -44,20 +44,19 @@ def parallelize(root: nn.Module, layers: Sequence[PlannedLayer], mesh: DeviceMes
     Raises:
         ConfigurationError: Layers with one parameter are split in different ways.
     """
-    tied = _tied_parameters(root)
-    for layer in layers:
-        if isinstance(layer.style, ParallelStyle):
-            parallelize_module(layer.module, mesh, layer.style)
-    for names, made in _untied(tied):
-        if len(set(map(_placements, made))) > 1:
+    styled = [(it.module, it.style) for it in layers if isinstance(it.style, ParallelStyle)]
+    tied = _tied_parameters(root) if styled else []
+    for module, style in styled:
+        parallelize_module(module, mesh, style)
+    for places in _untied(tied):
+        if len({_placements(it.parameter) for it in places}) > 1:
             raise ConfigurationError(
-                f"{names} are one parameter, and the styles of tensor_parallel_plan split it in "
-                f"different ways: expected the same dim, as by RowwiseParallel for an embedding and "
+                f"{_names(places)} are one parameter, and the styles of tensor_parallel_plan split it "
+                f"in different ways: expected the same dim, as by RowwiseParallel for an embedding and "
                 f"ColwiseParallel for the head, or neither of them in the plan"
             )
-    for places in tied:
-        for module, key, _ in places:
-            module._parameters[key] = places[0].module._parameters[places[0].key]
+        for it in places:
+            it.module._parameters[it.key] = places[0].parameter
 
 
 @contextmanager
@@ -65,11 +64,11 @@ def warning_of_untied(root: nn.Module | None) -> Generator[None]:
     """Warn of tied parameters that code inside has split, each for itself."""
     tied = [] if root is None else _tied_parameters(root)
     yield
-    for names, made in _untied(tied):
-        if any(isinstance(it, DTensor) for it in made):
+    for places in _untied(tied):
+        if any(isinstance(it.parameter, DTensor) for it in places):
             rank_zero_warn(
-                f"{names} were one parameter, and are several since configure_model has split them: "
-                f"they are trained apart. Tie them again behind parallelize_module "
+                f"{_names(places)} were one parameter, and are several since configure_model has split "
+                f"them: they are trained apart. Tie them again behind parallelize_module "
                 f"(self.head.weight = self.embed.weight), if they are split over the same dim"
             )
 
@@ -78,6 +77,11 @@ class _Place(NamedTuple):
     module: nn.Module
     key: str
     name: str
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """Present parameter at this place."""
+        return self.module._parameters.get(self.key)
 
 
 def _tied_parameters(root: nn.Module) -> list[list[_Place]]:
@@ -91,12 +95,13 @@ def _tied_parameters(root: nn.Module) -> list[list[_Place]]:
     return [it for it in places.values() if len(it) > 1]
 
 
-def _untied(tied: Iterable[Sequence[_Place]]) -> Iterator[tuple[str, list[nn.Parameter | None]]]:
-    """Yield names and present parameters of places that do not have the same one any more."""
-    for places in tied:
-        made = [it.module._parameters.get(it.key) for it in places]
-        if any(it is not made[0] for it in made):
-            yield " and ".join(it.name for it in places), made
+def _untied(tied: Iterable[Sequence[_Place]]) -> list[Sequence[_Place]]:
+    """Return the places that do not have the same parameter any more."""
+    return [it for it in tied if any(at.parameter is not it[0].parameter for at in it)]
+
+
+def _names(places: Iterable[_Place]) -> str:
+    return " and ".join(it.name for it in places)
 
 
 def _placements(parameter: torch.Tensor | None) -> object:

@@ -90,7 +90,6 @@ class GradientHooks:
 
     def show_node(self) -> None:
         """Note that a user has been given the node, where all gradients of the parameter end."""
-        self.listen()
         self.node_is_known = True
 
     def listen(self) -> None:

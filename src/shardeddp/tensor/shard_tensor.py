@@ -394,7 +394,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         It takes the values, and keeps its own memory. If the other one is not assigned to in turn
         (two parameters that are swapped), the next step reports it.
         """
-        other = _parameter_over(data)
+        other = _parameter_of_data(data)
         of_other = None if other is None or other is self else other._spec.fqn
         self._spec.mesh.run.note_memory(self._spec.fqn, of_other)
 
@@ -1066,7 +1066,7 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).norm() > 1e-3 * one.norm())
 
 
-def _parameter_over(data: torch.Tensor) -> ShardTensor | None:
+def _parameter_of_data(data: torch.Tensor) -> ShardTensor | None:
     """Return the parameter that a tensor is or is an alias of (`p.data`); None: of none."""
     if not isinstance(data, ShardTensor):
         unsharded = parameter_in(data)
