@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -472,19 +472,38 @@ class Planner:
         # The engine refuses others.
         offloads = [it for it in self.offloads if it == "none" or axes.size == 1]
 
+        # Equal inner units issue equal collectives: those of one are planned, and counted.
+        alike = Counter(zip(traced.alike[1:], usages[1:], strict=True))
+
         @cache
         def transfers(count: int) -> list[Collective]:
-            found = collectives_of_step(costs(False), sharding, count, usages)
+            units = [costs(False)[it] for it in (0, *(place for place, _ in alike))]
+            uses = [usages[0], *(usage for _, usage in alike)]
+            numbers = [1, *alike.values()]
+            found = [
+                replace(it, times=it.times * numbers[it.unit])
+                for it in collectives_of_step(units, sharding, count, uses)
+            ]
             ranks, stride = topology.data_size, axes.tensor_size
             return combined([*found, *broadcasts_of_step(traced.broadcast_nbytes, ranks, stride)])
 
         @cache
-        def memory_plans(
-            offload: str, accumulates: bool
-        ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-            units = costs(offload == "params")
-            used = [unit if it.calls else [] for unit, it in zip(units, usages, strict=True)]
-            return self._memory_plans(units, used, traced.visits, sharding, offload, accumulates)
+        def resting(offload: str) -> MemoryPlan:
+            return memory_between_steps(
+                costs(offload == "params"),
+                sharding,
+                states_per_element=OPTIMIZER_STATES,
+                offload_optimizer=offload == "optimizer",
+            )
+
+        @cache
+        def in_flight(
+            on_host: bool, accumulates: bool
+        ) -> tuple[Sequence[int], Sequence[BackwardMemory]]:
+            # Units that no forward gathers take none.
+            pairs = zip(costs(on_host), usages, strict=True)
+            used = [unit if usage.calls else [] for unit, usage in pairs]
+            return self._in_flight(used, traced.visits, sharding, accumulates)
 
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -515,40 +534,32 @@ class Planner:
                         backward_prefetch=self.backward_prefetch,
                         uneven_units=self.uneven_units,
                     )
-                    memory = memory_at_peak(work, recompute, *memory_plans(offload, count > 1))
+                    flying = in_flight(offload == "params", count > 1)
+                    memory = memory_at_peak(work, recompute, resting(offload), *flying)
                     yield self._timed(choice, memory, work, issued, trained)
 
-    def _memory_plans(
+    def _in_flight(
         self,
         units: Sequence[Sequence[GroupCost]],
-        used: Sequence[Sequence[GroupCost]],
         uses: Sequence[int],
         sharding: ShardingStrategy,
-        offload: str,
         accumulates: bool,
-    ) -> tuple[MemoryPlan, list[int], list[BackwardMemory]]:
-        """Plan the memory of flat buffers: between steps, in forwards, and in the backward.
+    ) -> tuple[Sequence[int], Sequence[BackwardMemory]]:
+        """Plan the memory of flat buffers in forwards, and in the backward.
 
-        ``used`` has the same without those of units that no forward gathers, ``uses`` the unit of
-        each forward.
+        ``uses`` has the unit of each forward.
         """
         ahead, back = self._prefetched()
         return (
-            memory_between_steps(
-                units,
-                sharding,
-                states_per_element=OPTIMIZER_STATES,
-                offload_optimizer=offload == "optimizer",
-            ),
             in_forward(
-                used,
+                units,
                 sharding,
                 prefetch=(ahead, back),
                 accumulates=accumulates,
                 keeps_last=not self.uneven_units,
             ),
             backward_moments(
-                used,
+                units,
                 sharding,
                 prefetch=back,
                 needs_receive_buffer=False,
