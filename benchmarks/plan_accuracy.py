@@ -44,6 +44,14 @@ RECOMPUTES = {
 }
 
 
+PRECISIONS = {
+    **dict.fromkeys(("bf16", "bf16-mixed", "fp16", "16-mixed"), "bf16"),
+    **dict.fromkeys(("bf16-true", "16-true"), "bf16-true"),
+    **dict.fromkeys(("fp32", "32-true"), "32-true"),
+}
+"""The planner's precision by that of a row."""
+
+
 @dataclass(kw_only=True)
 class Run:
     """One published run, with its work and its collectives."""
@@ -124,9 +132,12 @@ def as_run(row: dict[str, Any]) -> Run:
         fused_loss="loss/attn: flash" in row.get("notes", ""),
     )
     length, micro_batch = run["seq_len"], run["micro_batch"]
-    precision = "bf16-true" if run["precision"] == "bf16-true" else "bf16"
+    if run["precision"] not in PRECISIONS:
+        raise ValueError(f"precision {run['precision']}: rates of {', '.join(PRECISIONS)} are known")
+    precision = PRECISIONS[run["precision"]]
     # Megatron's gradients travel in the dtype of its parameters where nothing else is said.
-    reduce = run.get("reduce_dtype") or ("bf16" if run["precision"] == "fp16" else "fp32")
+    is_half = run["precision"] in ("fp16", "16-mixed")
+    reduce = run.get("reduce_dtype") or ("bf16" if is_half else "fp32")
     found = decoder_profile(dims, length, micro_batch, precision, reduce)
     gpu = hardware["gpu"]
     figures = (
@@ -153,6 +164,7 @@ def as_run(row: dict[str, Any]) -> Run:
     trained = sum(group.slice_nbytes for unit in units for group in unit)
     setting = StepSetting(
         micro_batches=accumulation,
+        fp32=precision == "32-true",
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
     )
@@ -393,8 +405,11 @@ def order_of_pairs(runs: Sequence[Run], constants: Constants) -> str:
 def memory_errors(run: Run) -> dict[str, float]:
     """Errors of the planned peak by the kind that was published: in use, or reserved."""
     measured, memory = run.row["measured"], run.memory
-    reserved = memory.peak - memory.context
-    planned = {"reserved": reserved, "in use": reserved - memory.slack}
+    most = min(memory.reserved, int(1e9 * run.cluster.gpu.memory_gb))
+    planned = {
+        "reserved": most - memory.context,
+        "in use": memory.peak - memory.context - memory.slack,
+    }
     published = {
         "reserved" if "reserved" in str(measured.get("peak_kind")) else "in use": measured.get(
             "peak_mem_gib"
@@ -446,7 +461,11 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
             gpus = f"{run.cluster.gpu.name} x {run.cluster.count}"
             seconds = f"{run.measured:9.4f} {predicted(run, constants):9.4f}"
             name = f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s}"
-            print(f"{name} {gpus:16s} {setting:18s} {seconds} {100 * errors[id(run)]:+6.1f} %")
+            taken = 100 * run.memory.peak / (1e9 * run.cluster.gpu.memory_gb)
+            print(
+                f"{name} {gpus:16s} {setting:18s} {seconds} memory {taken:4.0f} %  "
+                f"time {100 * errors[id(run)]:+6.1f} %"
+            )
     for name in sorted(groups):
         print(f"{name:58s} {statistics_of(groups[name])}")
     print(order_of_pairs(timed, constants))

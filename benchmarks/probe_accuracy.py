@@ -101,7 +101,7 @@ def planned(name: str, ranks: int, files: Sequence[Path]) -> tuple[float, float]
         micro_batches=(int(batch),),
         calibrate=files,
     )
-    return plan.best.step.total, plan.best.interval
+    return plan.best.step.total, plan.best.relative_error
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from itertools import count
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import torch
@@ -27,8 +28,9 @@ from shardeddp.planner.work import UnitWork
 from shardeddp.wrap import resolve_policy
 
 REPEATS = 9
-_WITHIN_S = 1.5
-"""Time limit for repetitions of measurements that need no other rank."""
+WINDOW_S = 0.5
+"""Time that all ranks repeat a measurement which needs no other rank. Ranks that share processors
+slow each other down, which a rank that is done before the others does not."""
 _LEAST_S = 1e-5
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -182,20 +184,20 @@ class _Rates(Callback):
 
 
 class _Ranks:
-    """Measurements on all ranks at once; times are the slowest rank's median in seconds."""
+    """Measurements on all ranks at once; times are the slowest rank's typical ones in seconds."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._device = mesh, mesh.device
         self._is_cuda = mesh.device.type == "cuda"
         self.spreads: list[float] = []
-        """Relative excess of the median repetition over the fastest, by measurement."""
+        """Relative difference of later repetitions from earlier ones, by measurement."""
 
     # -- Compute and memory
 
     def matmul(self, size: int, dtype: str) -> Timed:
         """Time the matmul of two square matrices."""
         one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
-        seconds = self._median(lambda: one @ other)
+        seconds = self._typical(lambda: one @ other)
         work = UnitWork(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
         return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
 
@@ -205,7 +207,7 @@ class _Ranks:
         dtype = "bf16" if self._is_cuda else "fp32"
         query = torch.randn(samples, heads, length, width // heads, dtype=_DTYPES[dtype])
         attend = F.scaled_dot_product_attention
-        seconds = self._median(lambda: attend(query, query, query, is_causal=True))
+        seconds = self._typical(lambda: attend(query, query, query, is_causal=True))
         work = UnitWork(attention_flops=2 * samples * width * length**2, kernels=1)
         return Timed(label="attention", dtype=dtype, work=work, seconds=seconds)
 
@@ -224,7 +226,7 @@ class _Ranks:
             loss.backward()
             module.zero_grad()
 
-        ahead, back = self._medians([forward, backward])
+        ahead, back = self._typicals([forward, backward])
         with torch.device("meta"):
             bare = _decoder(sizes)
         found = profile(
@@ -242,7 +244,7 @@ class _Ranks:
         """Measure the bandwidth of a device copy, read plus write, in GB/s."""
         source = torch.ones(COPIED[self._device.type] // 4)
         target = torch.empty_like(source)
-        return 2 * source.nbytes / 1e9 / self._median(lambda: target.copy_(source))
+        return 2 * source.nbytes / 1e9 / self._typical(lambda: target.copy_(source))
 
     def optimizer_gbs(self) -> float:
         """Measure the bandwidth of AdamW in GB/s: 4 reads and 3 writes per parameter element."""
@@ -250,7 +252,7 @@ class _Ranks:
         for it in parameters:
             it.grad = torch.ones_like(it)
         optimizer = torch.optim.AdamW(parameters)
-        return 7 * sum(it.nbytes for it in parameters) / 1e9 / self._median(optimizer.step)
+        return 7 * sum(it.nbytes for it in parameters) / 1e9 / self._typical(optimizer.step)
 
     # -- Communication
 
@@ -271,7 +273,7 @@ class _Ranks:
         self, gather: Collectives, reduce: Collectives, nbytes: int
     ) -> list[TimedCollective]:
         actions = _actions(gather, reduce, nbytes)
-        seconds = self._medians([_waits(it) for it in actions.values()], together=True)
+        seconds = self._typicals([_waits(it) for it in actions.values()], together=True)
         return [
             TimedCollective(kind=kind, ranks=gather.size, nbytes=nbytes, seconds=took)
             for kind, took in zip(actions, seconds, strict=True)
@@ -284,12 +286,12 @@ class _Ranks:
             return {}
         kind, found = self._device.type, dict[str, float]()
         matrix = torch.randn(MATMULS[kind][-2], MATMULS[kind][-2])
-        single = self._median(lambda: torch.mm(matrix, matrix))
+        single = self._typical(lambda: torch.mm(matrix, matrix))
         actions = _actions(mesh.gather, mesh.reduce, GATHERED[kind][-1])
         del actions["all_to_all"]  # layers wait for it
         for name, action in actions.items():
             stream = mesh.gather_stream if name == "all_gather" else mesh.reduce_stream
-            alone = self._medians([_waits(action)], together=True)[0]
+            alone = self._typicals([_waits(action)], together=True)[0]
             times = math.ceil(2 * alone / single)
 
             def compute(times: int = times) -> None:
@@ -305,23 +307,23 @@ class _Ranks:
                 compute()
                 handle.wait()
 
-            computing, together = self._medians([compute, both], together=True)
+            computing, together = self._typicals([compute, both], together=True)
             found[name] = min(1.5, max(0.0, together - computing) / alone)
         return found
 
-    # -- Medians
+    # -- Repetitions
 
-    def _median(self, action: Callable[[], object]) -> float:
-        return self._medians([action])[0]
+    def _typical(self, action: Callable[[], object]) -> float:
+        return self._typicals([action])[0]
 
-    def _medians(
+    def _typicals(
         self, actions: Sequence[Callable[[], object]], *, together: bool = False
     ) -> list[float]:
-        """Median seconds of actions run in turn; ``together``: all ranks run each equally often."""
+        """Typical seconds of actions run in turn; ``together``: all ranks run each equally often."""
         times = [list[float]() for _ in actions]
         self._mesh.user_fingerprints.call("probe")
         began = time.perf_counter()
-        for repeat in range(REPEATS + 1):
+        for repeat in count():
             for action, found in zip(actions, times, strict=True):
                 if together:
                     self._mesh.user_fingerprints.call("probe")
@@ -330,13 +332,16 @@ class _Ranks:
                 action()
                 self._synchronize()
                 found.append(time.perf_counter() - begin)
-            if repeat > 2 and not together and time.perf_counter() - began > _WITHIN_S:
+            is_over = time.perf_counter() - began > WINDOW_S
+            if repeat >= REPEATS if together else repeat > 2 and is_over:
                 break
         kept = [found[1:] for found in times]
-        self.spreads += [median(found) / min(found) - 1 for found in kept]
-        medians = torch.tensor([*map(median, kept)], dtype=torch.double)
-        self._mesh.world.all_reduce_(medians, "max").wait()
-        return medians.tolist()
+        for found in kept:
+            middle = len(found) // 2
+            self.spreads.append(abs(_middle(found[:middle]) / _middle(found[middle:]) - 1))
+        seconds = torch.tensor([*map(_middle, kept)], dtype=torch.double)
+        self._mesh.world.all_reduce_(seconds, "max").wait()
+        return seconds.tolist()
 
     def _synchronize(self) -> None:
         if self._is_cuda:
@@ -356,6 +361,16 @@ def _actions(
         "all_reduce": lambda: reduce.all_reduce_(buffer, "mean"),
         "all_to_all": lambda: gather.all_to_all(arriving, leaving),
     }
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """Return the mean of the middle half.
+
+    Of ranks that share processors, a repetition takes one time or its double: their median is
+    either, their mean is what a run sees.
+    """
+    ordered, aside = sorted(seconds), len(seconds) // 4
+    return fmean(ordered[aside : len(ordered) - aside])
 
 
 def _waits(action: Callable[[], CollectiveHandle]) -> Callable[[], object]:

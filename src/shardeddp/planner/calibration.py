@@ -26,6 +26,7 @@ from shardeddp.planner.cost import (
     Task,
 )
 from shardeddp.planner.work import UnitWork
+from shardeddp.report import human_seconds
 
 VERSION = 6
 """Version of the file format; files of other versions are refused."""
@@ -112,7 +113,7 @@ class Probe:
     collective_s: float
     """Overhead per collective, without its transfer; 0 for a single rank."""
     spread: float
-    """Relative slowdown of repetitions against the fastest: a measure of other load."""
+    """Relative difference of later repetitions from earlier ones: how much the speed drifts."""
     collectives: Sequence[TimedCollective] = ()
     """Timed collectives; empty for a single rank."""
     interference: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -552,8 +553,8 @@ def _factor(seconds: float, planned: Callable[[float], float], what: str) -> flo
     found = math.exp((low + high) / 2)
     if not math.isclose(planned(found), seconds, rel_tol=1e-3):
         raise ConfigurationError(
-            f"{what} took {seconds:.3g} s of a step, and the plan is {planned(found):.3g} s where it is "
-            f"nearest: what was measured before (a probe while the machine was busy) does not go with "
-            f"the run. Measure both again"
+            f"{what} took {human_seconds(seconds)} of a step, and the plan is "
+            f"{human_seconds(planned(found))} where it is nearest: what was measured before (a probe "
+            f"while the machine was busy) does not go with the run. Measure both again"
         )
     return found

@@ -260,6 +260,16 @@ class Memory:
         """Peak bytes of the device."""
         return sum(vars(self).values()) - self.host
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of the device with blocks that its allocator has reserved and cannot use again.
+
+        The first optimizer step puts its states where activations were before, so those of the next
+        step take new blocks. It releases them if memory is short.
+        """
+        freed = self.in_flight + self.activations + self.logits
+        return self.peak + min(self.optimizer, freed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -296,7 +306,7 @@ class Planned:
         return {
             **vars(self.choice),
             "fits": self.fits,
-            "memory_nbytes": {**vars(self.memory), "peak": peak},
+            "memory_nbytes": {**vars(self.memory), "peak": peak, "reserved": self.memory.reserved},
             "memory_interval": [round(peak * (1 + sign * MEMORY_ERROR)) for sign in (-1, 1)],
             "step_seconds": {**vars(self.step), "total": seconds},
             "step_interval": [max(0.0, seconds * (1 + s * self.relative_error)) for s in (-1, 1)],
