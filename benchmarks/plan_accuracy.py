@@ -162,9 +162,11 @@ def as_run(row: dict[str, Any]) -> Run:
     units = [costs_of(unit, topology) for unit in found.units]
     accumulation = run.get("grad_accum") or 1
     trained = sum(group.slice_nbytes for unit in units for group in unit)
+    memory = memory_of_run(run, found, units, sharding)
     setting = StepSetting(
         micro_batches=accumulation,
         fp32=precision == "32-true",
+        shortage=memory.shortage(cluster.gpu),
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
     )
@@ -183,7 +185,7 @@ def as_run(row: dict[str, Any]) -> Run:
         ),
         cluster=cluster,
         profile=found,
-        memory=memory_of_run(run, found, units, sharding),
+        memory=memory,
         measured=seconds_of(row, found),
     )
 
@@ -262,6 +264,7 @@ PRIORS = {
     "latency_us": (30.0, 0.7),
     "hop_us": (7.0, 0.5),
     "interference": (0.2, 0.6),
+    "shortage": (0.1, 0.5),
     "optimizer": (1.5, 0.4),
     "step_ms": (5.0, 0.7),
     "compiled_moved": (
@@ -287,6 +290,7 @@ def predicted(run: Run, constants: Constants) -> float:
         return replace(
             work,
             matmul_flops=work.matmul_flops / rates.get(engine, 1.0),
+            attention_flops=work.attention_flops / rates.get(f"attention {engine}", 1.0),
             moved_nbytes=work.moved_nbytes * moved * rates.get(f"moved {engine}", 1.0),
             kernels=work.kernels * kernels,
         )
@@ -311,8 +315,8 @@ def fit(runs: Sequence[Run]) -> Constants:
         names += [gpu, f"attention {gpu}"]
         spreads += [RATE, 0.2]
     for engine in sorted({run.engine for run in runs}):
-        names += [engine, f"launch {engine}", f"moved {engine}"]
-        spreads += [RATE, LAUNCH, 0.25]
+        names += [engine, f"attention {engine}", f"launch {engine}", f"moved {engine}"]
+        spreads += [RATE, 0.25, LAUNCH, 0.25]
     sizes: defaultdict[str, int] = defaultdict(int)
     for run in runs:
         sizes[run.row["source"]["key"]] += 1

@@ -28,7 +28,7 @@ from shardeddp.planner.cost import (
 from shardeddp.planner.work import UnitWork
 from shardeddp.report import human_seconds
 
-VERSION = 6
+VERSION = 7
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
 """Relative error of predicted step times, 90th percentile over runs outside of the fit."""

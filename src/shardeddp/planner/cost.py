@@ -55,6 +55,8 @@ class Constants:
     """Latency of each hop between neighbours of a ring."""
     interference: float = 0.355
     """Slowdown of compute by overlapped communication."""
+    shortage: float = 0.1
+    """Slowdown of compute by an allocator that releases blocks and reserves them again in a step."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
     """Slowdown by kind of collective, for measured kinds."""
     optimizer: float = 1.03
@@ -97,7 +99,7 @@ class Step:
     reductions: float
     optimizer: float
     launch: float
-    """Time that the device waits for the host."""
+    """Time that the device waits for the host, which launches kernels and finds memory."""
     exchanges: float = 0.0
     """Exchanges of activations in split layers and experts, which wait for them."""
 
@@ -126,6 +128,8 @@ class StepSetting:
     host_gbs: float | None = None
     """Bandwidth in GB/s of an optimizer step on the host; None: the step runs on the device."""
 
+    shortage: float = 0.0
+    """Fraction of the slowdown by allocators that cannot keep their blocks; 0 if they can."""
     forward_prefetch: int = 1
     """Number of units gathered ahead in forward; 0: compute waits for each gather."""
     backward_prefetch: int = 1
@@ -188,6 +192,7 @@ class Task:
             reductions=reductions,
             optimizer=setting.optimizer_nbytes / (rate * 1e9),
             launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
+            + c.shortage * setting.shortage * sum(work.values()) * count
             + c.step_ms * 1e-3
             + c.collective_us * 1e-6 * issued,
             exchanges=exchanges,

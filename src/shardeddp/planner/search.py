@@ -21,7 +21,7 @@ from shardeddp.config import (
     resolve_modules,
 )
 from shardeddp.errors import UsageError, first_three
-from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, GPU, Cluster
 from shardeddp.plan.memory import (
     BackwardMemory,
     GroupCost,
@@ -269,6 +269,10 @@ class Memory:
         """
         freed = self.in_flight + self.activations + self.logits
         return self.peak + min(self.optimizer, freed)
+
+    def shortage(self, gpu: GPU) -> float:
+        """Return 0 if a GPU has what the allocator reserves, 1 if it lacks 5 % or more."""
+        return min(1.0, max(0.0, self.reserved / (gpu.memory_gb * 1e9) - 1) / 0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +611,7 @@ class Planner:
                 optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
+                shortage=memory.shortage(self.cluster.gpu),
                 forward_prefetch=ahead,
                 backward_prefetch=back,
             ),
