@@ -71,12 +71,14 @@ RUN: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_published_run_is_judged(tmp_path: Path) -> None:
-    (tmp_path / "runs.json").write_text(json.dumps({"rows": [RUN]}))
+    others = {**RUN, "id": "fp8", "run": {**RUN["run"], "precision": "fp8"}}
+    (tmp_path / "runs.json").write_text(json.dumps({"rows": [RUN, others]}))
     script = str(ROOT / "benchmarks/plan_accuracy.py")
     command = [sys.executable, script, "--judge", str(tmp_path / "runs.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
+    assert "left out: fp8: ValueError: precision fp8" in done.stdout
     figures = re.fullmatch(r"mean ([\d.]+) median ([\d.]+) p90 ([\d.]+)", last)
     assert figures is not None, last
     assert 0 < float(figures[1]) < 10

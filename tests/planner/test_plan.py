@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 
 from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.errors import ConfigurationError, UsageError
+from shardeddp.planner.cost import FITTED
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import PCIE_GBS
 from shardeddp.planner.source import tokens_of
@@ -190,6 +191,28 @@ def test_inputs_of_recomputed_units_go_to_the_host_and_come_back() -> None:
     more = on_host.best.step.recompute - on_device.best.step.recompute
     assert more == pytest.approx(2 * nbytes / (PCIE_GBS * 1e9))
     assert "cpu_offload: true" in on_host.yaml and not on_host.unplanned
+
+
+def test_steps_are_slower_where_the_allocator_cannot_keep_its_blocks() -> None:
+    dims = Dimensions(layers=16, width=2048, heads=16, vocabulary=32000)
+    options: dict[str, Any] = {"length": 4096, "gpus": 1, "strategies": "no_shard"}
+    options |= {"recomputes": "none", "micro_batches": 1}
+    figures = {"bf16_tflops": 1000.0, "memory_tbs": 3.0, "link_gbs": 400.0}
+
+    def with_memory(gigabytes: float) -> Plan:
+        gpu_figures = {**figures, "memory_gb": gigabytes}
+        return make_plan(dims, gpu="mine", gpu_figures=gpu_figures, **options)
+
+    roomy = with_memory(1000.0)
+    memory, compute = roomy.best.memory, roomy.best.step.compute
+    wanted = memory.reserved + memory.context
+    assert wanted == memory.peak + memory.optimizer
+    for lacking, slowdown in ((0.0, 0.0), (0.02, 0.4), (0.06, 1.0)):
+        short = with_memory(wanted / (1 + lacking) / 1e9)
+        assert short.best.fits
+        more = short.best.step.launch - roomy.best.step.launch
+        assert more == pytest.approx(slowdown * FITTED.shortage * compute, rel=0.1, abs=1e-9)
+        assert ("expandable_segments" in str(short.why())) == (lacking > 0)
 
 
 class Lazy(Module):

@@ -415,7 +415,10 @@ def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> tuple[dict[str,
         "kernel_us": max(_LEAST, 1e6 * kernel),
         "launch_us": 1e6 * host.seconds / max(1, host.work.kernels) if known else _LEAST,
         "launch_backward": host.backward_s / host.seconds,
-        "rates": {**FITTED.rates, gpu.name: 1.0, f"attention {gpu.name}": 1.0},
+        "rates": {
+            **FITTED.rates,
+            **dict.fromkeys((gpu.name, f"attention {gpu.name}", f"moved {gpu.name}"), 1.0),
+        },
     }
     return changed, misfit
 

@@ -23,66 +23,71 @@ class Constants:
     specific to one framework. Every value is positive: the fit varies logarithms.
     """
 
-    matmul: float = 0.961
+    matmul: float = 0.952
     """Rate of large matmuls, as a fraction of the best rate measured on the GPU."""
-    matmul_traffic: float = 0.912
+    matmul_traffic: float = 0.860
     """Time of a matmul's operands and results, as a multiple of their time at full bandwidth."""
-    attention: float = 0.268
+    attention: float = 0.354
     """Rate of fused attention, as a fraction of the dense peak."""
-    moved: float = 0.896
+    moved: float = 0.875
     """Time of element-wise bytes, as a multiple of their time at full bandwidth."""
-    moved_backward: float = 1.65
+    moved_backward: float = 1.73
     """Element-wise bytes of a backward per byte of its forward."""
-    root_moved: float = 1.87
+    root_moved: float = 1.61
     """Element-wise bytes of the root (embedding, logits, loss) per counted byte."""
-    recompute: float = 0.793
+    recompute: float = 0.779
     """Time of a recomputation per time of the forward."""
-    kernel_us: float = 11.4
+    kernel_us: float = 10.9
     """Fixed device time of each kernel."""
-    launch_us: float = 23.6
+    launch_us: float = 23.4
     """Host time of each kernel launch in a forward."""
-    launch_backward: float = 3.19
+    launch_backward: float = 3.29
     """Host time of all launches in a backward per host time of those in the forward."""
-    link: float = 0.741
+    link: float = 0.737
     """Fraction of the intra-node link bandwidth that collectives reach."""
-    network: float = 0.704
+    network: float = 0.715
     """Fraction of the inter-node bandwidth that collectives reach."""
-    network_unstated: float = 0.582
+    network_unstated: float = 0.623
     """Assumed fraction of the reference machine's network where its bandwidth is not given."""
-    latency_us: float = 24.0
+    latency_us: float = 24.1
     """Fixed latency of a collective."""
-    hop_us: float = 6.2
+    hop_us: float = 6.23
     """Latency of each hop between neighbours of a ring."""
-    interference: float = 0.355
+    interference: float = 0.435
     """Slowdown of compute by overlapped communication."""
-    shortage: float = 0.1
+    shortage: float = 0.157
     """Slowdown of compute by an allocator that releases blocks and reserves them again in a step."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
     """Slowdown by kind of collective, for measured kinds."""
-    optimizer: float = 1.03
+    optimizer: float = 1.04
     """Time of an optimizer step, as a multiple of its states' time at full bandwidth."""
-    micro_batch_ms: float = 4.89
+    micro_batch_ms: float = 5.17
     """Host time of each micro-batch, without its kernel launches."""
-    step_ms: float = 2.72
+    step_ms: float = 2.62
     """Fixed host time of an optimizer step."""
     collective_us: float = 1e-3
     """Host time of each collective without its transfer: hooks, enqueueing on a stream, swapping of
     parameters. Nearly 0 unless measured: constants fitted to runs of one strategy have it in
     ``micro_batch_ms``."""
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Relative rate of matmuls and attention by GPU, and of collectives by kind (all-gather: 1)."""
+    """Relative rate of matmuls, of attention and of moved bytes by GPU, and of collectives by kind
+    (all-gather: 1)."""
 
 
 FITTED = Constants(
     rates={
-        "A100-40": 1.08,
-        "A100-80": 1.12,
-        "H100-80": 1.02,
-        "H100-96-500W": 0.802,
+        "A100-40": 1.03,
+        "A100-80": 1.09,
+        "H100-80": 0.993,
+        "H100-96-500W": 0.878,
         "attention A100-40": 1.16,
-        "attention A100-80": 1.17,
-        "attention H100-80": 0.653,
-        "attention H100-96-500W": 0.858,
+        "attention A100-80": 1.18,
+        "attention H100-80": 0.666,
+        "attention H100-96-500W": 0.936,
+        "moved A100-40": 1.19,
+        "moved A100-80": 0.946,
+        "moved H100-80": 0.975,
+        "moved H100-96-500W": 0.881,
     },
 )
 
@@ -256,7 +261,7 @@ def _forward(
     gpu = cluster.gpu
     peak = (gpu.fp32_tflops if setting.fp32 else gpu.bf16_tflops) * 1e12
     bandwidth = gpu.memory_tbs * 1e12
-    moved = work.moved_nbytes * c.moved * factor
+    moved = work.moved_nbytes * c.moved * factor / c.rates.get(f"moved {gpu.name}", 1.0)
     matmul = work.matmul_flops / (peak * gpu.best * c.matmul * c.rates.get(gpu.name, 1.0))
     matmul += c.matmul_traffic * work.matmul_nbytes / bandwidth
     attention_rate = c.rates.get(f"attention {gpu.name}", 1.0)

@@ -262,17 +262,18 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """Bytes of the device with blocks that its allocator has reserved and cannot use again.
+        """Bytes that the allocator reserves (``torch.cuda.max_memory_reserved``) if it can.
 
         The first optimizer step puts its states where activations were before, so those of the next
-        step take new blocks. It releases them if memory is short.
+        step take new blocks.
         """
         freed = self.in_flight + self.activations + self.logits
-        return self.peak + min(self.optimizer, freed)
+        return self.peak - self.context + min(self.optimizer, freed)
 
     def shortage(self, gpu: GPU) -> float:
-        """Return 0 if a GPU has what the allocator reserves, 1 if it lacks 5 % or more."""
-        return min(1.0, max(0.0, self.reserved / (gpu.memory_gb * 1e9) - 1) / 0.05)
+        """Return 0 if a GPU has what the allocator would reserve, 1 if it lacks 5 % or more."""
+        wanted = self.reserved + self.context
+        return min(1.0, max(0.0, wanted / (gpu.memory_gb * 1e9) - 1) / 0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -759,6 +760,12 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
         if room >= 0
         else f"It needs {-room:.1f} GiB more than {memory / GIB:.1f} GiB."
     )
+    if best.fits and best.memory.shortage(cluster.gpu):
+        lines.append(
+            f"Its allocator would reserve {best.memory.reserved / GIB:.1f} GiB to keep its blocks. It "
+            f"releases some and reserves them again in every step, which is slower: set "
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
     size, split = best.choice.shard_size, best.choice.tensor_parallel_size
     node, count = cluster.ranks_per_node // split, cluster.count // split
     layers = [it for it in best.task.collectives if it.phase == "layer"]
