@@ -514,7 +514,7 @@ def main() -> None:
             [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
         )
     else:
-        shipped = with_constants(FITTED, {"compiled_moved": 0.468, "compiled_launch": 0.521})
+        shipped = with_constants(FITTED, {"compiled_moved": 0.454, "compiled_launch": 0.517})
         constants = fit(timed) if timed else shipped
         if options.print_constants:
             print(constants)

@@ -379,7 +379,9 @@ def test_a_layer_of_transformers_fills_its_cache_only_without_gradients() -> Non
     checkpoint_activations(
         nn.Sequential(layer), ActivationCheckpointing(modules=GradientCheckpointingLayer)
     )
-    result = layer(x, past_key_values=cache, use_cache=True)
+    by_name = layer(x, past_key_values=cache, use_cache=True)
+    result = layer(x, cache, True)
+    assert torch.equal(result, by_name)
     torch.testing.assert_close(result, x + layer.linear(x))
     result.sum().backward()
     assert cache == []

@@ -522,6 +522,30 @@ def test_sizes_that_are_none_are_refused(shape: str) -> None:
         make_plan(Chain, inputs=[shape])
 
 
+def test_sizes_without_samples_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"--input float32:4,{WIDTH}: expected a B among the sizes"
+    ):
+        make_plan(Chain, inputs=[f"float32:4,{WIDTH}"])
+
+
+class Untrained(Chain):
+    """Returns what no backward can begin with."""
+
+    def __init__(self, result: str) -> None:
+        super().__init__()
+        self.result = result
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch).detach() if self.result == "Tensor" else None
+
+
+@pytest.mark.parametrize("result", ["Tensor", "NoneType"])
+def test_a_step_without_a_backward_is_refused(result: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"requires a gradient .* found {result}"):
+        make_plan(Untrained(result), inputs=[f"float32:B,{WIDTH}"])
+
+
 def test_figures_of_a_gpu_have_names() -> None:
     figures: Any = {1: 2}
     with pytest.raises(UsageError, match="expected gpu_figures to be figures by name"):
@@ -537,7 +561,12 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bo
     [
         ("full", True, "auto"),
         ("full", {"modules": ["Linear"], "every": 2}, {"modules": "Linear", "every": 2}),
-        ("selective", False, {"save_ops": ["matmul", "attention"]}),
+        ("full", False, {"modules": "torch.nn.modules.linear.Linear"}),
+        (
+            "selective",
+            False,
+            {"modules": "torch.nn.modules.linear.Linear", "save_ops": ["matmul", "attention"]},
+        ),
         ("selective", {"save_ops": "mm"}, {"save_ops": "mm"}),
         ("selective", {"save_ops": [torch.ops.aten.mm]}, {"save_ops": ["aten.mm"]}),
         ("selective", {"save_ops": keep_products}, {"save_ops": f"{__name__}.keep_products"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -90,6 +91,10 @@ class Recomputation:
         self.__wrapped__ = forward
         self._module = module
         self._without = _CACHES if _fills_a_cache(module) else {}
+        places = enumerate(inspect.signature(forward).parameters if self._without else ())
+        self._without_at = {
+            place: self._without[name] for place, name in places if name in self._without
+        }
         self._context_fn = context_fn
         self._cpu_offload = cpu_offload
 
@@ -97,6 +102,7 @@ class Recomputation:
         """Call the forward, with recomputation if gradients are recorded."""
         if not torch.is_grad_enabled() or not self._is_differentiable(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
+        args = tuple(self._without_at.get(place, it) for place, it in enumerate(args))
         kwargs = {name: self._without.get(name, value) for name, value in kwargs.items()}
         if self._cpu_offload:
             if torch.compiler.is_compiling():

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import NormalDist, mean, median
 from typing import Any
 
 WINDOW = 5
@@ -19,6 +19,10 @@ SLOWER = 0.08
 """Relative slowdown of a straggler against the other ranks."""
 BY_CHANCE = 2e-3
 """Probability that a temporary disturbance lasts long enough to count as a straggler."""
+FALSE_NAMES = 0.01
+"""Probability that a rank is named in 200 windows in which all ranks are equally fast."""
+_USUAL_NOISE, _USUAL_COUNT = 0.02, 4
+"""Relative deviation of a rank's time in a window before any is known, and its weight in windows."""
 
 
 class Stragglers:
@@ -27,7 +31,8 @@ class Stragglers:
     Other load on a machine makes ranks slow for a few windows, after which they recover. From these
     follows the required number of consecutive slow windows: if a fraction q of slow windows was
     followed by another one, it is the n with ``q ** n == BY_CHANCE``. On a quiet machine it is
-    ``WINDOWS``. Each rank is reported once.
+    ``WINDOWS``. Where times vary from step to step (sequences of different lengths), a rank has to be
+    slower than that explains. Each rank is reported once.
     """
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class Stragglers:
         windows = [*self._windows][-count:]
         own = mean(sum(it[rank]) for it in windows)
         usual = mean(median(map(sum, _without(it, rank))) for it in windows)
-        if own < (1 + SLOWER) * usual:
+        if own / usual - 1 < max(SLOWER, self._by_chance(count)):
             return ""
         data, compute = (
             mean(
@@ -95,6 +100,29 @@ class Stragglers:
             f"({100 * (own / usual - 1):.0f} % more over {WINDOW * len(windows)} steps), most of "
             f"that {part}"
         )
+
+    def _by_chance(self, count: int) -> float:
+        """Return the relative slowdown in ``count`` windows that chance alone may give a rank."""
+        ranks, known = len(self._windows[0]), len(self._windows) - 1
+        by_window = [_ratios([*map(sum, window)]) for window in self._windows]
+        # The least deviation of each rank is that of the median itself.
+        deviations = [
+            it
+            for ratios in zip(*by_window, strict=True)
+            for usual in [median(ratios)]
+            for it in sorted(abs(it - usual) for it in ratios)[1:]
+        ]
+        # Of normal times the median is 0.67 of the standard deviation, whatever the largest are.
+        found = median(deviations) / 0.6745 if known else 0.0
+        squares = _USUAL_COUNT * _USUAL_NOISE**2 + known * ranks * found**2
+        noise = math.sqrt(squares / (_USUAL_COUNT + known * ranks))
+        return noise * NormalDist().inv_cdf(1 - FALSE_NAMES / (200 * ranks)) / math.sqrt(count)
+
+
+def _ratios(own: Sequence[float]) -> list[float]:
+    """Return each rank's time as a multiple of the median of the others'."""
+    order = sorted(own)
+    return [took / _median_of_others(order, took) for took in own]
 
 
 def _median_of_others(order: Sequence[float], value: float) -> float:

@@ -23,45 +23,45 @@ class Constants:
     specific to one framework. Every value is positive: the fit varies logarithms.
     """
 
-    matmul: float = 0.952
+    matmul: float = 0.977
     """Rate of large matmuls, as a fraction of the best rate measured on the GPU."""
-    matmul_traffic: float = 0.860
+    matmul_traffic: float = 0.913
     """Time of a matmul's operands and results, as a multiple of their time at full bandwidth."""
-    attention: float = 0.354
+    attention: float = 0.288
     """Rate of fused attention, as a fraction of the dense peak."""
-    moved: float = 0.875
+    moved: float = 0.869
     """Time of element-wise bytes, as a multiple of their time at full bandwidth."""
-    moved_backward: float = 1.73
+    moved_backward: float = 1.68
     """Element-wise bytes of a backward per byte of its forward."""
     root_moved: float = 1.61
     """Element-wise bytes of the root (embedding, logits, loss) per counted byte."""
-    recompute: float = 0.779
+    recompute: float = 0.784
     """Time of a recomputation per time of the forward."""
-    kernel_us: float = 10.9
+    kernel_us: float = 11.0
     """Fixed device time of each kernel."""
     launch_us: float = 23.4
     """Host time of each kernel launch in a forward."""
-    launch_backward: float = 3.29
+    launch_backward: float = 3.27
     """Host time of all launches in a backward per host time of those in the forward."""
     link: float = 0.737
     """Fraction of the intra-node link bandwidth that collectives reach."""
-    network: float = 0.715
+    network: float = 0.710
     """Fraction of the inter-node bandwidth that collectives reach."""
-    network_unstated: float = 0.623
+    network_unstated: float = 0.601
     """Assumed fraction of the reference machine's network where its bandwidth is not given."""
-    latency_us: float = 24.1
+    latency_us: float = 24.0
     """Fixed latency of a collective."""
-    hop_us: float = 6.23
+    hop_us: float = 6.18
     """Latency of each hop between neighbours of a ring."""
-    interference: float = 0.435
+    interference: float = 0.401
     """Slowdown of compute by overlapped communication."""
     shortage: float = 0.157
     """Slowdown of compute by an allocator that releases blocks and reserves them again in a step."""
     interferences: Mapping[str, float] = field(default_factory=dict[str, float])
     """Slowdown by kind of collective, for measured kinds."""
-    optimizer: float = 1.04
+    optimizer: float = 1.05
     """Time of an optimizer step, as a multiple of its states' time at full bandwidth."""
-    micro_batch_ms: float = 5.17
+    micro_batch_ms: float = 5.19
     """Host time of each micro-batch, without its kernel launches."""
     step_ms: float = 2.62
     """Fixed host time of an optimizer step."""
@@ -76,18 +76,18 @@ class Constants:
 
 FITTED = Constants(
     rates={
-        "A100-40": 1.03,
-        "A100-80": 1.09,
-        "H100-80": 0.993,
-        "H100-96-500W": 0.878,
-        "attention A100-40": 1.16,
-        "attention A100-80": 1.18,
-        "attention H100-80": 0.666,
-        "attention H100-96-500W": 0.936,
-        "moved A100-40": 1.19,
-        "moved A100-80": 0.946,
-        "moved H100-80": 0.975,
-        "moved H100-96-500W": 0.881,
+        "A100-40": 1.05,
+        "A100-80": 1.11,
+        "H100-80": 1.00,
+        "H100-96-500W": 0.855,
+        "attention A100-40": 1.14,
+        "attention A100-80": 1.17,
+        "attention H100-80": 0.655,
+        "attention H100-96-500W": 0.896,
+        "moved A100-40": 1.20,
+        "moved A100-80": 0.962,
+        "moved H100-80": 0.981,
+        "moved H100-96-500W": 0.851,
     },
 )
 

@@ -145,8 +145,9 @@ class Choice:
             options["mixed_precision"] = (
                 param_dtype if len(dtypes) == 1 and param_dtype else _made("MixedPrecision", dtypes)
             )
-        if self.recompute != "none":
-            asked = recomputation or ActivationCheckpointing()
+        if self.recompute != "none" and not isinstance(policy, SingleUnitPolicy):
+            # Units are recomputed if nothing else is asked for.
+            asked = recomputation or ActivationCheckpointing(modules=policy or "auto")
             try:
                 options["activation_checkpointing"] = _recomputing(asked, self.recompute)
             except LookupError:

@@ -288,6 +288,11 @@ def _takes_two(train: Callable[..., Any]) -> bool:
 
 def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) -> Any:
     if inputs:
+        if not any("B" in re.split("[:, ]", text) for text in inputs):
+            raise ConfigurationError(
+                f"--input {', '.join(inputs)}: expected a B among the sizes, as int64:B,S: plans compare "
+                f"numbers of samples"
+            )
         made = [_tensor(text, samples, length) for text in inputs]
         return tuple(made) if len(made) > 1 else made[0]
     example = getattr(module, "example_input_array", None)

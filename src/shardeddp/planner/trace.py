@@ -502,6 +502,12 @@ class _TracedModel:
                 out = step()
                 self._axes.end_forward(self._module)
                 root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
+                if root is None:
+                    raise ConfigurationError(
+                        f"{type(self._module).__name__} cannot be planned: expected a loss that "
+                        f"requires a gradient from its training step, found {type(out).__name__}; "
+                        f"such a step trains nothing"
+                    )
                 del out
                 recorder.end_step(root, _parameters_of(units[0]))
         except ConfigurationError:
