@@ -503,9 +503,11 @@ class _TracedModel:
                 self._axes.end_forward(self._module)
                 root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
                 if root is None:
+                    is_tensor = isinstance(out, torch.Tensor)
+                    found = "one without" if is_tensor else type(out).__name__
                     raise ConfigurationError(
                         f"{type(self._module).__name__} cannot be planned: expected a loss that "
-                        f"requires a gradient from its training step, found {type(out).__name__}; "
+                        f"requires a gradient from its training step, found {found}; "
                         f"such a step trains nothing"
                     )
                 del out
