@@ -59,6 +59,8 @@ class _FirstRun:
     records: UnitRecords
     collected: Sequence[_Collected]
     """Arguments of hooks that collect outputs of layers inside of it."""
+    saved: Sequence[int]
+    """Places of inputs that autograd has saved."""
 
 
 _Collected: TypeAlias = tuple[str, int, Any]
@@ -85,7 +87,7 @@ class _UnitRuns:
         if first is None:
             out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
-            self._recorder.repeat(first.records, self._inner[index])
+            self._recorder.repeat(first.records, self._inner[index], (args, kwargs), first.saved)
             self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out, collected = first.out, first.collected
         fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
@@ -128,7 +130,12 @@ class _UnitRuns:
             own_work = records.works[own]
             own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
             first = pytree.tree_map(TensorSpec.of, out)
-            self._known[key] = _FirstRun(out=first, records=records, collected=collected)
+            self._known[key] = _FirstRun(
+                out=first,
+                records=records,
+                collected=collected,
+                saved=recorder.saved_places((args, kwargs)),
+            )
         return out, collected
 
 
@@ -405,6 +412,7 @@ def profile(
         broadcast_nbytes=traced.broadcast_nbytes,
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        root_memory=recorder.root_memory,
         visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
