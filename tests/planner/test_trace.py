@@ -395,3 +395,31 @@ def test_the_head_is_what_follows_the_last_unit_that_runs() -> None:
     assert forwards[0] == backwards[0]
     assert forwards[0].matmul_flops == 2.0 * 2 * LENGTH * WIDTH * WIDTH
     assert [it.matmul_flops for it in forwards[1]] == [it.matmul_flops for it in backwards[1][::-1]]
+
+
+class Sampling(nn.Module):
+    """A step that reads every other frame of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of frames (samples, length, width)."""
+        return self.layer(batch[:, ::2].float()).sum()
+
+
+def test_a_batch_is_held_during_the_backward() -> None:
+    found = profile(
+        Sampling(),
+        lambda module, samples: module.training_step(
+            torch.zeros(samples, LENGTH, WIDTH, dtype=torch.uint8)
+        ),
+        policy=resolve_policy({nn.Linear}),
+        micro_batch=2,
+        tokens=2,
+        precision="32-true",
+    )
+    batch = 2 * LENGTH * WIDTH
+    assert found.root_memory.at_begin == batch
+    assert found.root_memory.held_nbytes in range(batch, batch + 16)  # and the loss

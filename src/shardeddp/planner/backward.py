@@ -91,6 +91,9 @@ class RootMemory:
     between: Sequence[Sequence[int]] = ()
     """After each operation of the root: before each forward of a unit, and after the last one."""
 
+    at_begin: int = 0
+    """At the begin of a ``training_step``: the batch."""
+
     at_forward: Sequence[int] = ()
     """At the begin of each forward of a unit."""
 
@@ -114,6 +117,7 @@ class RootMemory:
         ]
         return RootMemory(
             between=[[*map(at, *pair)] for pair in alike],
+            at_begin=at(self.at_begin, two.at_begin),
             at_forward=[*map(at, self.at_forward, two.at_forward)],
             held_nbytes=at(self.held_nbytes, two.held_nbytes),
         )

@@ -90,6 +90,8 @@ class Recorder:
     """The same at the begin of each forward."""
     running: list[int] = field(default_factory=list[int])
     """Those of the running units."""
+    at_begin: int = 0
+    """Bytes that are alive at the begin of the step."""
     root_memory: RootMemory = field(default_factory=RootMemory)
     with_backward: set[int] = field(default_factory=lambda: {0})
     """Units with results that require a gradient."""
@@ -216,6 +218,11 @@ class Recorder:
             if place in saved:
                 self.live.save(it, self.at_forward[begin] + 1)
 
+    def begin_step(self, batch: Any) -> None:
+        """Note the tensors of a batch, which are there before the step."""
+        self.live.add(find_tensors(batch))
+        self.at_begin = self.live.nbytes
+
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
         self.after_units, self.largest[0] = True, 0
@@ -228,6 +235,7 @@ class Recorder:
         counted = self.live.counted()
         self.root_memory = RootMemory(
             between=[[counted[it] for it in span] for span in self.between],
+            at_begin=self.at_begin,
             at_forward=[counted[it] for it in self.at_forward],
             held_nbytes=self.live.unsaved_nbytes,
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias, TypeGuard, cast
 
@@ -498,6 +498,7 @@ class _TracedModel:
                 torch.compiler.set_stance("force_eager"),  # compiled later, not here
                 self._mode,
                 _once_each(units, recorder, reuses=reuses),
+                _holding_batch(self._module, recorder),
                 torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
                 torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
                 recording,
@@ -517,6 +518,32 @@ class _TracedModel:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
+
+
+@contextmanager
+def _holding_batch(module: nn.Module, recorder: Recorder) -> Generator[None]:
+    """Hold the batch of a ``training_step`` until the backward of the loss, as Lightning does."""
+    held: list[Any] = []
+    method = getattr(module, "training_step", None)
+    if method is None:
+        yield
+        return
+
+    @wraps(method)
+    def holding(*args: Any, **kwargs: Any) -> Any:
+        held.append((args, kwargs))
+        recorder.begin_step(held)
+        return method(*args, **kwargs)
+
+    before = vars(module).get("training_step")
+    vars(module)["training_step"] = holding
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["training_step"]
+        else:
+            vars(module)["training_step"] = before
 
 
 def _usage(index: int, units: Sequence[UnitSpec], recorder: Recorder) -> UnitUsage:
