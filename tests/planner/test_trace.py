@@ -423,3 +423,16 @@ def test_a_batch_is_held_during_the_backward() -> None:
     batch = 2 * LENGTH * WIDTH
     assert found.root_memory.at_begin == batch
     assert found.root_memory.held_nbytes in range(batch, batch + 16)  # and the loss
+
+
+def test_a_sum_in_float32_makes_no_copy_of_its_operand() -> None:
+    def kernels(call: Callable[..., torch.Tensor]) -> int:
+        def step(module: nn.Module, samples: int) -> torch.Tensor:
+            return module(torch.zeros(samples, LENGTH, WIDTH))
+
+        model = Calling(lambda layer, x: call(layer(x)))
+        policy = resolve_policy({nn.Linear})
+        found = profile(model, step, policy=policy, micro_batch=2, tokens=2, precision="bf16-mixed")
+        return found.head.kernels
+
+    assert kernels(lambda x: x.sum(-1)) == kernels(lambda x: x.sum(-1, dtype=torch.float32))
