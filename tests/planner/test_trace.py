@@ -395,3 +395,44 @@ def test_the_head_is_what_follows_the_last_unit_that_runs() -> None:
     assert forwards[0] == backwards[0]
     assert forwards[0].matmul_flops == 2.0 * 2 * LENGTH * WIDTH * WIDTH
     assert [it.matmul_flops for it in forwards[1]] == [it.matmul_flops for it in backwards[1][::-1]]
+
+
+class Sampling(nn.Module):
+    """A step that reads every other frame of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of frames (samples, length, width)."""
+        return self.layer(batch[:, ::2].float()).sum()
+
+
+def test_a_batch_is_held_during_the_backward() -> None:
+    found = profile(
+        Sampling(),
+        lambda module, samples: module.training_step(
+            torch.zeros(samples, LENGTH, WIDTH, dtype=torch.uint8)
+        ),
+        policy=resolve_policy({nn.Linear}),
+        micro_batch=2,
+        tokens=2,
+        precision="32-true",
+    )
+    batch = 2 * LENGTH * WIDTH
+    assert found.root_memory.at_begin == batch
+    assert found.root_memory.held_nbytes in range(batch, batch + 16)  # and the loss
+
+
+def test_a_sum_in_float32_makes_no_copy_of_its_operand() -> None:
+    def kernels(call: Callable[..., torch.Tensor]) -> int:
+        def step(module: nn.Module, samples: int) -> torch.Tensor:
+            return module(torch.zeros(samples, LENGTH, WIDTH))
+
+        model = Calling(lambda layer, x: call(layer(x)))
+        policy = resolve_policy({nn.Linear})
+        found = profile(model, step, policy=policy, micro_batch=2, tokens=2, precision="bf16-mixed")
+        return found.head.kernels
+
+    assert kernels(lambda x: x.sum(-1)) == kernels(lambda x: x.sum(-1, dtype=torch.float32))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -82,6 +84,60 @@ class UnitMemory:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RootMemory:
+    """Bytes of tensors that are alive outside of units' forwards, without what units have saved."""
+
+    between: Sequence[Sequence[int]] = ()
+    """After each operation of the root: before each forward of a unit, and after the last one."""
+
+    at_begin: int = 0
+    """At the begin of a ``training_step``: the batch."""
+
+    at_forward: Sequence[int] = ()
+    """At the begin of each forward of a unit."""
+
+    held_nbytes: int = 0
+    """Bytes that the step holds at its end, and that no backward frees: nothing has saved them."""
+
+    def peak(self, visit: int) -> int:
+        """Return the most bytes before a forward of a unit, or after the last one."""
+        return max(self.between[visit], default=0)
+
+    def extrapolate(self, two: RootMemory, micro_batch: int) -> RootMemory:
+        """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
+
+        def at(one: int, other: int) -> int:
+            return one + (micro_batch - 1) * (other - one)
+
+        pairs = [*zip(self.between, two.between, strict=True)]
+        # Other operations: the peaks alone.
+        alike = [
+            pair if len({*map(len, pair)}) == 1 else [[max(it)] for it in pair] for pair in pairs
+        ]
+        return RootMemory(
+            between=[[*map(at, *pair)] for pair in alike],
+            at_begin=at(self.at_begin, two.at_begin),
+            at_forward=[*map(at, self.at_forward, two.at_forward)],
+            held_nbytes=at(self.held_nbytes, two.held_nbytes),
+        )
+
+
+@dataclass(kw_only=True)
+class _Storage:
+    """Storage that an operation has made."""
+
+    alive: StorageWeakRef
+    nbytes: int
+    place: int
+    """Place in the history of the operation."""
+    begin: int
+    """Index of the first count that has it."""
+    end: int | None = None
+    """Index after the last count that has it, if a unit has saved it since; None: while it lives."""
+    is_saved: bool = False
+
+
 class LiveStorages:
     """Storages that operations have made and that are alive."""
 
@@ -95,16 +151,27 @@ class LiveStorages:
         self.history: list[int] = []
         """``nbytes`` after each operation."""
 
-        self._made: dict[int, tuple[StorageWeakRef, int, int]] = {}  # nbytes, place in history
+        self.counts = 0
+        """Number of calls of :meth:`count`."""
+
+        self._made: dict[int, _Storage] = {}
+        self._changes: defaultdict[int, int] = defaultdict(int)  # of freed ones, by count
 
     def add(self, results: Iterable[torch.Tensor]) -> None:
         """Add the results of an operation; storages that were added before count once."""
-        for key in [key for key, (alive, *_) in self._made.items() if alive.expired()]:
-            self.nbytes -= self._made.pop(key)[1]
+        for key in [key for key, it in self._made.items() if it.alive.expired()]:
+            freed = self._made.pop(key)
+            self.nbytes -= freed.nbytes
+            self._note(freed, self._changes)
         for it in results:
             key, memory = storage_of(it), it.untyped_storage()
             if key not in self._made:
-                self._made[key] = StorageWeakRef(memory), memory.nbytes(), len(self.history)
+                self._made[key] = _Storage(
+                    alive=StorageWeakRef(memory),
+                    nbytes=memory.nbytes(),
+                    place=len(self.history),
+                    begin=self.counts,
+                )
                 self.nbytes += memory.nbytes()
         self.history.append(self.nbytes)
         self.peak = max(self.peak, self.nbytes)
@@ -118,7 +185,42 @@ class LiveStorages:
 
     def born(self, tensor: torch.Tensor) -> int:
         """Return the place in ``history`` of the operation that made a tensor's storage."""
-        return self._made[storage_of(tensor)][2] if storage_of(tensor) in self._made else 0
+        return self._made[storage_of(tensor)].place if storage_of(tensor) in self._made else 0
+
+    def count(self) -> int:
+        """Count the bytes that are alive now; return the index in :meth:`counted`."""
+        self.counts += 1
+        return self.counts - 1
+
+    def counted(self) -> list[int]:
+        """Return the bytes of each count, without storages from when :meth:`save` has left them out."""
+        changes = self._changes.copy()
+        for it in self._made.values():
+            self._note(it, changes)
+        return [*accumulate(changes[index] for index in range(self.counts))]
+
+    def save(self, tensor: torch.Tensor, end: int | None) -> None:
+        """Note that autograd has saved a tensor; leave it out of counts from the index ``end`` on."""
+        it = self._made.get(storage_of(tensor))
+        if it is not None and not it.is_saved:
+            it.is_saved, it.end = True, end
+
+    def is_saved(self, tensor: torch.Tensor) -> bool:
+        """Return whether autograd has saved a tensor that an operation has made."""
+        it = self._made.get(storage_of(tensor))
+        return it is not None and it.is_saved
+
+    @property
+    def unsaved_nbytes(self) -> int:
+        """Bytes of storages that are alive and not saved."""
+        return sum(it.nbytes for it in self._made.values() if not it.is_saved)
+
+    def _note(self, storage: _Storage, changes: defaultdict[int, int]) -> None:
+        """Note the counts that have had a storage."""
+        end = self.counts if storage.end is None else min(storage.end, self.counts)
+        if storage.begin < end:
+            changes[storage.begin] += storage.nbytes
+            changes[end] -= storage.nbytes
 
 
 def root_of(outputs: Any) -> torch.Tensor | None:

@@ -45,7 +45,7 @@ class DeviceFunctions(TorchFunctionMode):
         if name in _IN_FLOAT32 | _TO_FLOAT32 and torch.is_autocast_enabled("cpu"):
             if name in _IN_FLOAT32:
                 args, kwargs = pytree.tree_map(_in_float32, (args, kwargs))
-            elif kwargs.get("dtype") is None and _in_float32(args[0]) is not args[0]:
+            elif kwargs.get("dtype") is None and _is_low(args[0]):
                 kwargs = {**kwargs, "dtype": torch.float32}
         if isinstance(func, HigherOrderOperator) and func.name() in _WHAT_IT_CALLS:
             with self:
@@ -53,9 +53,12 @@ class DeviceFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+
+
 def _in_float32(value: Any) -> Any:
-    is_low = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
-    return value.float() if is_low else value
+    return value.float() if _is_low(value) else value
 
 
 def _cond(predicate: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:

@@ -15,7 +15,13 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from shardeddp.engine.hooks import find_tensors
-from shardeddp.planner.backward import LiveStorages, MemoryRecord, UnitMemory, run_backward
+from shardeddp.planner.backward import (
+    LiveStorages,
+    MemoryRecord,
+    RootMemory,
+    UnitMemory,
+    run_backward,
+)
 from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.values import Values, is_grouped
 from shardeddp.planner.work import UnitWork
@@ -78,6 +84,15 @@ class Recorder:
     """True while a backward runs, of which memory and FLOPs alone are recorded."""
     visits: list[int] = field(default_factory=list[int])
     """Unit of each forward, in their order; see :class:`ForwardRecord` of the engine."""
+    between: list[list[int]] = field(default_factory=lambda: [[]])
+    """Counts of what is alive after each operation of the root, before and between forwards."""
+    at_forward: list[int] = field(default_factory=list[int])
+    """The same at the begin of each forward."""
+    running: list[int] = field(default_factory=list[int])
+    """Those of the running units."""
+    at_begin: int = 0
+    """Bytes that are alive at the begin of the step."""
+    root_memory: RootMemory = field(default_factory=RootMemory)
     with_backward: set[int] = field(default_factory=lambda: {0})
     """Units with results that require a gradient."""
     trained: list[UnitWork] = field(default_factory=list[UnitWork])
@@ -121,14 +136,27 @@ class Recorder:
 
     def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
         """Run the forward of a unit; return its results and the bytes that it allocated at most."""
-        self.visits.append(index)
+        self._begin_forward(index)
         around, self.unsaved = self.unsaved, []
         self.inside.append(index)
+        self.running.append(self.at_forward[-1])
         try:
             return self.live.measure(forward)
         finally:
             self.inside.pop()
+            self.running.pop()
             self.unsaved = around
+
+    def _begin_forward(self, index: int) -> None:
+        self.visits.append(index)
+        self.live.add(())  # what has been freed since the last operation
+        self.at_forward.append(self.live.count())
+        self.between.append([])
+
+    def saved_places(self, inputs: Any) -> list[int]:
+        """Return the places of those inputs of a unit that autograd has saved."""
+        tensors = find_tensors(inputs)
+        return [place for place, it in enumerate(tensors) if self.live.is_saved(it)]
 
     def end_forward(
         self,
@@ -169,8 +197,13 @@ class Recorder:
             visits=[places.index(it) for it in self.visits[before.visits :]],
         )
 
-    def repeat(self, first: UnitRecords, places: Sequence[int]) -> None:
-        """Repeat the records of a run of equal units, in the units at these places."""
+    def repeat(
+        self, first: UnitRecords, places: Sequence[int], inputs: Any, saved: Sequence[int]
+    ) -> None:
+        """Repeat the records of a run of equal units, in the units at these places.
+
+        ``saved`` are the places of those inputs that the units save.
+        """
         for at, place in enumerate(places):
             self.work[place].add(first.works[at])
             self.trained[place].add(first.trained[at])
@@ -178,7 +211,17 @@ class Recorder:
             self.memory[place] = first.memory[at]
             if first.has_backward[at]:
                 self.with_backward.add(place)
-        self.visits += [places[at] for at in first.visits]
+        begin = len(self.at_forward)
+        for at in first.visits:
+            self._begin_forward(places[at])
+        for place, it in enumerate(find_tensors(inputs)):
+            if place in saved:
+                self.live.save(it, self.at_forward[begin] + 1)
+
+    def begin_step(self, batch: Any) -> None:
+        """Note the tensors of a batch, which are there before the step."""
+        self.live.add(find_tensors(batch))
+        self.at_begin = self.live.nbytes
 
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
@@ -189,6 +232,13 @@ class Recorder:
         self, root: torch.Tensor | None, parameters: Sequence[tuple[torch.Tensor, torch.dtype]]
     ) -> None:
         """Run the backward of the loss, and note what it has computed: that of the head, or all."""
+        counted = self.live.counted()
+        self.root_memory = RootMemory(
+            between=[[counted[it] for it in span] for span in self.between],
+            at_begin=self.at_begin,
+            at_forward=[counted[it] for it in self.at_forward],
+            held_nbytes=self.live.unsaved_nbytes,
+        )
         head = self.run_backward(0, root, self.anchors, parameters)
         self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
         done, before = UnitWork(), UnitWork()
@@ -287,6 +337,8 @@ class Recorder:
         if key not in self.seen and key not in self.free:
             self.seen.add(key)
             self.known.append(StorageWeakRef(tensor.untyped_storage()))
+            # A unit's saved tensors are known from its begin on.
+            self.live.save(tensor, self.running[-1] + 1 if self.running else None)
             for work in self._targets():
                 work.saved_nbytes += tensor.untyped_storage().nbytes()
         return tensor
@@ -313,10 +365,14 @@ class Recorder:
             return
         if operands and all(storage_of(it) in self.free for it in operands):
             self.free.update(map(storage_of, results))  # casts and views of parameters
+            for it in results:
+                self.live.save(it, 0)
             self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
             return
         if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
             return
+        if not self.inside[-1]:
+            self.between[-1].append(self.live.count())
         nbytes = sum(it.nbytes for it in (*operands, *results))
         index = self.inside[-1]
         if index or self.after_units:

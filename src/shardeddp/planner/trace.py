@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias, TypeGuard, cast
 
@@ -59,6 +59,8 @@ class _FirstRun:
     records: UnitRecords
     collected: Sequence[_Collected]
     """Arguments of hooks that collect outputs of layers inside of it."""
+    saved: Sequence[int]
+    """Places of inputs that autograd has saved."""
 
 
 _Collected: TypeAlias = tuple[str, int, Any]
@@ -85,7 +87,7 @@ class _UnitRuns:
         if first is None:
             out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
-            self._recorder.repeat(first.records, self._inner[index])
+            self._recorder.repeat(first.records, self._inner[index], (args, kwargs), first.saved)
             self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out, collected = first.out, first.collected
         fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
@@ -128,7 +130,12 @@ class _UnitRuns:
             own_work = records.works[own]
             own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
             first = pytree.tree_map(TensorSpec.of, out)
-            self._known[key] = _FirstRun(out=first, records=records, collected=collected)
+            self._known[key] = _FirstRun(
+                out=first,
+                records=records,
+                collected=collected,
+                saved=recorder.saved_places((args, kwargs)),
+            )
         return out, collected
 
 
@@ -405,6 +412,7 @@ def profile(
         broadcast_nbytes=traced.broadcast_nbytes,
         exchanges=[recorder.exchanges[it] for it in order],
         memory=[recorder.memory[it] for it in order],
+        root_memory=recorder.root_memory,
         visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
@@ -490,6 +498,7 @@ class _TracedModel:
                 torch.compiler.set_stance("force_eager"),  # compiled later, not here
                 self._mode,
                 _once_each(units, recorder, reuses=reuses),
+                _holding_batch(self._module, recorder),
                 torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
                 torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
                 recording,
@@ -517,6 +526,32 @@ class _TracedModel:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
+
+
+@contextmanager
+def _holding_batch(module: nn.Module, recorder: Recorder) -> Generator[None]:
+    """Hold the batch of a ``training_step`` until the backward of the loss, as Lightning does."""
+    held: list[Any] = []
+    method = getattr(module, "training_step", None)
+    if method is None:
+        yield
+        return
+
+    @wraps(method)
+    def holding(*args: Any, **kwargs: Any) -> Any:
+        held.append((args, kwargs))
+        recorder.begin_step(held)
+        return method(*args, **kwargs)
+
+    before = vars(module).get("training_step")
+    vars(module)["training_step"] = holding
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["training_step"]
+        else:
+            vars(module)["training_step"] = before
 
 
 def _usage(index: int, units: Sequence[UnitSpec], recorder: Recorder) -> UnitUsage:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from shardeddp.planner.backward import UnitMemory
+from shardeddp.planner.backward import RootMemory, UnitMemory
 from shardeddp.planner.collectives import Exchange, UnitUsage
 from shardeddp.wrap.tree import UnitSpec
 
@@ -70,6 +70,8 @@ class ModelProfile:
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
     """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    root_memory: RootMemory
+    """Memory of the root's forward around those of units."""
     visits: list[int]
     """Unit of each forward, as a place in ``units``, in their order."""
     recomputed: list[bool]
@@ -161,6 +163,7 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            root_memory=self.root_memory.extrapolate(two.root_memory, micro_batch),
             visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
