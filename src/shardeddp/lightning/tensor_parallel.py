@@ -25,7 +25,7 @@ from shardeddp.comm.consistency import checksum
 from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.engine.runtime import Runtime
-from shardeddp.errors import ConfigurationError, first_three
+from shardeddp.errors import ConfigurationError, extend_message, first_three
 from shardeddp.lightning.api import rank_zero_warn
 from shardeddp.lightning.axes import DATA_PARALLEL
 from shardeddp.tensor.module_hooks import state_of
@@ -153,14 +153,14 @@ def explain_shapes(error: BaseException, size: int) -> None:
     text = str(error)
     if "tensor_parallel_" in text or not any(it in text for it in _SHAPES):
         return
-    text = (
-        f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
+    extend_message(
+        error,
+        f"With tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
         f"this rank's 1/{size} of its features. Behind it has to be a 'rowwise' layer and "
         f"nothing that needs all features (a norm, a parameter of their size); or leave the "
         f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output' if all ranks compute "
-        f"the same behind it (attention with heads of each rank does not)."
+        f"the same behind it (attention with heads of each rank does not).",
     )
-    error.args = (text, *error.args[1:])
 
 
 class TensorRankChecks:
