@@ -5,9 +5,13 @@ A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong mom
 a caller may want to catch one thing alone.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+
+log = logging.getLogger(__name__)
 
 # -- Texts in messages
 
@@ -22,6 +26,21 @@ def printable(text: str) -> str:
     Names in files are arbitrary.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def extend_message(error: BaseException, text: str) -> None:
+    """Append a text to the message of an error, or add it as a note to one that makes its message itself."""
+    args, message = error.args, str(error)
+    extended = f"{message}\n\n{text}".lstrip()
+    error.args = (extended, *args[1:])
+    with suppress(Exception):  # of a class that computes with its arguments
+        if str(error) == extended:
+            return
+    error.args = args
+    if add_note := getattr(error, "add_note", None):  # Python 3.11
+        add_note(text)
+    else:
+        log.error(text)
 
 
 def listing(names: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """An error for want of memory keeps its type and says what was held, what was planned, and what to change."""
 
+import sys
 from typing import Any
 from unittest import mock
 
@@ -151,6 +152,27 @@ def test_a_table_that_cannot_be_made_hides_nothing() -> None:
     explain_memory(error, fails)
     assert str(error).startswith("no room\n")
     assert "not counted: KeyError" in str(error)
+
+
+class Computed(RuntimeError):
+    """An error that makes its message of a number."""
+
+    def __str__(self) -> str:
+        return f"out of memory by {self.args[0] + 1} GiB"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are of Python 3.11")
+def test_a_message_that_an_error_makes_itself_is_kept() -> None:
+    for error, text in (
+        (Computed(3), "out of memory by 4 GiB"),
+        (MemoryError("no room", 3), "('no room', 3)"),
+    ):
+        args = error.args
+        for _ in range(2):
+            explain_memory(error, lambda _: ["the table"])
+        assert str(error) == text and error.args == args
+        [note] = getattr(error, "__notes__")  # noqa: B009
+        assert note.startswith("Memory of this rank") and note.endswith("the table")
 
 
 def test_what_is_set_already_is_not_advised() -> None:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ class Unusual(Needs):
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("running", None)
         self.metrics = {"mean": MeanMetric()}
+        self.drop.metrics = deque([MeanMetric()])  # type: ignore[assignment]
+        self.noise = torch.Generator().manual_seed(1)
         object.__setattr__(self, "write", type(self).log.__get__(self))
 
     def need(self, where: str) -> None:
@@ -221,6 +224,8 @@ class Unusual(Needs):
         self.running = value.clone() if last is None else 0.5 * last + value  # type: ignore[reportConstantRedefinition]
         self.register_buffer(f"of_{batch_index}", value.clone())
         self.metrics["mean"].update(value)
+        self.drop.metrics[0].update(value)  # type: ignore[index, union-attr]
+        loss = loss * (1 + torch.rand((), generator=self.noise))
         self.write("bound", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)  # type: ignore[operator]
         super().log(
             "inherited", value, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True
@@ -244,7 +249,12 @@ def compare_unusual(where: str) -> None:
         torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6, msg=key)
     for key, value in dict(expected.named_buffers()).items():
         torch.testing.assert_close(dict(found.named_buffers())[key], value, rtol=0, atol=1e-5)
-    assert found.metrics["mean"].update_count == expected.metrics["mean"].update_count
+    for its, other in (
+        (found.metrics["mean"], expected.metrics["mean"]),
+        (found.drop.metrics[0], expected.drop.metrics[0]),  # type: ignore[index, union-attr]
+    ):
+        assert its.update_count == other.update_count  # type: ignore[union-attr]
+    assert torch.equal(found.noise.get_state(), expected.noise.get_state())
 
 
 @pytest.mark.parametrize("where", ["forward 1", "backward"])
@@ -354,6 +364,21 @@ class Changing(Needs):
         return super().training_step(batch.pop("x"), batch_index)
 
 
+class InPlace(Needs):
+    """Changes a tensor in a list of a metric."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(where)
+        self.mean.add_state("values", [], "cat")
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        values: Any = self.mean.values
+        if not values:
+            values.append(torch.zeros(1))
+        values[0] += 1
+        return super().training_step(batch, batch_index)
+
+
 def logs_of_failure(kind: type[Needs], where: str) -> list[str]:
     lines: list[str] = []
     with (
@@ -371,6 +396,7 @@ def logs_of_failure(kind: type[Needs], where: str) -> list[str]:
     [
         (Frozen, "backward", "blocks.0.norm.weight had a gradient before its backward"),
         (Changing, "forward 1", "a training_step that changes its batch"),
+        (InPlace, "forward 1", "has changed a tensor inside of MeanMetric.values in place"),
     ],
 )
 def test_a_step_that_cannot_be_repeated_says_why(

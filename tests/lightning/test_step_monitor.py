@@ -610,6 +610,41 @@ def test_the_progress_bar_has_one_entry_of_it() -> None:
     assert not [name for name in bar.shown if name.startswith("shardeddp")]
 
 
+class OwnLog(Takes):
+    """Takes fewer arguments to log, and logs a figure of the monitor's name."""
+
+    def log(self, name: str, value: Any) -> None:  # type: ignore[override]
+        super().log(name, value, prog_bar=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("tokens/s", 1.0)
+
+
+class Refuses(CSVLogger):
+    """Refuses the monitor's figures."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Refuse them."""
+        if "shardeddp/tokens_per_s" in metrics:
+            raise ValueError("no slashes")
+
+
+@on_ranks(1)
+def test_a_log_of_the_users_and_a_logger_that_refuses_end_no_training(tmp_path: Path) -> None:
+    bar, logger = Bar(), Refuses(tmp_path)
+    with pytest.warns(UserWarning, match="Refuses has refused its figures") as told:
+        fit(
+            task=OwnLog(),
+            callbacks=(bar,),
+            log_every_n_steps=1,
+            max_steps=24,
+            logger=logger,
+            enable_progress_bar=True,
+        )
+    assert bar.shown["tokens/s"] == 1.0
+    assert len([it for it in told if "refused" in str(it.message)]) == 1
+
+
 class AsksTrainer(Takes):
     """A step that the planner cannot run."""
 

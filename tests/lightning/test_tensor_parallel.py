@@ -1355,6 +1355,37 @@ class TiedAndSplit(TiedByStyles):
     splits_itself = True
 
 
+class BuiltAndSplit(Planned):
+    """Builds the tied layers where it splits one of them."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "inner"):
+            self.inner = TiedByStyles()
+            mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
+            parallelize_module(self.inner, mesh, {"table": ENDS["table"]})
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.loss(x)
+
+
+class BuiltAndTiedAgain(BuiltAndSplit):
+    """Splits both layers, and ties them again."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "inner"):
+            self.inner = TiedByStyles()
+            parallelize_module(self.inner, self.device_mesh["tensor_parallel"], ENDS)  # type: ignore[index]
+            self.inner.words.weight = self.inner.table.weight
+
+
+class TiedByData(TiedByStyles):
+    """Has two parameters with one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight = nn.Parameter(self.table.weight.data)
+
+
 ENDS: Any = {
     "table": RowwiseParallel(input_layouts=Replicate()),
     "words": ColwiseParallel(output_layouts=Replicate()),
@@ -1378,9 +1409,22 @@ def test_weights_that_torch_styles_split_alike_stay_tied(world: Worlds) -> None:
 def test_weights_that_torch_styles_untie_are_named(world: Worlds) -> None:
     told = [lines for _, lines in world(2).run(train_tied_styles, TiedAndSplit, None)]
     assert "table.weight and words.weight were one parameter" in told[0][0]
+    told = [lines for _, lines in world(2).run(train_tied_styles, BuiltAndSplit, None)]
+    assert len(told[0]) == 1
+    assert "inner.table.weight and inner.words.weight were one parameter" in told[0][0]
+    told = [lines for _, lines in world(2).run(train_tied_styles, BuiltAndTiedAgain, None)]
+    assert not told[0]
     with pytest.raises(Exception, match="in different ways") as error:
         world(2).run(train_tied_styles, TiedByStyles, {"words": ENDS["words"]})
     assert "table.weight and words.weight are one parameter" in str(error.value)
+
+
+def test_split_parameters_with_one_memory_are_refused(world: Worlds) -> None:
+    by_names = {"table": "embedding_rowwise", "words": "colwise_gather_output"}
+    for plan in (ENDS, by_names):
+        with pytest.raises(Exception, match="several parameters with the same memory") as error:
+            world(2).run(train_tied_styles, TiedByData, plan)
+        assert "words.weight = table.weight in the model" in str(error.value)
 
 
 class BetweenBlock(Block):

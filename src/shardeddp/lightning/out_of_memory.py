@@ -14,6 +14,7 @@ from shardeddp.config import Options
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.states import UnitState
 from shardeddp.engine.unit import Unit
+from shardeddp.errors import extend_message
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole
@@ -30,13 +31,14 @@ def explain_memory(
 
     To be called while the rank still holds the memory of that moment.
     """
-    if not is_out_of_memory(error) or _HEADING in (text := str(error)):
+    told = [str(error), *getattr(error, "__notes__", ())]
+    if not is_out_of_memory(error) or any(_HEADING in it for it in told):
         return
     try:
         lines = describe(error)
     except Exception as other:  # noqa: BLE001 - the first error is the one to report
         lines = [f"(not counted: {type(other).__name__}: {other})"]
-    error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
+    extend_message(error, "\n".join([_HEADING, *lines]))
 
 
 class MemoryGuard:

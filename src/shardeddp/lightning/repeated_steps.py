@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
-from torchmetrics import Metric, MetricCollection
 
 from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
 from shardeddp.comm import Mesh
@@ -21,6 +19,7 @@ from shardeddp.comm.store import StoreBarrier
 from shardeddp.engine.buffers import has_elements_of_its_own
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.lightning.api import LightningModule, Trainer
+from shardeddp.lightning.held_state import HeldState
 from shardeddp.lightning.out_of_memory import is_out_of_memory
 from shardeddp.lightning.private import logged_values
 from shardeddp.torch_private import pytree
@@ -128,6 +127,12 @@ class RepeatedSteps:
         if deepen is None:
             raise failed
         runtime, step = attempt.runtime, attempt.trainer.global_step
+        if lost := attempt.held.lost():
+            log.error(
+                f"step {step} is not repeated with deeper sharding: it has changed a tensor inside of "
+                f"{lost} in place, of which there is no copy"
+            )
+            raise failed
         if not self._barrier.wait_for_all(f"step {step}: {attempt.place()}", self._patience_s):
             log.error(
                 f"rank {runtime.mesh.rank}: step {step} cannot be repeated with deeper sharding: not "
@@ -174,7 +179,9 @@ class _Attempt:
             )
             for owner in self.module.modules()
         ]
-        self._metrics = [(metric, _state_of(metric)) for metric in _metrics_of(trainer)]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self.held = HeldState([self.module, *callbacks, data])
         # Logged values in the attempt that has come farthest, by part of the step.
         self._logged: Counter[str] = Counter()
 
@@ -226,8 +233,7 @@ class _Attempt:
             owner._buffers.update(buffers)
             for name, value in values.items():
                 owner.get_buffer(name).copy_(value)
-        for metric, state in self._metrics:
-            vars(metric).update(_copied(state))
+        self.held.restore()
 
     @contextmanager
     def logging_once(self, part: str) -> Generator[None]:
@@ -264,44 +270,6 @@ def _explaining(text: str) -> Generator[None]:
         if is_out_of_memory(error):
             log.error(text)
         raise
-
-
-def _metrics_of(trainer: Trainer) -> list[Metric]:
-    """Return the metrics of a module and of callbacks, also those in their lists and dicts."""
-    module: LightningModule = trainer.lightning_module
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    found = dict.fromkeys(it for it in module.modules() if isinstance(it, Metric))
-    kinds = list, tuple, dict, nn.Module
-    holders = (*(it for it in module.modules() if isinstance(it, LightningModule)), *callbacks)
-    for holder in holders:
-        for name, value in vars(holder).items():
-            if name in _OF_MODULES or not isinstance(value, kinds):
-                continue
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, (Metric, MetricCollection)):
-                    found |= dict.fromkeys(it for it in leaf.modules() if isinstance(it, Metric))
-    return [*found]
-
-
-_OF_MODULES = {*vars(nn.Module())}
-"""Attributes of every module; metrics among the children are found by ``modules()``."""
-
-
-def _state_of(metric: Metric) -> dict[str, Any]:
-    """Return copies of all attributes that an update of a metric may change: states and counts."""
-    kinds = bool, int, float, torch.Tensor, list, type(None)
-    return _copied(
-        {name: value for name, value in vars(metric).items() if isinstance(value, kinds)}
-    )
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    def copy_of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        return [*value] if isinstance(value, list) else value  # type: ignore[reportUnknownVariableType]
-
-    return {name: copy_of(value) for name, value in state.items()}
 
 
 def _forget_frames(failed: BaseException) -> None:

@@ -131,6 +131,10 @@ class _Fit:
     """``trainer.global_step`` at the end of the last step."""
     logged: int
     ended: int = 0
+    shows: bool | None = None
+    """Whether the progress bar has an entry of it; None: before the first report."""
+    is_refused: bool = False
+    """Whether a logger has refused figures."""
     counted: list[int] = field(default_factory=lambda: [0, 0])
     """Samples and tokens of the current step."""
     sent: int = 0
@@ -337,7 +341,10 @@ class StepMonitor(Callback):
             self._end_step(trainer, fit)
         if self.report is not None and trainer.progress_bar_callback is not None:
             name, rate = self.report.throughput
-            pl_module.log(name, rate, prog_bar=True, logger=False)
+            if fit.shows is None:
+                fit.shows = name not in trainer.callback_metrics  # else it is one of the user's
+            if fit.shows:  # not by an override of `log`, which may take other arguments
+                LightningModule.log(pl_module, name, rate, prog_bar=True, logger=False)
 
     def _begin_anew(self, fit: _Fit, mesh: Mesh) -> None:
         """Forget the steps so far, which were those of another strategy."""
@@ -357,7 +364,15 @@ class StepMonitor(Callback):
         if due is not None:
             self.report = self._report(due)
             for logger in trainer.loggers:
-                logger.log_metrics(self.report.metrics(), step=fit.step)
+                try:
+                    logger.log_metrics(self.report.metrics(), step=fit.step)
+                except Exception as error:  # noqa: BLE001 - a training is not to end by it
+                    if not fit.is_refused:
+                        fit.is_refused = True
+                        rank_zero_warn(
+                            f"StepMonitor: {type(logger).__name__} has refused its figures, and may "
+                            f"do so again without a warning ({type(error).__name__}: {error})"
+                        )
 
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step and count the model's FLOPs, on rank 0."""

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -24,13 +25,14 @@ from shardeddp.comm.consistency import checksum
 from shardeddp.comm.run_state import describe
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.engine.runtime import Runtime
-from shardeddp.errors import ConfigurationError, first_three
+from shardeddp.errors import ConfigurationError, extend_message, first_three
 from shardeddp.lightning.api import rank_zero_warn
 from shardeddp.lightning.axes import DATA_PARALLEL
 from shardeddp.tensor.module_hooks import state_of
 from shardeddp.tensor.parallel_styles import SplitLayerState, TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor, local_or_whole
-from shardeddp.wrap.tensor_plan import PlannedLayer
+from shardeddp.wrap.tensor_plan import PlannedLayer, refuse_several
+from shardeddp.wrap.tree import join, memory_of
 
 
 def tensor_axis(mesh: Mesh) -> TensorAxis:
@@ -42,13 +44,15 @@ def parallelize(root: nn.Module, layers: Sequence[PlannedLayer], mesh: DeviceMes
     """Split the layers of a plan with torch styles, which create DTensors; tied ones stay tied.
 
     Raises:
-        ConfigurationError: Layers with one parameter are split in different ways.
+        ConfigurationError: Layers with one parameter are split in different ways, or several
+            parameters have one memory.
     """
     styled = [(it.module, it.style) for it in layers if isinstance(it.style, ParallelStyle)]
-    tied = _tied_parameters(root) if styled else []
-    for module, style in styled:
-        parallelize_module(module, mesh, style)
-    for places in _untied(tied):
+    with _watched_splits(root) as split:
+        for module, style in styled:
+            parallelize_module(module, mesh, style)
+    for places in split:
+        refuse_several({it.name: it.former for it in places})
         if len({_placements(it.parameter) for it in places}) > 1:
             raise ConfigurationError(
                 f"{_names(places)} are one parameter, and the styles of tensor_parallel_plan split it "
@@ -62,21 +66,25 @@ def parallelize(root: nn.Module, layers: Sequence[PlannedLayer], mesh: DeviceMes
 @contextmanager
 def warning_of_untied(root: nn.Module | None) -> Generator[None]:
     """Warn of tied parameters that code inside has split, each for itself."""
-    tied = [] if root is None else _tied_parameters(root)
-    yield
-    for places in _untied(tied):
-        if any(isinstance(it.parameter, DTensor) for it in places):
-            rank_zero_warn(
-                f"{_names(places)} were one parameter, and are several since configure_model has split "
-                f"them: they are trained apart. Tie them again behind parallelize_module "
-                f"(self.head.weight = self.embed.weight), if they are split over the same dim"
-            )
+    if root is None:
+        yield
+        return
+    with _watched_splits(root) as split:
+        yield
+    for places in split:
+        rank_zero_warn(
+            f"{_names(places)} were one parameter, and are several since configure_model has split "
+            f"them: they are trained apart. Tie them again behind parallelize_module "
+            f"(self.head.weight = self.embed.weight), if they are split over the same dim"
+        )
 
 
 class _Place(NamedTuple):
     module: nn.Module
     key: str
     name: str
+    former: int
+    """Identity of the parameter before a split."""
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -84,20 +92,38 @@ class _Place(NamedTuple):
         return self.module._parameters.get(self.key)
 
 
-def _tied_parameters(root: nn.Module) -> list[list[_Place]]:
-    """Return the places of each parameter that has several."""
-    places: dict[nn.Parameter, list[_Place]] = {}
-    for path, module in root.named_modules():
+@contextmanager
+def _watched_splits(root: nn.Module) -> Generator[list[list[_Place]]]:
+    """Yield a list that gets, at the end, the places of each memory that code inside has untied.
+
+    These have had one memory, which was split at one of them or more, and do not have one parameter
+    now. Registrations are watched, as the model may be built inside, and memory is compared without
+    keeping it: whole parameters are freed one by one.
+    """
+    found: list[list[_Place]] = []
+    # By identities of modules, and names; with the modules, so that these identities stay theirs.
+    split: dict[tuple[int, str], tuple[nn.Module, int, object]] = {}
+
+    def watch(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        former = module._parameters.get(name)
+        if isinstance(parameter, DTensor) and not isinstance(former, DTensor | None):
+            split[id(module), name] = module, id(former), memory_of(former)
+
+    hook = register_module_parameter_registration_hook(watch)
+    try:
+        yield found
+    finally:
+        hook.remove()
+    memories = {memory: list[_Place]() for _, _, memory in split.values()}
+    for path, module in root.named_modules() if split else ():
         for key, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{path}.{key}" if path else key
-                places.setdefault(parameter, []).append(_Place(module, key, name))
-    return [it for it in places.values() if len(it) > 1]
-
-
-def _untied(tied: Iterable[Sequence[_Place]]) -> list[Sequence[_Place]]:
-    """Return the places that do not have the same parameter any more."""
-    return [it for it in tied if any(at.parameter is not it[0].parameter for at in it)]
+            if parameter is None:
+                continue
+            whole = id(parameter), memory_of(parameter)
+            _, former, memory = split.get((id(module), key), (module, *whole))
+            if memory in memories:
+                memories[memory].append(_Place(module, key, join(path, key), former))
+    found += (it for it in memories.values() if len({id(at.parameter) for at in it}) > 1)
 
 
 def _names(places: Iterable[_Place]) -> str:
@@ -127,14 +153,14 @@ def explain_shapes(error: BaseException, size: int) -> None:
     text = str(error)
     if "tensor_parallel_" in text or not any(it in text for it in _SHAPES):
         return
-    text = (
-        f"{text}\n\nWith tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
+    extend_message(
+        error,
+        f"With tensor_parallel_size={size}, what comes out of a 'colwise' layer is "
         f"this rank's 1/{size} of its features. Behind it has to be a 'rowwise' layer and "
         f"nothing that needs all features (a norm, a parameter of their size); or leave the "
         f"layer out of tensor_parallel_plan, or give it 'colwise_gather_output' if all ranks compute "
-        f"the same behind it (attention with heads of each rank does not)."
+        f"the same behind it (attention with heads of each rank does not).",
     )
-    error.args = (text, *error.args[1:])
 
 
 class TensorRankChecks:

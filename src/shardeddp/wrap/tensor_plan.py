@@ -29,7 +29,7 @@ from shardeddp.tensor.parallel_styles import (
     forget_inputs_after,
     linear_sizes,
 )
-from shardeddp.wrap.tree import has_forward, join
+from shardeddp.wrap.tree import has_forward, join, memory_of
 
 TensorPlan = Literal["auto"] | Mapping[str, Any]
 """``auto``, or styles by pattern of names: a style's name, several of them, or a style of torch."""
@@ -438,15 +438,16 @@ def _without_shared(
 
     In the user's own plan (``strict``), such layers are an error.
     """
-    places: dict[int, list[str]] = {}  # without further names of a module that has several
+    # Without further names of a module that has several.
+    places: dict[object, dict[str, int]] = {}
     for path, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append(join(path, attribute))
+                places.setdefault(memory_of(parameter), {})[join(path, attribute)] = id(parameter)
     names = {id(module): path for path, module in root.named_modules()}
     kept = list(layers)
     while True:
-        splits: dict[int, dict[str, object]] = {}
+        splits: dict[object, dict[str, object]] = {}
         for layer in kept:
             if isinstance(layer.style, ParallelStyle):
                 dim = {"columns": 0, "vocabulary": 0, None: None}.get(layer.style.splits, 1)
@@ -456,16 +457,20 @@ def _without_shared(
                 for name, parameter in _own_parameters(layer, kept):
                     if dim is not None:
                         name = join(names[id(layer.module)], name.rpartition(".")[2])
-                        splits.setdefault(id(parameter), {})[name] = dim, layer.style.fused
+                        ways = splits.setdefault(memory_of(parameter), {})
+                        ways[name] = dim, layer.style.fused
         odd = {
             key
             for key, ways in splits.items()
-            if len(set(ways.values())) > 1 or ways.keys() != set(places[key])
+            if len(set(ways.values())) > 1
+            or ways.keys() != places[key].keys()
+            or len({*places[key].values()}) > 1
         }
         if not odd:
             return kept
         if strict:
-            key = min(odd, key=lambda it: places[it])
+            key = min(odd, key=lambda it: [*places[it]])
+            refuse_several(places[key])
             raise ConfigurationError(
                 f"{' and '.join(places[key])} are one parameter, and tensor_parallel_plan does not "
                 f"split it in one way at all of them: name all of them with styles that split the "
@@ -474,8 +479,23 @@ def _without_shared(
         kept = [
             layer
             for layer in kept
-            if not any(id(it) in odd for _, it in _own_parameters(layer, kept))
+            if not any(memory_of(it) in odd for _, it in _own_parameters(layer, kept))
         ]
+
+
+def refuse_several(places: Mapping[str, int]) -> None:
+    """Raise if places with one memory have several parameters, of which parts would not share it.
+
+    Args:
+        places: Identity of the parameter at each.
+    """
+    if len({*places.values()}) > 1:
+        first, *others = places
+        raise ConfigurationError(
+            f"{' and '.join(places)} are several parameters with the same memory, and "
+            f"tensor_parallel_plan splits it: they would be trained apart. Expected one parameter: "
+            f"{others[0]} = {first} in the model, and not .data"
+        )
 
 
 def _without_repeated(layers: Sequence[PlannedLayer], strict: bool) -> list[PlannedLayer]:

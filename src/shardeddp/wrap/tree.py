@@ -10,6 +10,8 @@ from types import FunctionType
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from shardeddp.errors import ConfigurationError
@@ -174,6 +176,18 @@ def with_one_dtype_of_memory(specs: Iterable[ParameterSpec]) -> tuple[ParameterS
         else replace(spec, compute_in=None, is_forward_copy=False)
         for spec in specs
     )
+
+
+def memory_of(parameter: torch.Tensor) -> object:
+    """Return a key of a tensor's memory: equal for tensors with the same elements there.
+
+    It does not keep the memory alive, and equals no key of later memory at that address.
+    """
+    if is_lazy(parameter) or parameter.layout is not torch.strided or not parameter.numel():
+        return id(parameter)
+    memory = StorageWeakRef(parameter.untyped_storage())
+    kind = parameter.shape, parameter.stride(), parameter.dtype
+    return memory, parameter.storage_offset(), kind
 
 
 def extent_nbytes(tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from shardeddp.wrap.tree import (
     extent_nbytes,
     has_forward,
     join,
+    memory_of,
     module_behind,
     registry_of,
 )
@@ -114,9 +115,7 @@ def _by_memory(found: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
             continue
         storage = storage_of(parameter)
         start = int(parameter.storage_offset()) * parameter.element_size()
-        groups.setdefault(
-            (storage, start, parameter.shape, parameter.stride(), parameter.dtype), []
-        ).append(spec)
+        groups.setdefault(memory_of(parameter), []).append(spec)
         extent = start, start + extent_nbytes(parameter), spec
         extents.setdefault(storage, []).append(extent)
     for lying in extents.values():
