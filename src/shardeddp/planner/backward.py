@@ -100,9 +100,10 @@ class RootMemory:
     held_nbytes: int = 0
     """Bytes that the step holds at its end, and that no backward frees: nothing has saved them."""
 
-    def peak(self, visit: int) -> int:
-        """Return the most bytes before a forward of a unit, or after the last one."""
-        return max(self.between[visit], default=0)
+    @cached_property
+    def peaks(self) -> Sequence[int]:
+        """Most bytes before each forward of a unit, and after the last one."""
+        return [max(span, default=0) for span in self.between]
 
     def extrapolate(self, two: RootMemory, micro_batch: int) -> RootMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""

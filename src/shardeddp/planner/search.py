@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, repeat
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -690,22 +690,17 @@ def memory_at_peak(
     # What forwards have saved is not freed yet in the backward of the last one of them.
     below, running = saved.below, saved.in_backward
     of_root, held = work.root_memory, work.root_memory.held_nbytes
-    # Before each forward: what units have kept, without the root.
-    kept = [nbytes - below[0] for nbytes in below]
     loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
     candidates = [(unsharded[-1], below[-1] + held, head.saved_nbytes + loss)]
     # Before the first gather; the copy of one dtype lives until that of the next one is made.
     copies = max(map(sum, pairwise([0, *work.broadcast_nbytes])), default=0)
     candidates.append((copies, of_root.at_begin, 0))
-    candidates.append((unsharded[-1], below[-1], of_root.peak(-1) - below[0]))
-    for place, unit in enumerate(work.visits):
-        flat, nbytes = unsharded[unit - 1], kept[place]
-        own = of_root.at_forward[place] + work.memory[unit].forward_nbytes
-        candidates.append((flat, nbytes + own, 0))
-        # Around a forward are no more units than in it, and no more than in the one before.
-        if place:
-            flat = min(flat, unsharded[work.visits[place - 1] - 1])
-        candidates.append((flat, nbytes + of_root.peak(place), 0))
+    candidates.append((unsharded[-1], below[-1], of_root.peaks[-1] - below[0]))
+    flat = [unsharded[unit - 1] for unit in work.visits]
+    zeros = repeat(0)
+    candidates += zip(flat, saved.in_forward, zeros, strict=False)
+    # Before a forward are no more units than in it, and no more than in the one before.
+    candidates += zip(map(min, flat, [*flat[:1], *flat]), saved.before_forward, zeros, strict=False)
     candidates += [
         (
             it.nbytes - max(0, it.root_nbytes - at_head),

@@ -181,6 +181,12 @@ class SavedMemory:
     below: Sequence[int]
     """Bytes kept by the forwards before each one, and by all; without the root's head."""
 
+    in_forward: Sequence[int]
+    """Bytes in each forward: kept by those before it, of the root, and its own."""
+
+    before_forward: Sequence[int]
+    """The same before each forward: at the root's peak since the one before."""
+
     on_host: Sequence[int]
     """Bytes of each forward that are in host memory from then to its backward."""
 
@@ -212,9 +218,14 @@ class SavedMemory:
                 running = max(running, given + its.forward_nbytes)
             return running
 
-        units = range(len(profile.units))
+        units, of_root = range(len(profile.units)), profile.root_memory
+        below = [*accumulate([root, *(kept[it] - on_host[it] for it in profile.visits)])]
+        of_units = [nbytes - root for nbytes in below]
+        own = [profile.memory[it].forward_nbytes for it in profile.visits]
         return SavedMemory(
-            below=[*accumulate([root, *(kept[it] - on_host[it] for it in profile.visits)])],
+            below=below,
+            in_forward=[*map(sum, zip(of_units, of_root.at_forward, own, strict=False))],
+            before_forward=[*map(sum, zip(of_units[:-1], of_root.peaks[:-1], strict=True))],
             on_host=[on_host[it] for it in profile.visits],
             in_backward={
                 accumulates: [in_backward(unit, accumulates) for unit in units]
