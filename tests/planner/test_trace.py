@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardeddp.plan.topology import Topology
@@ -436,3 +437,44 @@ def test_a_sum_in_float32_makes_no_copy_of_its_operand() -> None:
         return found.head.kernels
 
     assert kernels(lambda x: x.sum(-1)) == kernels(lambda x: x.sum(-1, dtype=torch.float32))
+
+
+class Checkpointing(nn.Module):
+    """Layers under the checkpointing of torch."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in "1234"]
+        )
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            reentrant = self.use_reentrant
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_units_under_the_checkpointing_of_torch_run_once_and_keep_their_inputs(
+    use_reentrant: bool,
+) -> None:
+    def found(use_reentrant: bool | None) -> ModelProfile:
+        return profile(
+            Checkpointing(use_reentrant),
+            lambda module, samples: module(torch.zeros(samples, LENGTH, dtype=torch.long)).sum(),
+            policy=resolve_policy({nn.Sequential}),
+            micro_batch=2,
+            tokens=2,
+            precision="32-true",
+        )
+
+    plain, under = found(None), found(use_reentrant)
+    assert (under.visits, under.usages) == (plain.visits, plain.usages)
+    assert under.model_flops == plain.model_flops
+    inputs = 4 * 2 * LENGTH * WIDTH * 4
+    kept = sum(it.saved_nbytes for it in under.work)
+    assert inputs <= kept < 1.2 * inputs < sum(it.saved_nbytes for it in plain.work)

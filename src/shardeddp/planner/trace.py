@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
@@ -82,6 +83,8 @@ class _UnitRuns:
 
     def run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward and its backward, or repeat the records of an equal unit."""
+        if self._recorder.is_paused:  # checkpointing around it computes it again
+            return forward(*args, **kwargs)
         key = _signature(self._units[index].module, (args, kwargs), self._kept)
         first = self._known.get(key)
         if first is None:
@@ -505,6 +508,7 @@ class _TracedModel:
                 DeviceFunctions(),
                 flex_attention_on_host(),
                 attention_of_devices(),
+                _without_reentry(),
             ):
                 for index, spec, parameter in self._wrapped:
                     recorder.bind(index, spec, parameter)
@@ -599,6 +603,26 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
             parameter = module._parameters[name]
             if spec.is_wrapped and parameter is not None:
                 yield index, spec, parameter
+
+
+@contextmanager
+def _without_reentry() -> Generator[None]:
+    """Let reentrant checkpointing of a model record gradients in its forward, as the other kind does.
+
+    A unit inside of it has a backward then, which begins at its results.
+    """
+    original = CheckpointFunction.apply
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+    CheckpointFunction.apply = staticmethod(apply)
+    try:
+        yield
+    finally:
+        CheckpointFunction.apply = original
 
 
 @contextmanager
