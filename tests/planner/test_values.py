@@ -49,7 +49,7 @@ def by_where(layer: nn.Module, x: torch.Tensor, index: torch.Tensor) -> Any:
 def by_hits(layer: nn.Module, x: torch.Tensor, index: torch.Tensor) -> Any:
     hits = F.one_hot(index, EXPERTS).permute(2, 1, 0)
     for expert in (hits.sum((-1, -2)) > 0).nonzero()[:1, 0]:
-        layer(x[torch.where(hits[expert])[1]])
+        return layer(x[torch.where(hits[expert])[1]])
 
 
 def by_counts(layer: nn.Module, x: torch.Tensor, index: torch.Tensor) -> Any:
