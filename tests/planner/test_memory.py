@@ -375,7 +375,7 @@ def measured(
 ) -> tuple[int, int, MemoryPlan, int, int]:
     """Bytes that are there between steps, and that a step adds; both as planned; and states."""
     policy = (
-        NamePolicy(["blocks.*", "teacher.*"])
+        NamePolicy(["blocks.*", "teacher.*"] if name in TAUGHT else ["blocks.*"])
         if name in {*REPEATED, *MEASURES, *TAUGHT}
         else resolve_policy("auto")
     )
