@@ -364,8 +364,8 @@ def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
         (lambda it: it["task"]["setting"].update(fp32=1), "fp32: expected something else"),
         (lambda it: it["task"]["setting"].update(recomputes=[]), "recomputes: expected 3 values"),
         (
-            lambda it: it["task"]["collectives"][0].update(kind="broadcast"),
-            r"collectives\[0\]: kind: expected something else, found 'broadcast'",
+            lambda it: it["task"]["collectives"][0].update(kind="scatter"),
+            r"collectives\[0\]: kind: expected something else, found 'scatter'",
         ),
         (lambda it: it["task"]["setting"].update(micro_batches=0), "micro_batches is 0"),
         (lambda it: it["task"]["collectives"][0].update(stride=0), "stride is 0"),
