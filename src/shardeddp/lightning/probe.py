@@ -332,14 +332,15 @@ class _Ranks:
                 action()
                 self._synchronize()
                 found.append(time.perf_counter() - begin)
-            is_over = time.perf_counter() - began > WINDOW_S
-            if repeat >= REPEATS if together else repeat > 2 and is_over:
+            is_late = time.perf_counter() - began > WINDOW_S
+            is_over = repeat >= REPEATS if together else repeat > 2 and is_late
+            if is_over:
                 break
         kept = [found[1:] for found in times]
         for found in kept:
-            middle = len(found) // 2
-            self.spreads.append(abs(_middle(found[:middle]) / _middle(found[middle:]) - 1))
-        seconds = torch.tensor([*map(_middle, kept)], dtype=torch.double)
+            half = len(found) // 2
+            self.spreads.append(abs(_typical_of(found[:half]) / _typical_of(found[half:]) - 1))
+        seconds = torch.tensor([*map(_typical_of, kept)], dtype=torch.double)
         self._mesh.world.all_reduce_(seconds, "max").wait()
         return seconds.tolist()
 
@@ -363,7 +364,7 @@ def _actions(
     }
 
 
-def _middle(seconds: Sequence[float]) -> float:
+def _typical_of(seconds: Sequence[float]) -> float:
     """Return the mean of the middle half.
 
     Of ranks that share processors, a repetition takes one time or its double: their median is

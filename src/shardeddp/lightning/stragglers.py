@@ -23,6 +23,8 @@ FALSE_NAMES = 0.01
 """Probability that a rank is named in 200 windows in which all ranks are equally fast."""
 _USUAL_NOISE, _USUAL_COUNT = 0.02, 4
 """Relative deviation of a rank's time in a window before any is known, and its weight in windows."""
+_LEAST_WINDOWS, _MOST_TIMES = 8, 2000
+"""Windows from which deviations are known at least, and times of ranks at most beyond these."""
 
 
 class Stragglers:
@@ -39,6 +41,7 @@ class Stragglers:
         self._windows: deque[Sequence[tuple[float, float]]] = deque(maxlen=MOST_WINDOWS)
         self._slow: dict[int, int] = {}  # consecutive slow windows, by rank
         self._followed, self._ended = 0, 0  # slow windows of recovered ranks: not last, last
+        self._noise: float | None = None  # of the windows so far; None: not computed
         self.named: list[int] = []
         """Stragglers reported so far."""
 
@@ -59,6 +62,7 @@ class Stragglers:
         if len(window) < 2 or not all(map(sum, window)):
             return ""
         self._windows.append(window)
+        self._noise = None
         own = [*map(sum, window)]
         order = sorted(own)
         least = (1 + SLOWER / 2) * order[(len(order) - 2) // 2]  # lower bound for every rank
@@ -84,7 +88,8 @@ class Stragglers:
         windows = [*self._windows][-count:]
         own = mean(sum(it[rank]) for it in windows)
         usual = mean(median(map(sum, _without(it, rank))) for it in windows)
-        if own / usual - 1 < max(SLOWER, self._by_chance(count)):
+        slower = own / usual - 1
+        if slower < SLOWER or slower < self._by_chance(count):
             return ""
         data, compute = (
             mean(
@@ -103,8 +108,19 @@ class Stragglers:
 
     def _by_chance(self, count: int) -> float:
         """Return the relative slowdown in ``count`` windows that chance alone may give a rank."""
-        ranks, known = len(self._windows[0]), len(self._windows) - 1
-        by_window = [_ratios([*map(sum, window)]) for window in self._windows]
+        if self._noise is None:
+            self._noise = self._deviation()
+        ranks = len(self._windows[0])
+        return (
+            self._noise * NormalDist().inv_cdf(1 - FALSE_NAMES / (200 * ranks)) / math.sqrt(count)
+        )
+
+    def _deviation(self) -> float:
+        """Return the relative deviation of a rank's time in a window, from the last windows."""
+        ranks = len(self._windows[0])
+        last = [*self._windows][-max(_LEAST_WINDOWS, _MOST_TIMES // ranks) :]
+        known = len(last) - 1
+        by_window = [_ratios([*map(sum, window)]) for window in last]
         # The least deviation of each rank is that of the median itself.
         deviations = [
             it
@@ -115,8 +131,7 @@ class Stragglers:
         # Of normal times the median is 0.67 of the standard deviation, whatever the largest are.
         found = median(deviations) / 0.6745 if known else 0.0
         squares = _USUAL_COUNT * _USUAL_NOISE**2 + known * ranks * found**2
-        noise = math.sqrt(squares / (_USUAL_COUNT + known * ranks))
-        return noise * NormalDist().inv_cdf(1 - FALSE_NAMES / (200 * ranks)) / math.sqrt(count)
+        return math.sqrt(squares / (_USUAL_COUNT + known * ranks))
 
 
 def _ratios(own: Sequence[float]) -> list[float]:

@@ -31,7 +31,7 @@ from shardeddp.report import human_seconds
 VERSION = 7
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
-"""Relative error of predicted step times, 90th percentile over runs outside of the fit."""
+"""Relative error of predicted step times, above the 90th percentile over sizes outside of the fit."""
 PROBED, RECORDED = 0.10, 0.15
 """Relative error of step parts that a probe, or a run, measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")

@@ -611,7 +611,6 @@ def _without_reentry() -> Generator[None]:
 
     A unit inside of it has a backward then, which begins at its results.
     """
-    original = CheckpointFunction.apply
 
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         return checkpoint(
@@ -622,7 +621,7 @@ def _without_reentry() -> Generator[None]:
     try:
         yield
     finally:
-        CheckpointFunction.apply = original
+        del CheckpointFunction.apply  # that of all functions is behind it
 
 
 @contextmanager
