@@ -22,11 +22,12 @@ import torch
 
 from shardeddp.config import choose_sharding
 from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
-from shardeddp.plan.memory import backward_moments, plan_memory
+from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.collectives import collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, StepSetting, Task
-from shardeddp.planner.search import MEMORY_ERROR, Memory, combined, in_forward, memory_at_peak
+from shardeddp.planner.memory import BufferMemory, Memory, Peak
+from shardeddp.planner.search import MEMORY_ERROR, combined
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.planner.work import ModelProfile, UnitWork
@@ -215,13 +216,9 @@ def memory_of_run(
             replace(it, saved_nbytes=int(COMPILED_KEPT * it.saved_nbytes)) for it in found.work[1:]
         ]
         found = replace(found, work=[found.work[0], *kept])
-    return memory_at_peak(
-        found,
-        recompute,
-        plan_memory(units, sharding, prefetch=1, **options),
-        in_forward(units, sharding, prefetch=(1, 1), accumulates=bool(options["accumulates"])),
-        backward_moments(units, sharding, prefetch=1, **options),
-    )
+    buffers = BufferMemory.of(units, found.visits, sharding, prefetch=(1, 1), **options)
+    between_steps = plan_memory(units, sharding, prefetch=1, **options)
+    return Peak.of(found, recompute, buffers).memory(between_steps)
 
 
 def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:

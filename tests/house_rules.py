@@ -27,6 +27,7 @@ LAYERS = (
     ("optim",),
     ("checkpoint",),
     ("report",),
+    ("charts",),
     # Reads the layouts of `plan`, and the units and flat buffers of `wrap`, as the engine does; the
     # command line and Lightning's part ask it.
     ("planner",),

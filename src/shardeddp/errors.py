@@ -43,6 +43,18 @@ def extend_message(error: BaseException, text: str) -> None:
         log.error(text)
 
 
+def errors_behind(error: BaseException) -> list[BaseException]:
+    """Return an error with its causes, contexts and members of groups, each once."""
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        at = left.pop()
+        if at is not None and not any(at is it for it in found):  # one may be its own cause
+            found.append(at)
+            left += [at.__cause__, at.__context__, *getattr(at, "exceptions", ())]
+    return found
+
+
 def listing(names: Iterable[str]) -> str:
     """Return names for an error message, at most ten of them."""
     return _first(10, map(repr, names))

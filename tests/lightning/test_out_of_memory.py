@@ -1,6 +1,8 @@
 """An error for want of memory keeps its type and says what was held, what was planned, and what to change."""
 
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -49,16 +51,20 @@ class Needs(TinyGpt):
         self._need("optimizer")
 
 
-def told(where: str, error: BaseException, strategy: str = "full_shard") -> tuple[str, int, int]:
-    """The text of an error, and bytes of main shards and optimizer states as planned."""
+def told(
+    where: str, error: BaseException, strategy: str = "full_shard"
+) -> tuple[str, int, int, dict[str, str]]:
+    """The text of an error, bytes of main shards and optimizer states as planned, and pictures."""
     sharded, task = ShardedDP(strategy, auto_wrap_policy={Block}), Needs()
     task.where, task.error = where, error
-    trainer = make_trainer(sharded, max_steps=4)
-    with pytest.raises(type(error)) as caught:
-        trainer.fit(task, token_loader(32))
+    with TemporaryDirectory() as directory:
+        trainer = make_trainer(sharded, max_steps=4, default_root_dir=f"{directory}/runs")
+        with pytest.raises(type(error)) as caught:
+            trainer.fit(task, token_loader(32))
+        pages = {str(it): it.read_text() for it in Path(directory).glob("runs/*.html")}
     assert caught.value is error
     plan = sharded.memory_plan
-    return str(error), plan.main_shard_nbytes, plan.optimizer_nbytes
+    return str(error), plan.main_shard_nbytes, plan.optimizer_nbytes, pages
 
 
 def row(text: str, name: str) -> list[str]:
@@ -69,7 +75,8 @@ def row(text: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 def test_the_text_goes_on_with_what_is_held_and_what_was_planned(world: Worlds, where: str) -> None:
-    for text, main, states in world(2).run(told, where, torch.cuda.OutOfMemoryError(TEXT)):
+    found = world(2).run(told, where, torch.cuda.OutOfMemoryError(TEXT))
+    for rank, (text, main, states, pages) in enumerate(found):
         assert text.startswith(f"{TEXT}\n\nMemory of this rank")
         assert text.count("Memory of this rank") == 1
         assert row(text, "main shards") == [human_bytes(main)] * 2
@@ -81,6 +88,13 @@ def test_the_text_goes_on_with_what_is_held_and_what_was_planned(world: Worlds, 
         [gathered] = [line for line in text.splitlines() if line.startswith("Gathered units")]
         assert ("blocks.2 (" in gathered) is (where != "optimizer"), "ahead, or kept for backward"
         assert "activation_checkpointing" in text
+        [(path, page)] = pages.items()
+        assert path.endswith(f"out-of-memory-rank-{rank}.html")
+        assert text.endswith(f"This memory by unit, as a picture: {path}")
+        assert f"Out of memory: rank {rank}" in page and "Tried to allocate 2.00 GiB" in page
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert f"<title>{kind}, blocks.1: " in page
+        assert ("units in flight, blocks.2" in page) is (where != "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +154,8 @@ def test_a_gather_without_memory_ends_in_that_error_and_the_next_step_runs(at: i
 
 @on_ranks(1)
 def test_other_errors_stay_as_they_are() -> None:
-    text, *_ = told("forward", RuntimeError("shapes differ"))
-    assert text == "shapes differ"
+    text, *_, pages = told("forward", RuntimeError("shapes differ"))
+    assert text == "shapes differ" and not pages
 
 
 def test_a_table_that_cannot_be_made_hides_nothing() -> None:

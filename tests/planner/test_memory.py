@@ -17,9 +17,9 @@ from shardeddp.engine.activation_checkpointing import checkpoint_activations
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.storage import ReleasedMemory
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.memory import MemoryPlan, backward_moments, plan_memory
+from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
-from shardeddp.planner.search import in_forward, memory_at_peak
+from shardeddp.planner.memory import BufferMemory, Peak
 from shardeddp.planner.trace import profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -346,8 +346,9 @@ def test_a_forward_has_its_unit_and_those_gathered_ahead() -> None:
         ("shard_grad_op", [3, 4, 5, 6, 6, 6, 6]),
     ):
         sharding = SHARDING_STRATEGIES[strategy]
-        found = in_forward(costs, sharding, prefetch=(2, 4), accumulates=False)
-        assert found == [root + number * block for number in expected]
+        visits = range(1, len(costs))
+        found = BufferMemory.of(costs, visits, sharding, prefetch=(2, 4), accumulates=False)
+        assert found.in_forward == [root + number * block for number in expected]
 
 
 def peaks(
@@ -417,7 +418,6 @@ def measured(
         dist.destroy_process_group()
     topology = runtime.mesh.topology
     units = [costs_of(unit, topology, on_host=offload == "params") for unit in traced.units]
-    used = [unit if it.calls else [] for unit, it in zip(units, traced.usages, strict=True)]
     options = {"needs_receive_buffer": True, "accumulates": micro_batches > 1}
     resting = plan_memory(
         units,
@@ -426,18 +426,18 @@ def measured(
         offload_optimizer=offload == "optimizer",
         **options,
     )
-    planned = memory_at_peak(
+    peak = Peak.of(
         traced,
         "none" if recomputed is None else "selective" if recomputed.save_ops else "full",
-        resting,
-        in_forward(
-            used,
-            sharding.sharding,
-            prefetch=(prefetch, prefetch),
-            accumulates=micro_batches > 1,
+        BufferMemory.of(
+            units, traced.visits, sharding.sharding, prefetch=(prefetch, prefetch), **options
         ),
-        backward_moments(used, sharding.sharding, prefetch=prefetch, uses=traced.visits, **options),
     )
+    planned = peak.memory(resting)
+    by_unit = peak.by_unit(offload_optimizer=offload == "optimizer")
+    for kind, parts in by_unit.items():
+        assert sum(parts.values()) == vars(planned)[kind], kind
+        assert min(parts.values(), default=0) >= 0, (kind, parts)
     moving = planned.in_flight + planned.activations + planned.logits
     plan = replace(resting, host_nbytes=planned.host)
     return sum(before), max(accumulate(sizes)), plan, moving, run.states_nbytes()

@@ -140,26 +140,41 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
 
 
 def make_launcher(
-    strategy: Any, environment: ClusterEnvironment, group: RunGroup, sharding: ModelSharding
+    strategy: Any,
+    environment: ClusterEnvironment,
+    group: RunGroup,
+    sharding: ModelSharding,
+    on_error: Callable[[BaseException], None],
 ) -> Any:
-    """Make the launcher of ``plan_only`` or of a start method."""
+    """Make the launcher of ``plan_only`` or of a start method; failed runs call ``on_error`` first."""
     options = group.options
     if options.plan_only:
         return PlanLauncher(strategy)
     if options.start_method == "popen":
-        on_error = partial(_end, group, sharding)
-        return ShardedScriptLauncher(
-            environment, strategy.num_processes, strategy.num_nodes, on_error
-        )
-    return ShardedMultiProcessingLauncher(
-        strategy, options.start_method, sharding.recording, group.explain_and_leave
-    )
+        end = partial(_end, group, sharding, on_error)
+        return ShardedScriptLauncher(environment, strategy.num_processes, strategy.num_nodes, end)
+    leave = partial(_leave, group, on_error)
+    return ShardedMultiProcessingLauncher(strategy, options.start_method, sharding.recording, leave)
 
 
-def _end(group: RunGroup, sharding: ModelSharding, error: BaseException) -> None:
+def _end(
+    group: RunGroup,
+    sharding: ModelSharding,
+    on_error: Callable[[BaseException], None],
+    error: BaseException,
+) -> None:
     """End a run that has failed in this process; callbacks are told of the error next."""
+    on_error(error)
     group.explain_at_exit(error)
     sharding.end_hooks()
+
+
+def _leave(
+    group: RunGroup, on_error: Callable[[BaseException], None], error: BaseException
+) -> None:
+    """End a run that has failed in a spawned or forked rank."""
+    on_error(error)
+    group.explain_and_leave(error)
 
 
 # -- Launcher of spawned and forked ranks

@@ -1,20 +1,27 @@
-"""Out of memory: a rank's memory at the failure, beside the plan, and options that would help."""
+"""Out of memory: a table and a picture of a rank's memory at the failure, and options that would help."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from shardeddp.charts import page, treemap
+from shardeddp.checkpoint.location import is_remote, local_path
 from shardeddp.config import Options
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.states import UnitState
 from shardeddp.engine.unit import Unit
-from shardeddp.errors import extend_message
+from shardeddp.errors import errors_behind, extend_message
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole
@@ -72,40 +79,96 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def memory_lines(
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Memory of a rank when it ran out."""
+
+    lines: Sequence[str]
+    """Table, units and advice for the error's message."""
+    page: str
+    """HTML page with the memory by kind and unit."""
+
+
+class OutOfMemory:
+    """Reports on out-of-memory errors of a strategy's runs.
+
+    The message of an error says what the rank held at that moment. If the run ends by it, a page
+    shows the same by unit.
+    """
+
+    def __init__(self, describe: Callable[[BaseException], MemoryReport]) -> None:
+        self._describe = describe
+        self._page: str | None = None  # of the last error
+
+    def explain(self, error: BaseException) -> None:
+        """Add the memory in use to an out-of-memory error; to be called while the rank holds it."""
+        explain_memory(error, self._lines)
+
+    def during(self, inner: AbstractContextManager[None]) -> MemoryGuard:
+        """Surround a context, and explain an out-of-memory error inside."""
+        return MemoryGuard(inner, self._lines)
+
+    def end_run(self, error: BaseException, directory: str | os.PathLike[str], rank: int) -> None:
+        """Write the page of a rank whose run ends for want of memory into a local directory."""
+        short = [it for it in errors_behind(error) if is_out_of_memory(it)]
+        for it in short[:1]:
+            self.explain(it)  # of a hook that nothing has surrounded
+        page, self._page = self._page, None
+        if not short or page is None or is_remote(directory):
+            return
+        path = Path(local_path(directory)) / f"out-of-memory-rank-{rank}.html"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page)
+        except OSError as refused:
+            extend_message(error, f"No picture of this memory: {refused}")
+        else:
+            extend_message(error, f"This memory by unit, as a picture: {path}")
+
+    def _lines(self, error: BaseException) -> Sequence[str]:
+        report = self._describe(error)
+        self._page = report.page
+        return report.lines
+
+
+def memory_report(
     error: BaseException,
     runtime: Runtime,
     plan: MemoryPlan,
     optimizers: Sequence[Optimizer],
     options: Options,
-) -> list[str]:
-    """Return lines on the memory that a rank holds on its device, without calls to the device."""
+) -> MemoryReport:
+    """Report the memory that a rank holds on its device, without calls to the device."""
     units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
     held = [each.held() for each in units]
-    main, between, in_flight = (
-        sum(getattr(each, name) for each in held)
-        for name in ("main_nbytes", "gradient_nbytes", "in_flight_nbytes")
-    )
+    labels = [unit.label for unit in units]
+    now = {
+        kind: {label: vars(each)[name] for label, each in zip(labels, held, strict=True)}
+        for kind, name in (
+            ("parameters", "main_nbytes"),
+            ("gradients", "gradient_nbytes"),
+            ("in_flight", "in_flight_nbytes"),
+        )
+    }
+    now["optimizer"] = _states(optimizers, units, device)
     rows = {
-        "main shards": (main, plan.main_shard_nbytes),
-        "gradient shards": (between, plan.gradient_shard_nbytes),
-        "optimizer states": (_states(optimizers, device), plan.optimizer_nbytes),
+        "main shards": ("parameters", plan.main_shard_nbytes),
+        "gradient shards": ("gradients", plan.gradient_shard_nbytes),
+        "optimizer states": ("optimizer", plan.optimizer_nbytes),
         "gathered, or gradients on their way": (
-            in_flight,
+            "in_flight",
             plan.retained_nbytes + plan.in_flight_nbytes,
         ),
     }
-    planned = [each for _, each in rows.values()]
+    cells = [
+        ("now", [sum(now[kind].values()) for kind, _ in rows.values()]),
+        ("planned peak", [nbytes for _, nbytes in rows.values()]),
+    ]
     columns = [
         Column(heading="kind", cells=[*rows], footer="without activations", is_number=False),
         *(
-            Column(
-                heading=heading, cells=[*map(human_bytes, cells)], footer=human_bytes(sum(cells))
-            )
-            for heading, cells in (
-                ("now", [now for now, _ in rows.values()]),
-                ("planned peak", planned),
-            )
+            Column(heading=heading, cells=[*map(human_bytes, each)], footer=human_bytes(sum(each)))
+            for heading, each in cells
         ),
     ]
     gathered = [
@@ -113,13 +176,47 @@ def memory_lines(
         for unit, each in zip(units, held, strict=True)
         if unit.state is not UnitState.SHARDED
     ]
-    return [
+    lines = [
         *text_table(columns, terminal_width(80)),
         *_at_work(error, units),
         f"Gathered units: {', '.join(gathered) or 'nothing'}.",
         "What takes less memory:",
         *(f"- {each}" for each in advice(options, device)),
     ]
+    now |= _outside_of_shards(sum(cells[0][1]), device)
+    total = sum(sum(parts.values()) for kind, parts in now.items() if kind != "free")
+    planned = {kind: {"": nbytes} for kind, nbytes in rows.values()}
+    html = page(
+        f"Out of memory: rank {runtime.mesh.world.rank}",
+        str(error).partition("\n")[0],
+        [
+            f"<h2>Held when it ran out: {human_bytes(total)}</h2>",
+            treemap(now, 900, 400),
+            f"<h2>Planned peak, without activations: {human_bytes(sum(cells[1][1]))}</h2>",
+            treemap(planned, 900, 120),
+            "<h2>As a table, and what takes less</h2>",
+            f"<pre>{escape(chr(10).join(lines))}</pre>",
+        ],
+    )
+    return MemoryReport(lines=lines, page=html)
+
+
+def _outside_of_shards(nbytes: int, device: torch.device) -> dict[str, dict[str, int]]:
+    """Return bytes of a GPU beside ``nbytes`` of shards, as its allocator counts them.
+
+    They are activations and other tensors, blocks that it keeps free, and memory that it lacks.
+    Nothing counts those of a host.
+    """
+    if device.type != "cuda":
+        return {}
+    allocated = torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return {
+        "activations": {"and other tensors": max(0, allocated - nbytes)},
+        "slack": {"reserved, not in use": reserved - allocated},
+        "free": {"not reserved": max(0, total - reserved)},
+    }
 
 
 def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
@@ -155,13 +252,19 @@ def advice(options: Options, device: torch.device) -> list[str]:
     return [*lines, "what fits, and how fast it is: shardeddp plan, or ShardedDP(plan_only=True)"]
 
 
-def _states(optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    found: list[Any] = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    local = [local_or_whole(value) for value in found]
-    return sum(each.nbytes for each in local if each.device.type == device.type)
+def _states(
+    optimizers: Iterable[Optimizer], units: Sequence[Unit], device: torch.device
+) -> dict[str, int]:
+    """Return bytes of optimizer states on the device, by unit of the parameter."""
+    unit_of = {
+        id(it): unit.label for unit in units for group in unit.groups for it in group.sharded
+    }
+    found: Counter[str] = Counter()
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    local = local_or_whole(value)
+                    if local.device.type == device.type:
+                        found[unit_of.get(id(parameter), "others")] += local.nbytes
+    return found

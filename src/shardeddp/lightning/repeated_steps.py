@@ -18,6 +18,7 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.store import StoreBarrier
 from shardeddp.engine.buffers import has_elements_of_its_own
 from shardeddp.engine.runtime import Runtime, runtime_of
+from shardeddp.errors import errors_behind
 from shardeddp.lightning.api import LightningModule, Trainer
 from shardeddp.lightning.held_state import HeldState
 from shardeddp.lightning.out_of_memory import is_out_of_memory
@@ -274,16 +275,9 @@ def _explaining(text: str) -> Generator[None]:
 
 def _forget_frames(failed: BaseException) -> None:
     """Drop the tracebacks of an error: their frames hold activations, also after a frame's clear()."""
-    left: list[BaseException | None] = [failed]
-    seen: list[BaseException] = []  # an error may be its own cause
-    while left:
-        error = left.pop()
-        if error is None or any(error is it for it in seen):
-            continue
-        seen.append(error)
+    for error in errors_behind(failed):
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
-        left += [error.__cause__, error.__context__]
 
 
 def _free_memory(device: torch.device) -> None:

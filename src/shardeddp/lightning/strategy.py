@@ -63,7 +63,12 @@ from shardeddp.lightning.expert_parallel import ExpertRankChecks
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import make_launcher
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.out_of_memory import MemoryGuard, explain_memory, memory_lines
+from shardeddp.lightning.out_of_memory import (
+    MemoryGuard,
+    MemoryReport,
+    OutOfMemory,
+    memory_report,
+)
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
@@ -241,6 +246,7 @@ class ShardedDP(ParallelStrategy):
         self._model_sharding = ModelSharding(self._group, self._restore)
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
+        self._out_of_memory = OutOfMemory(self._describe_memory)
         self._callbacks = CallbackAdapters(options.uneven_batches)
         self._repeated: RepeatedSteps | None = None  # of a run whose steps are repeated
         self._runtime: Runtime | None = None
@@ -404,8 +410,13 @@ class ShardedDP(ParallelStrategy):
         accumulates = self.trainer is not None and self.trainer.accumulate_grad_batches > 1
         return self._model_sharding.memory_plan(self.runtime, accumulates=accumulates)
 
-    def _describe_memory(self, error: BaseException) -> list[str]:
-        return memory_lines(error, self.runtime, self.memory_plan, self.optimizers, self.options)
+    def _describe_memory(self, error: BaseException) -> MemoryReport:
+        return memory_report(error, self.runtime, self.memory_plan, self.optimizers, self.options)
+
+    def _report_memory(self, error: BaseException) -> None:
+        """Say what a rank held, and draw it, if a run ends for want of memory."""
+        if self._runtime is not None and self.trainer is not None:
+            self._out_of_memory.end_run(error, self.trainer.default_root_dir, self.global_rank)
 
     def print_units(self) -> None:
         """Print the units and the bytes that each rank stores of them, on rank 0.
@@ -470,7 +481,9 @@ class ShardedDP(ParallelStrategy):
             tensor_size=options.tensor_parallel_size,
             expert_size=options.expert_parallel_size,
         )
-        self._launcher = make_launcher(self, self._environment, self._group, self._model_sharding)
+        self._launcher = make_launcher(
+            self, self._environment, self._group, self._model_sharding, self._report_memory
+        )
 
     def set_world_ranks(self) -> None:
         """Set the rank in the cluster environment and in ``rank_zero_only``."""
@@ -645,7 +658,7 @@ class ShardedDP(ParallelStrategy):
     def _during(self, part: str) -> MemoryGuard:
         mesh = self._group.current
         timed = during(None if mesh is None else mesh.run.clock, part)
-        return MemoryGuard(timed, self._describe_memory)
+        return self._out_of_memory.during(timed)
 
     @override
     def batch_to_device(
@@ -714,7 +727,7 @@ class ShardedDP(ParallelStrategy):
                 outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
                 self._expert_ranks.end_step(runtime)
             except Exception as error:
-                explain_memory(error, self._describe_memory)  # before units are released
+                self._out_of_memory.explain(error)  # before units are released
                 explain_shapes(error, self.options.tensor_parallel_size)
                 raise
         return outputs[0]

@@ -1,7 +1,7 @@
 """Memory plan: bytes that a rank holds between steps and at its peak, from layouts alone."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -217,6 +217,9 @@ class BackwardMemory:
     root_nbytes: int = 0
     """Part of ``nbytes`` that is the root's gradients; those of an embedding come last."""
 
+    unsharded: Collection[int] = ()
+    """Inner units whose parameters are in ``nbytes``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
@@ -431,6 +434,8 @@ class _Use:
     """Number of forwards that ran before that one."""
     unsharded_nbytes: int = 0
     """Bytes of inner units' unsharded parameters, and of the parts kept for their gathers."""
+    unsharded: Collection[int] = ()
+    """Those inner units."""
     closed: Sequence[int] = ()
     """Units whose backwards are over, in their order."""
     opened: Sequence[int] = ()
@@ -459,17 +464,20 @@ def _backward_of(
         unit = uses[position]
         ahead[unit] -= 1
         opened = [it for it in begun if it != unit]
-        unsharded = gathered
+        nbytes = gathered
         if sharding.retains:
-            unsharded = 0
+            near, nbytes = set[int](), 0
         elif sharding.reshard.in_turn:
             near = {unit, *opened, *_last_different(uses, position, prefetch)}
-            unsharded = sum(parameters[it] for it in near)
+            nbytes = sum(parameters[it] for it in near)
+        else:
+            near = {it for it, left in ahead.items() if left or it == unit}
         found.append(
             _Use(
                 unit=unit,
                 position=position,
-                unsharded_nbytes=unsharded + parts,
+                unsharded_nbytes=nbytes + parts,
+                unsharded=near,
                 closed=[*closed],
                 opened=opened,
                 adds=unit in begun,
@@ -550,6 +558,7 @@ class _UnitBytes:
                     unit=it.unit,
                     position=it.position,
                     nbytes=held + it.unsharded_nbytes + max(self._buffers[it.unit], done),
+                    unsharded=it.unsharded,
                     is_over=True,
                 )
             )
@@ -586,6 +595,7 @@ class _UnitBytes:
             unit=it.unit,
             position=it.position,
             nbytes=held + behind + it.unsharded_nbytes + (own if it.is_open else cast),
+            unsharded=it.unsharded,
             own_nbytes=own,
             accumulates=adds,
             root_nbytes=0 if adds_all else sum(self._gradients[:1]),

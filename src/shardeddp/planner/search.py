@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import accumulate, groupby, pairwise, repeat
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,18 +21,8 @@ from shardeddp.config import (
     resolve_modules,
 )
 from shardeddp.errors import UsageError, first_three
-from shardeddp.plan.hardware import GIB, GPU, Cluster
-from shardeddp.plan.memory import (
-    BackwardMemory,
-    GroupCost,
-    MemoryPlan,
-    backward_moments,
-    kept_parts,
-    memory_between_steps,
-    pinned,
-    unit_sums,
-    waiting_gradients,
-)
+from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.plan.memory import GroupCost, MemoryPlan, memory_between_steps
 from shardeddp.plan.sharding_strategy import (
     ShardingStrategy,
     ShardSize,
@@ -47,6 +37,7 @@ from shardeddp.planner.collectives import (
     exchanges_of_step,
 )
 from shardeddp.planner.cost import Step, StepSetting, Task
+from shardeddp.planner.memory import OPTIMIZER_STATES, BufferMemory, Memory, Peak
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, PlannedPrecision, profile
 from shardeddp.planner.work import ModelProfile
@@ -66,17 +57,10 @@ from shardeddp.wrap.tree import function_path, import_path, imported
 
 MEMORY_ERROR = 0.06
 """Relative error of the predicted peak; a plan fits only if the upper end of the interval fits."""
-CONTEXT_NBYTES = int(1.5 * GIB)
-"""GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
-SLACK = 0.08
-"""Fragmentation of the allocator, as a fraction of memory allocated and freed within a step."""
 HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
 """Bandwidth in GB/s between a device and the host, of gradients, parameters and activations."""
-OPTIMIZER_STATES = 2
-"""Optimizer states per trainable parameter element; 2 for Adam."""
-
 RECOMPUTES = ("none", "selective", "full")
 
 OFFLOADS = ("none", "optimizer", "params")
@@ -239,50 +223,13 @@ def _made(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of a rank at the peak of a step, by kind; all but ``host`` sum to the device's peak."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    in_flight: int
-    """Bytes of unsharded parameters and gradients, including communication buffers."""
-    activations: int
-    logits: int
-    """Bytes of the root's activations after the last inner unit: logits, loss, their gradient."""
-    slack: int
-    context: int
-    host: int
-    buffers: int = 0
-    """Buffers of the module, which are not sharded."""
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of the device."""
-        return sum(vars(self).values()) - self.host
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the allocator reserves (``torch.cuda.max_memory_reserved``) if it can.
-
-        The first optimizer step puts its states where activations were before, so those of the next
-        step take new blocks.
-        """
-        freed = self.in_flight + self.activations + self.logits
-        return self.peak - self.context + min(self.optimizer, freed)
-
-    def shortage(self, gpu: GPU) -> float:
-        """Return 0 if a GPU has what the allocator would reserve, 1 if it lacks 5 % or more."""
-        wanted = self.reserved + self.context
-        return min(1.0, max(0.0, wanted / (gpu.memory_gb * 1e9) - 1) / 0.05)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Planned:
     """Choice with its predicted memory and time."""
 
     choice: Choice
     memory: Memory
+    peak: Peak
+    """Moment of a step that ``memory`` is of."""
     step: Step
     relative_error: float
     """Relative error of the step time."""
@@ -305,6 +252,11 @@ class Planned:
     def mfu(self) -> float:
         """Model FLOPs utilization, as a fraction of the dense peak."""
         return self.model_flops / self.step.total / self.peak_flops
+
+    @property
+    def memory_by_unit(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes of ``memory`` by kind and unit; what belongs to no unit has another name."""
+        return self.peak.by_unit(offload_optimizer=self.choice.offload == "optimizer")
 
     def as_json(self) -> dict[str, Any]:
         """Return plain figures: bytes, seconds and intervals."""
@@ -513,13 +465,15 @@ class Planner:
             )
 
         @cache
-        def in_flight(
-            on_host: bool, accumulates: bool
-        ) -> tuple[Sequence[int], Sequence[BackwardMemory]]:
-            # Units that no forward gathers take none.
-            pairs = zip(costs(on_host), usages, strict=True)
-            used = [unit if usage.calls else [] for unit, usage in pairs]
-            return self._in_flight(used, traced.visits, sharding, accumulates)
+        def buffers(on_host: bool, accumulates: bool) -> BufferMemory:
+            return BufferMemory.of(
+                costs(on_host),
+                traced.visits,
+                sharding,
+                prefetch=self._prefetched(),
+                accumulates=accumulates,
+                keeps_last=not self.uneven_units,
+            )
 
         for micro_batch in self.micro_batches:
             samples = micro_batch * topology.data_size
@@ -535,6 +489,10 @@ class Planner:
                     recomputed=[it and recompute != "none" for it in work.recomputed],
                 )
                 issued = [*transfers(count), *combined(exchanges)]
+                peaks = {
+                    on_host: Peak.of(work, recompute, buffers(on_host, count > 1))
+                    for on_host in {it == "params" for it in offloads}
+                }
                 for offload in offloads:
                     choice = Choice(
                         strategy=strategy,
@@ -550,40 +508,9 @@ class Planner:
                         backward_prefetch=self.backward_prefetch,
                         uneven_units=self.uneven_units,
                     )
-                    flying = in_flight(offload == "params", count > 1)
-                    memory = memory_at_peak(work, recompute, resting(offload), *flying)
-                    yield self._timed(choice, memory, work, issued, trained)
-
-    def _in_flight(
-        self,
-        units: Sequence[Sequence[GroupCost]],
-        uses: Sequence[int],
-        sharding: ShardingStrategy,
-        accumulates: bool,
-    ) -> tuple[Sequence[int], Sequence[BackwardMemory]]:
-        """Plan the memory of flat buffers in forwards, and in the backward.
-
-        ``uses`` has the unit of each forward.
-        """
-        ahead, back = self._prefetched()
-        return (
-            in_forward(
-                units,
-                sharding,
-                prefetch=(ahead, back),
-                accumulates=accumulates,
-                keeps_last=not self.uneven_units,
-            ),
-            backward_moments(
-                units,
-                sharding,
-                prefetch=back,
-                needs_receive_buffer=False,
-                accumulates=accumulates,
-                uses=uses,
-                keeps_last=not self.uneven_units,
-            ),
-        )
+                    peak = peaks[offload == "params"]
+                    memory = peak.memory(resting(offload))
+                    yield self._timed(choice, peak, memory, work, issued, trained)
 
     def _prefetched(self) -> tuple[int, int]:
         """Return the numbers of units gathered ahead, in forward and in backward."""
@@ -592,6 +519,7 @@ class Planner:
     def _timed(
         self,
         choice: Choice,
+        peak: Peak,
         memory: Memory,
         work: ModelProfile,
         collectives: Sequence[Collective],
@@ -623,108 +551,19 @@ class Planner:
         whole = self.profile(choice.precision, choice.micro_batch)  # ranks repeat some work
         flops = whole.model_flops / size * choice.micro_batches
         gpu = self.cluster.gpu
-        peak = (gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops) * 1e12
         return Planned(
             choice=choice,
             memory=memory,
+            peak=peak,
             step=step,
             relative_error=self.calibration.relative_error(step),
             task=task,
             tokens=work.tokens * choice.micro_batches * (self.cluster.count // size),
             counted="samples" if work.tokens == choice.micro_batch else "tokens",
             model_flops=flops,
-            peak_flops=peak,
+            peak_flops=(gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops) * 1e12,
             fits=memory.peak * (1 + MEMORY_ERROR) <= gpu.memory_gb * 1e9,
         )
-
-
-def in_forward(
-    units: Sequence[Sequence[GroupCost]],
-    sharding: ShardingStrategy,
-    *,
-    prefetch: tuple[int, int],
-    accumulates: bool,
-    keeps_last: bool = True,
-) -> list[int]:
-    """Return bytes of unsharded parameters and waiting gradients in forwards and at the loss.
-
-    One figure for the forward of each inner unit; the last is for the backward of the loss, when
-    the last unit is still unsharded and those before it are prefetched.
-    ``prefetch`` has the depths of the forward and of the backward prefetch. ``keeps_last`` is False
-    if the last unit is released as all others are.
-    """
-    root, *inner = unit_sums(units, lambda it: it.gathered_nbytes)
-    ahead, back = prefetch
-    ends = range(1 + ahead, len(inner) + 1 + ahead)
-    if sharding.retains:
-        unsharded = [0] * len(units)
-    elif sharding.reshard.in_turn:
-        unsharded = [root + sum(inner[end - 1 - ahead : end]) for end in ends]
-        unsharded.append(root + sum(inner[len(inner) - max(int(keeps_last), back) :]))
-    else:
-        unsharded = [root + sum(inner[:end]) for end in (*ends, None)]
-    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
-    # A unit keeps its part before it is released.
-    kept = [*accumulate(kept_parts(units, sharding, range(1, len(units)), keeps_last=keeps_last))]
-    return [
-        waiting + nbytes + parts
-        for nbytes, parts in zip(unsharded, (*kept[1:], kept[-1]), strict=True)
-    ]
-
-
-def memory_at_peak(
-    work: ModelProfile,
-    recompute: str,
-    between_steps: MemoryPlan,
-    unsharded: Sequence[int],
-    moments: Sequence[BackwardMemory],
-) -> Memory:
-    """Predict the bytes of a rank at the peak of a step.
-
-    Candidates are the broadcast of buffers, the forwards of the root and of each unit, the backward
-    of the loss, when all saved activations exist, and the recomputation and backward of each unit.
-    ``unsharded`` comes from :func:`in_forward`, and ``moments`` from :func:`backward_moments`.
-    """
-    head, of_loss, saved = work.head, work.memory[0].backward, work.saved[recompute]
-    at_head = max(of_loss.gradients, default=0)
-    # What forwards have saved is not freed yet in the backward of the last one of them.
-    below, running = saved.below, saved.in_backward
-    of_root, held = work.root_memory, work.root_memory.held_nbytes
-    loss = of_loss.accumulating_peak if moments[0].accumulates else of_loss.peak
-    candidates = [(unsharded[-1], below[-1] + held, head.saved_nbytes + loss)]
-    # Before the first gather; the copy of one dtype lives until that of the next one is made.
-    copies = max(map(sum, pairwise([0, *work.broadcast_nbytes])), default=0)
-    candidates.append((copies, of_root.at_begin, 0))
-    candidates.append((unsharded[-1], below[-1], of_root.peaks[-1] - below[0]))
-    flat = [unsharded[unit - 1] for unit in work.visits]
-    zeros = repeat(0)
-    candidates += zip(flat, saved.in_forward, zeros, strict=False)
-    # Before a forward are no more units than in it, and no more than in the one before.
-    candidates += zip(map(min, flat, [*flat[:1], *flat]), saved.before_forward, zeros, strict=False)
-    candidates += [
-        (
-            it.nbytes - max(0, it.root_nbytes - at_head),
-            below[it.position]
-            + (0 if it.is_over else running[it.accumulates][it.unit])
-            - it.own_nbytes
-            + held,
-            0,
-        )
-        for it in moments
-    ]
-    in_flight, activations, logits = max(candidates, key=sum)
-    return Memory(
-        parameters=between_steps.main_shard_nbytes + between_steps.retained_nbytes,
-        gradients=between_steps.gradient_shard_nbytes,
-        optimizer=between_steps.optimizer_nbytes,
-        in_flight=in_flight,
-        activations=activations,
-        logits=logits,
-        slack=int(SLACK * (in_flight + activations + logits)),
-        context=CONTEXT_NBYTES,
-        host=between_steps.host_nbytes + sum(map(pinned, saved.on_host)),
-        buffers=work.buffers_nbytes,
-    )
 
 
 def combined(collectives: Sequence[Collective]) -> list[Collective]:
