@@ -204,18 +204,17 @@ def memory_of_run(
     recompute = run.get("activation_checkpointing") or "none"
     if recompute == "selective-op":  # torchtitan keeps attention and every other matmul
         # of a unit with parameters of its own: its input is as large as attention's result
-        half = [
-            replace(it, costly_nbytes=(it.costly_nbytes + it.input_nbytes) // 2)
-            for it in found.work
-        ]
-        found, recompute = replace(found, work=half), "selective"
+        given, whole = found.kept["selective"], found.kept["none"].kept
+        half = [own + nbytes // 2 for own, nbytes in zip(given.given, given.kept, strict=True)]
+        again = [max(0, of - own) for of, own in zip(whole, half, strict=True)]
+        kept = replace(given, kept=half, again=again)
+        found, recompute = replace(found, kept={"selective": kept}), "selective"
     elif recompute == "selective":  # Megatron computes attention's core again: fused keeps none
         recompute = "none"
     if run.get("compile") and recompute == "none":
-        kept = [
-            replace(it, saved_nbytes=int(COMPILED_KEPT * it.saved_nbytes)) for it in found.work[1:]
-        ]
-        found = replace(found, work=[found.work[0], *kept])
+        whole = found.kept["none"]
+        kept = replace(whole, kept=[int(COMPILED_KEPT * it) for it in whole.kept])
+        found = replace(found, kept={"none": kept})
     buffers = BufferMemory.of(units, found.visits, sharding, prefetch=(1, 1), **options)
     between_steps = plan_memory(units, sharding, prefetch=1, **options)
     return Peak.of(found, recompute, buffers).memory(between_steps)

@@ -143,7 +143,7 @@ def test_known_values_of_a_unit_s_result_are_known_outside_of_it() -> None:
     found = profile(
         Choosing(), step, policy=policy, precision="32-true", micro_batch=VECTORS, tokens=VECTORS
     )
-    assert found.work[-1].input_nbytes == RESULT // 2
+    assert found.work[-1].matmul_flops == RESULT // 4  # of half of the vectors
 
 
 def test_a_loss_of_results_that_units_have_not_returned_is_estimated() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -200,16 +201,15 @@ class LiveStorages:
             self._note(it, changes)
         return [*accumulate(changes[index] for index in range(self.counts))]
 
-    def save(self, tensor: torch.Tensor, end: int | None) -> None:
-        """Note that autograd has saved a tensor; leave it out of counts from the index ``end`` on."""
-        it = self._made.get(storage_of(tensor))
+    def begin(self, storage: int) -> int:
+        """Return the index of the first count that has a storage; ``sys.maxsize``: it is unknown."""
+        return self._made[storage].begin if storage in self._made else sys.maxsize
+
+    def save(self, storage: int, end: int | None) -> None:
+        """Note that autograd has saved a storage; leave it out of counts from the index ``end`` on."""
+        it = self._made.get(storage)
         if it is not None and not it.is_saved:
             it.is_saved, it.end = True, end
-
-    def is_saved(self, tensor: torch.Tensor) -> bool:
-        """Return whether autograd has saved a tensor that an operation has made."""
-        it = self._made.get(storage_of(tensor))
-        return it is not None and it.is_saved
 
     @property
     def unsaved_nbytes(self) -> int:

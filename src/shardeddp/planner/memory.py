@@ -196,7 +196,7 @@ class Peak:
             (
                 it.nbytes - max(0, it.root_nbytes - at_head),
                 below[it.position]
-                + (0 if it.is_over else running[it.accumulates][it.unit])
+                + (0 if it.is_over else running[it.accumulates][it.unit and 1 + it.position])
                 - it.own_nbytes
                 + held,
                 0,
@@ -296,13 +296,13 @@ class Peak:
             unit = visits[position]
             unsharded = (*root, *buffers.unsharded[unit - 1])
             if place < count:
-                return position, unit, self.work.memory[unit].forward_nbytes, unsharded
+                return position, unit, self.work.memory[1 + position].forward_nbytes, unsharded
             before = buffers.unsharded[visits[max(0, position - 1)] - 1]
             return position, 0, 0, (*root, *(it for it in before if it in unsharded))
         it = buffers.in_backward[place - 2 * count]
         running = (
             0
             if it.is_over or not it.unit
-            else self.work.saved[self.recompute].in_backward[it.accumulates][it.unit]
+            else self.work.saved[self.recompute].in_backward[it.accumulates][1 + it.position]
         )
         return it.position, it.unit, max(0, running - it.own_nbytes), (*root, *it.unsharded)

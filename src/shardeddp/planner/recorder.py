@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import count
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,9 +25,25 @@ from shardeddp.planner.backward import (
 )
 from shardeddp.planner.collectives import Exchange
 from shardeddp.planner.values import Values, is_grouped
-from shardeddp.planner.work import UnitWork
+from shardeddp.planner.work import KeptMemory, UnitWork
 from shardeddp.torch_private import DispatchMode, HigherOrderOperator, pytree, storage_of
 from shardeddp.wrap.tree import ParameterSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Storage that a forward gets, saves or makes."""
+
+    kind: Literal["input", "saved", "costly"]
+    """``costly``: a result that selective checkpointing keeps."""
+    visit: int
+    """Place of the forward; -1: the root's."""
+    storage: int
+    nbytes: int
+    born: int
+    """Index of the first count that has it; ``sys.maxsize``: none is known."""
+    is_activation: bool
+    """True if a gradient goes through it."""
 
 
 @dataclass(kw_only=True)
@@ -36,10 +53,17 @@ class UnitRecords:
     works: list[UnitWork]
     trained: list[UnitWork]
     exchanges: list[list[Exchange]]
-    memory: list[UnitMemory]
-    has_backward: list[bool]
     visits: list[int]
     """Forwards of these units, as places in the lists."""
+    memory: list[UnitMemory]
+    """Memory of each forward."""
+    has_backward: list[bool]
+    uses: list[Use]
+    """With ``visit`` and ``born`` from the begin of the run on."""
+    inputs: list[int]
+    """Storages of the inputs."""
+    results: Sequence[int | None]
+    """Storages of the results; None: no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +75,7 @@ class RecordsBefore:
     trained: list[UnitWork]
     exchanges: list[int]
     visits: int
+    uses: int
 
 
 @dataclass
@@ -63,12 +88,20 @@ class Recorder:
     is_kept: Callable[..., bool]
     """Whether selective checkpointing keeps the results of an operation and its arguments."""
     inside: list[int] = field(default_factory=lambda: [0])
-    seen: set[int] = field(default_factory=set[int])
-    inputs: set[int] = field(default_factory=set[int])  # storages of units' inputs
+    uses: list[Use] = field(default_factory=list[Use])
+    """What units get, save and make, in its order."""
+    before_head: int = 0
+    """Number of uses before the root's head."""
+    same: dict[int, int] = field(default_factory=dict[int, int])
+    """Results of units that are inputs of theirs, and the storages of these."""
     known: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
-    """Storages in the sets above: no other one gets their ids, and their memory is not kept."""
+    """Storages that were used: no other one gets their ids, and their memory is not kept."""
+    made_again: Iterator[int] = field(default_factory=lambda: count(-1, -1))
+    """Ids of storages that repeated forwards would have made."""
     live: LiveStorages = field(default_factory=LiveStorages)
     memory: list[UnitMemory] = field(default_factory=list[UnitMemory])
+    """Memory of each forward."""
+    head_memory: UnitMemory = field(default_factory=UnitMemory)
     largest: list[int] = field(default_factory=list[int])
     """Bytes of the largest result of each unit, and of the root after the last one."""
     anchors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -89,12 +122,12 @@ class Recorder:
     at_forward: list[int] = field(default_factory=list[int])
     """The same at the begin of each forward."""
     running: list[int] = field(default_factory=list[int])
-    """Those of the running units."""
+    """Places of the running ones."""
     at_begin: int = 0
     """Bytes that are alive at the begin of the step."""
     root_memory: RootMemory = field(default_factory=RootMemory)
-    with_backward: set[int] = field(default_factory=lambda: {0})
-    """Units with results that require a gradient."""
+    has_backward: list[bool] = field(default_factory=list[bool])
+    """Whether results of each forward require a gradient."""
     trained: list[UnitWork] = field(default_factory=list[UnitWork])
     """Matmuls and attention with a backward, and kernels with an operand that requires a gradient."""
     trained_head: UnitWork = field(default_factory=UnitWork)
@@ -105,7 +138,6 @@ class Recorder:
     def __post_init__(self) -> None:
         self.exchanges = [[] for _ in self.work]
         self.trained = [UnitWork() for _ in self.work]
-        self.memory = [UnitMemory() for _ in self.work]
         self.largest = [0 for _ in self.work]
 
     @contextmanager
@@ -134,12 +166,19 @@ class Recorder:
         own = self.trained[self.inside[-1]]
         return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
 
-    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
+    @property
+    def with_backward(self) -> set[int]:
+        """Units with results that require a gradient."""
+        return {0, *(it for it, has in zip(self.visits, self.has_backward, strict=True) if has)}
+
+    def run_forward(self, index: int, inputs: Any, forward: Callable[[], Any]) -> tuple[Any, int]:
         """Run the forward of a unit; return its results and the bytes that it allocated at most."""
         self._begin_forward(index)
+        for it in find_tensors(inputs):
+            self._use("input", len(self.visits) - 1, it)
         around, self.unsaved = self.unsaved, []
         self.inside.append(index)
-        self.running.append(self.at_forward[-1])
+        self.running.append(len(self.visits) - 1)
         try:
             return self.live.measure(forward)
         finally:
@@ -149,28 +188,43 @@ class Recorder:
 
     def _begin_forward(self, index: int) -> None:
         self.visits.append(index)
+        self.memory.append(UnitMemory())
+        self.has_backward.append(False)
         self.live.add(())  # what has been freed since the last operation
         self.at_forward.append(self.live.count())
         self.between.append([])
 
-    def saved_places(self, inputs: Any) -> list[int]:
-        """Return the places of those inputs of a unit that autograd has saved."""
-        tensors = find_tensors(inputs)
-        return [place for place, it in enumerate(tensors) if self.live.is_saved(it)]
+    def _use(self, kind: Literal["input", "saved", "costly"], visit: int, it: torch.Tensor) -> None:
+        storage, memory = self.storage_of(it), it.untyped_storage()
+        self.known.append(StorageWeakRef(memory))
+        self.uses.append(
+            Use(
+                kind=kind,
+                visit=visit,
+                storage=storage,
+                nbytes=0 if storage in self.free else memory.nbytes(),
+                born=self.live.begin(storage),
+                is_activation=it.requires_grad and not it.is_leaf,
+            )
+        )
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """Return the storage of a tensor, or the earlier one that it stands for."""
+        storage = storage_of(tensor)
+        return self.same.get(storage, storage)
 
     def end_forward(
         self,
-        index: int,
+        before: RecordsBefore,
         made: int,
         root: torch.Tensor | None,
         inputs: Any,
         parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
     ) -> None:
         """Run the backward of a unit whose forward has allocated so many bytes at most."""
-        timeline = self.run_backward(index, root, inputs, parameters)
-        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
-        if root is not None:
-            self.with_backward.add(index)
+        timeline = self.run_backward(self.visits[before.visits], root, inputs, parameters)
+        self.memory[before.visits] = UnitMemory(forward_nbytes=made, backward=timeline)
+        self.has_backward[before.visits] = root is not None
 
     def before(self, places: Sequence[int]) -> RecordsBefore:
         """Return what has been recorded in the units at these places."""
@@ -180,43 +234,145 @@ class Recorder:
             trained=[replace(self.trained[it]) for it in places],
             exchanges=[len(self.exchanges[it]) for it in places],
             visits=len(self.visits),
+            uses=len(self.uses),
         )
 
-    def since(self, before: RecordsBefore) -> UnitRecords:
-        """Return what units that had no work before have recorded since."""
-        places = before.places
+    def since(
+        self, before: RecordsBefore, inputs: Any, results: Sequence[int | None]
+    ) -> UnitRecords:
+        """Return what these units have recorded since, for these inputs and storages of results."""
+        places, begin = before.places, before.visits
         return UnitRecords(
-            works=[replace(self.work[it]) for it in places],
-            trained=[replace(self.trained[it]) for it in places],
+            works=[*map(self._difference, (self.work[it] for it in places), before.works)],
+            trained=[*map(self._difference, (self.trained[it] for it in places), before.trained)],
             exchanges=[
-                self.exchanges[it][count:]
-                for it, count in zip(places, before.exchanges, strict=True)
+                self.exchanges[it][length:]
+                for it, length in zip(places, before.exchanges, strict=True)
             ],
-            memory=[self.memory[it] for it in places],
-            has_backward=[it in self.with_backward for it in places],
-            visits=[places.index(it) for it in self.visits[before.visits :]],
+            visits=[places.index(it) for it in self.visits[begin:]],
+            memory=self.memory[begin:],
+            has_backward=self.has_backward[begin:],
+            uses=[
+                replace(it, visit=it.visit - begin, born=it.born - self.at_forward[begin])
+                for it in self.uses[before.uses :]
+            ],
+            inputs=[*map(self.storage_of, find_tensors(inputs))],
+            results=results,
         )
+
+    @staticmethod
+    def _difference(after: UnitWork, before: UnitWork) -> UnitWork:
+        found = replace(after)
+        found.add(before, times=-1)
+        return found
 
     def repeat(
-        self, first: UnitRecords, places: Sequence[int], inputs: Any, saved: Sequence[int]
-    ) -> None:
+        self, first: UnitRecords, places: Sequence[int], inputs: Any
+    ) -> Sequence[int | None]:
         """Repeat the records of a run of equal units, in the units at these places.
 
-        ``saved`` are the places of those inputs that the units save.
+        Return the storages of the results.
         """
         for at, place in enumerate(places):
             self.work[place].add(first.works[at])
             self.trained[place].add(first.trained[at])
             self.exchanges[place] += first.exchanges[at]
-            self.memory[place] = first.memory[at]
-            if first.has_backward[at]:
-                self.with_backward.add(place)
-        begin = len(self.at_forward)
+        begin = len(self.visits)
         for at in first.visits:
             self._begin_forward(places[at])
-        for place, it in enumerate(find_tensors(inputs)):
-            if place in saved:
-                self.live.save(it, self.at_forward[begin] + 1)
+        self.memory[begin:], self.has_backward[begin:] = first.memory, first.has_backward
+        given = [*find_tensors(inputs)]
+        self.known += [StorageWeakRef(it.untyped_storage()) for it in given]
+        taken = dict(zip(first.inputs, map(self.storage_of, given), strict=True))
+        own = [*(it.storage for it in first.uses if it.born > 0), *first.results]
+        for it in own:
+            if it is not None and it not in taken and it not in self.free:
+                taken[it] = next(self.made_again)
+        self.uses += [
+            replace(
+                it,
+                visit=it.visit + begin,
+                storage=taken.get(it.storage, it.storage),
+                born=it.born + self.at_forward[begin],
+            )
+            for it in first.uses
+        ]
+        return [it if it is None else taken.get(it, it) for it in first.results]
+
+    def return_results(
+        self, before: RecordsBefore, storages: Sequence[int | None], results: Any
+    ) -> list[int | None]:
+        """Let fresh tensors stand for a unit's results, which have these storages; return theirs."""
+        inputs = {
+            it.storage
+            for it in self.uses[before.uses :]
+            if it.kind == "input" and it.visit == before.visits
+        }
+        stands = dict[int, int]()
+        for storage, tensor in zip(storages, pytree.tree_leaves(results), strict=True):
+            if storage is None or storage == storage_of(tensor):
+                continue
+            self.known.append(StorageWeakRef(tensor.untyped_storage()))
+            if storage in self.free:
+                self.free.add(storage_of(tensor))
+                self.live.save(storage_of(tensor), 0)
+            elif storage in inputs or storage in stands:
+                self.same[storage_of(tensor)] = stands.get(storage, storage)
+                self.live.save(storage_of(tensor), 0)
+            else:
+                stands[storage] = storage_of(tensor)
+        self.uses[before.uses :] = [
+            replace(it, storage=stands.get(it.storage, it.storage))
+            for it in self.uses[before.uses :]
+        ]
+        for it in self.uses[before.uses :]:
+            if it.kind == "saved":  # known from the unit's begin on
+                self.live.save(it.storage, self.at_forward[before.visits] + 1)
+        return [it if it is None else stands.get(it, it) for it in storages]
+
+    def kept(self, recompute: str, recomputed: Sequence[bool], on_host: bool) -> KeptMemory:
+        """Return what each forward keeps: each storage once, in the first one that keeps it.
+
+        Args:
+            recompute: Kind of recomputation.
+            recomputed: Whether it is of each unit.
+            on_host: True if inputs of recomputed units wait in host memory.
+        """
+        saving = {it.visit for it in self.uses if it.kind == "saved"}
+        costly = {(it.visit, it.storage) for it in self.uses if it.kind == "costly"}
+        costly = costly if recompute == "selective" else set[tuple[int, int]]()
+        found, held = KeptMemory.of(len(self.visits)), set[object]()
+        for place, it in enumerate(self.uses):
+            at, storage, nbytes = it.visit, it.storage, it.nbytes
+            if at < 0 or recompute == "none" or not recomputed[self.visits[at]]:
+                if it.kind != "saved" or storage in held:
+                    continue
+            elif at not in saving:  # its backward computes nothing
+                continue
+            elif it.kind == "input":
+                held.add((at, storage))
+                if on_host and it.is_activation:
+                    found.on_host[at] += nbytes * (("host", storage) not in held)
+                    held.add(("host", storage))
+                    continue
+            elif (at, storage) in held:
+                continue
+            elif it.kind == "saved" and it.born > self.at_forward[at]:
+                found.again[at] += nbytes * ((at, storage) not in costly)
+                held.add((at, storage))
+                continue
+            elif it.kind == "costly" and (at, storage) not in costly:
+                continue
+            if storage in held:
+                continue
+            held.add(storage)
+            if at < 0:
+                found.root_nbytes += nbytes
+                found.head_nbytes += nbytes * (place >= self.before_head)
+            else:
+                found.kept[at] += nbytes
+                found.given[at] += nbytes * (it.kind == "input")
+        return found
 
     def begin_step(self, batch: Any) -> None:
         """Note the tensors of a batch, which are there before the step."""
@@ -225,7 +381,7 @@ class Recorder:
 
     def end_unit(self) -> None:
         """Let the root's head begin: it is what follows the last unit that has run."""
-        self.after_units, self.largest[0] = True, 0
+        self.after_units, self.largest[0], self.before_head = True, 0, len(self.uses)
         self.head, self.trained_head = UnitWork(), UnitWork()
 
     def end_step(
@@ -240,7 +396,7 @@ class Recorder:
             held_nbytes=self.live.unsaved_nbytes,
         )
         head = self.run_backward(0, root, self.anchors, parameters)
-        self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
+        self.head_memory = UnitMemory(forward_nbytes=0, backward=head)
         done, before = UnitWork(), UnitWork()
         if self.after_units:
             for rest, whole, head in (
@@ -257,10 +413,10 @@ class Recorder:
         Other kernels than matmuls and attention have one in units with a backward, and in the root
         before them if any of them has.
         """
-        found: list[UnitWork] = []
+        found, with_backward = list[UnitWork](), self.with_backward
         for unit, (work, trained) in enumerate(zip(self.work, self.trained, strict=True)):
             rest = trained.kernels > self.trained_head.kernels if unit == 0 else True
-            others = (work if rest else self.head) if unit in self.with_backward else UnitWork()
+            others = (work if rest else self.head) if unit in with_backward else UnitWork()
             found.append(
                 replace(
                     others,
@@ -269,16 +425,6 @@ class Recorder:
                 )
             )
         return found
-
-    def add_inputs(self, work: UnitWork, values: Any) -> None:
-        """Count the tensors among values that are no inputs of earlier units."""
-        for it in find_tensors(values):
-            if storage_of(it) not in self.inputs:
-                self.inputs.add(storage_of(it))
-                self.known.append(StorageWeakRef(it.untyped_storage()))
-                work.input_nbytes += it.nbytes
-                if it.requires_grad and not it.is_leaf:
-                    work.activation_input_nbytes += it.nbytes
 
     def run_backward(
         self,
@@ -333,14 +479,12 @@ class Recorder:
         for it in self.unsaved:
             it.is_redone = True
         self.unsaved.clear()
-        key = storage_of(tensor)
-        if key not in self.seen and key not in self.free:
-            self.seen.add(key)
-            self.known.append(StorageWeakRef(tensor.untyped_storage()))
+        visit = self.running[-1] if self.running else -1
+        self._use("saved", visit, tensor)
+        if self.storage_of(tensor) not in self.free:
             # A unit's saved tensors are known from its begin on.
-            self.live.save(tensor, self.running[-1] + 1 if self.running else None)
-            for work in self._targets():
-                work.saved_nbytes += tensor.untyped_storage().nbytes()
+            end = None if visit < 0 else self.at_forward[visit] + 1
+            self.live.save(self.storage_of(tensor), end)
         return tensor
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -366,7 +510,7 @@ class Recorder:
         if operands and all(storage_of(it) in self.free for it in operands):
             self.free.update(map(storage_of, results))  # casts and views of parameters
             for it in results:
-                self.live.save(it, 0)
+                self.live.save(storage_of(it), 0)
             self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
             return
         if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
@@ -391,7 +535,8 @@ class Recorder:
         else:
             done.moved_nbytes = nbytes
         if self.is_kept(func, *args, **kwargs):
-            done.costly_nbytes = sum(it.nbytes for it in results)
+            for it in results if self.running else ():
+                self._use("costly", self.running[-1], it)
             done.kept_matmul_flops = done.matmul_flops
             done.kept_attention_flops = done.attention_flops
             done.kept_moved_nbytes = done.moved_nbytes

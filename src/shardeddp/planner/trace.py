@@ -37,10 +37,10 @@ from shardeddp.planner.device_functions import (
     attention_of_devices,
     flex_attention_on_host,
 )
-from shardeddp.planner.recorder import Recorder, Recording, UnitRecords
+from shardeddp.planner.recorder import Recorder, RecordsBefore, Recording, UnitRecords
 from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values
-from shardeddp.planner.work import ModelProfile, UnitWork
+from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
@@ -69,8 +69,6 @@ class _FirstRun:
     records: UnitRecords
     collected: Sequence[_Collected]
     """Arguments of hooks that collect outputs of layers inside of it."""
-    saved: Sequence[int]
-    """Places of inputs that autograd has saved."""
 
 
 _Collected: TypeAlias = tuple[str, int, Any]
@@ -93,66 +91,65 @@ class _UnitRuns:
 
     def run(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward and its backward, or repeat the records of an equal unit."""
-        if self._recorder.is_paused:  # checkpointing around it computes it again
+        recorder = self._recorder
+        if recorder.is_paused:  # checkpointing around it computes it again
             return forward(*args, **kwargs)
         state = self._state.of_unit() if self._reuses else None
-        signature = partial(_signature, values=self._recorder.values, kept=self._kept)
+        signature = partial(_signature, values=recorder.values, kept=self._kept)
         key = state and (state, signature(self._units[index].module, (args, kwargs)))
         first = self._known.get(key)
+        before = recorder.before(self._inner[index])
         if first is None:
-            out, collected = self._run_first(key, index, forward, args, kwargs)
+            out, collected, storages = self._run_first(before, index, forward, args, kwargs)
         else:
             self._state.repeats()
-            self._recorder.repeat(first.records, self._inner[index], (args, kwargs), first.saved)
-            self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
+            storages = recorder.repeat(first.records, self._inner[index], (args, kwargs))
             out, collected = first.out, first.collected
-        fresh = partial(pytree.tree_map, partial(with_form, anchors=self._recorder.anchors))
-        with self._recorder.paused():  # the layers have made them
+        fresh = partial(pytree.tree_map, partial(with_form, anchors=recorder.anchors))
+        with recorder.paused():  # the layers have made them
             for name, place, given in collected:
                 layer = self._units[index].module.get_submodule(name)
                 [*layer._forward_hooks.values()][place](layer, *fresh(given))
         result = fresh(out)
-        self._recorder.end_unit()
+        storages = recorder.return_results(before, storages, result)
+        if key is not None and first is None:
+            self._known[key] = _FirstRun(
+                out=pytree.tree_map(TensorSpec.of, out),
+                records=recorder.since(before, (args, kwargs), storages),
+                collected=collected,
+            )
+        recorder.end_unit()
         return result
 
     def _run_first(
         self,
-        key: object,
+        before: RecordsBefore,
         index: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, Sequence[_Collected]]:
-        """Run a unit; return the specs of its results and of what hooks collect, and keep them."""
-        recorder, inner = self._recorder, self._inner[index]
-        before = recorder.before(inner)
-        nested = len(recorder.anchors)
-        recorder.add_inputs(recorder.work[index], (args, kwargs))
+    ) -> tuple[Any, Sequence[_Collected], Sequence[int | None]]:
+        """Run a unit; return specs of its results and of what hooks collect, and their storages."""
+        recorder, nested = self._recorder, len(self._recorder.anchors)
         with _without_collecting(self._units[index].module) as collected:
-            result, made = recorder.run_forward(index, partial(forward, *args, **kwargs))
+            call = partial(forward, *args, **kwargs)
+            result, made = recorder.run_forward(index, (args, kwargs), call)
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
         out = pytree.tree_map(partial(TensorSpec.of, requires_grad=True), result)
+        storages = [
+            recorder.storage_of(it) if isinstance(it, torch.Tensor) else None
+            for it in pytree.tree_leaves(result)
+        ]
         del result
-        recorder.end_forward(index, made, root, ends, _parameters_of(self._units[index]))
+        recorder.end_forward(before, made, root, ends, _parameters_of(self._units[index]))
         del root
-        own = inner.index(index)
+        own = before.places.index(index)
         recorder.note_trained(
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
-        if key is not None and not any(work.kernels for work in before.works):
-            records = recorder.since(before)
-            own_work = records.works[own]
-            own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
-            first = pytree.tree_map(TensorSpec.of, out)
-            self._known[key] = _FirstRun(
-                out=first,
-                records=records,
-                collected=collected,
-                saved=recorder.saved_places((args, kwargs)),
-            )
-        return out, collected
+        return out, collected, storages
 
 
 def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -521,6 +518,12 @@ def profile(
     calls = Counter(recorder.visits)
     order = [0, *(it for it in range(1, len(units)) if it not in calls), *calls]
     trained = recorder.trained_works()
+    on_host = recomputation is not None and recomputation.cpu_offload
+    kept = {it: recorder.kept(it, recomputed, on_host) for it in RECOMPUTES}
+    recorder.work[0].saved_nbytes = kept["none"].root_nbytes
+    recorder.head.saved_nbytes = kept["none"].head_nbytes
+    for unit, nbytes in zip(recorder.visits, kept["none"].kept, strict=True):
+        recorder.work[unit].saved_nbytes += nbytes
     return ModelProfile(
         units=[units[it] for it in order],
         usages=[_usage(it, units, recorder) for it in order],
@@ -531,12 +534,12 @@ def profile(
         buffers_nbytes=traced.buffers_nbytes,
         broadcast_nbytes=traced.broadcast_nbytes,
         exchanges=[recorder.exchanges[it] for it in order],
-        memory=[recorder.memory[it] for it in order],
+        memory=[recorder.head_memory, *recorder.memory],
+        kept=kept,
         root_memory=recorder.root_memory,
         visits=[order.index(it) for it in recorder.visits],
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
-        inputs_on_host=recomputation is not None and recomputation.cpu_offload,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, cast
 
 from shardeddp.planner.backward import RootMemory, UnitMemory
 from shardeddp.planner.collectives import Exchange, UnitUsage
@@ -26,23 +27,55 @@ class UnitWork:
     kernels: int = 0
     saved_nbytes: int = 0
     """Bytes saved for the backward: each storage once, without parameters and their copies."""
-    costly_nbytes: int = 0
-    """Bytes of all results that selective checkpointing keeps."""
     kept_matmul_flops: float = 0.0
-    """Part of ``matmul_flops`` whose results it keeps."""
+    """Part of ``matmul_flops`` whose results selective checkpointing keeps."""
     kept_attention_flops: float = 0.0
     """The same of ``attention_flops``."""
     kept_moved_nbytes: float = 0.0
     """The same of ``moved_nbytes``."""
-    input_nbytes: int = 0
-    """Bytes of the module's input tensors, without those that are inputs of earlier units."""
-    activation_input_nbytes: int = 0
-    """Part of it that are activations with a gradient."""
 
     def add(self, other: UnitWork, times: int = 1) -> None:
         """Add other work ``times`` times."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + times * value)
+
+
+RECOMPUTES = ("none", "selective", "full")
+"""Kinds of recomputation."""
+
+
+@dataclass(kw_only=True)
+class KeptMemory:
+    """Bytes that forwards keep for their backwards: each storage once, in the first one with it."""
+
+    root_nbytes: int = 0
+    """Bytes that the root keeps."""
+    head_nbytes: int = 0
+    """Part of it that its head keeps."""
+    kept: list[int]
+    """Bytes that each forward keeps on the device."""
+    given: list[int]
+    """Part of it that are inputs of a forward that is recomputed."""
+    on_host: list[int]
+    """Bytes of such inputs that are in host memory from the forward to its backward."""
+    again: list[int]
+    """Bytes that are recomputed."""
+
+    @staticmethod
+    def of(count: int) -> KeptMemory:
+        """Return that of ``count`` forwards that keep nothing."""
+        kept, given, on_host, again = ([0] * count for _ in range(4))
+        return KeptMemory(kept=kept, given=given, on_host=on_host, again=again)
+
+    def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
+        """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
+
+        def at(one: Any, other: Any) -> Any:
+            if isinstance(one, list):
+                return [*map(at, cast("list[int]", one), other)]
+            return one + (micro_batch - 1) * (other - one)
+
+        return KeptMemory(**{name: at(it, vars(two)[name]) for name, it in vars(self).items()})
 
 
 @dataclass(kw_only=True)
@@ -69,7 +102,9 @@ class ModelProfile:
     exchanges: list[list[Exchange]]
     """Exchanges of each unit between the ranks that have parts of its layers."""
     memory: list[UnitMemory]
-    """Memory of each unit while it runs; that of the root unit is for its ``head``."""
+    """Memory of the root's ``head``, and of each forward in ``visits`` while it runs."""
+    kept: Mapping[str, KeptMemory]
+    """What forwards keep under each kind of recomputation."""
     root_memory: RootMemory
     """Memory of the root's forward around those of units."""
     visits: list[int]
@@ -78,8 +113,6 @@ class ModelProfile:
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
     """Names of other modules than units that it recomputes, which is not planned."""
-    inputs_on_host: bool = False
-    """True if recomputed units keep their activations in host memory."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -121,7 +154,7 @@ class ModelProfile:
     @cached_property
     def saved(self) -> Mapping[str, SavedMemory]:
         """Bytes that units keep for their backward, under each kind of recomputation."""
-        return {it: SavedMemory.of(self, it) for it in ("none", "selective", "full")}
+        return {it: SavedMemory.of(self, it) for it in RECOMPUTES}
 
     @cached_property
     def model_flops(self) -> float:
@@ -145,7 +178,7 @@ class ModelProfile:
                 }
             )
 
-        # Equal units share one object.
+        # Equal forwards share one object.
         pairs = {id(one): (one, other) for one, other in zip(self.memory, two.memory, strict=True)}
         made = {key: one.extrapolate(other, micro_batch) for key, (one, other) in pairs.items()}
         return ModelProfile(
@@ -163,11 +196,11 @@ class ModelProfile:
                 for pair in zip(self.exchanges, two.exchanges, strict=True)
             ],
             memory=[made[id(one)] for one in self.memory],
+            kept={it: one.extrapolate(two.kept[it], micro_batch) for it, one in self.kept.items()},
             root_memory=self.root_memory.extrapolate(two.root_memory, micro_batch),
             visits=self.visits,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
-            inputs_on_host=self.inputs_on_host,
             buffers_nbytes=self.buffers_nbytes,
             broadcast_nbytes=self.broadcast_nbytes,
             is_routed=self.is_routed,
@@ -191,67 +224,37 @@ class SavedMemory:
     """Bytes of each forward that are in host memory from then to its backward."""
 
     in_backward: Mapping[bool, Sequence[int]]
-    """Bytes that the backward of each unit takes, with those kept and recomputed for it; True: of
-    one whose gradients are added to earlier ones."""
+    """Bytes that the backwards of the root and of each forward take, with those kept and recomputed
+    for it; True: of one whose gradients are added to earlier ones."""
 
     @staticmethod
     def of(profile: ModelProfile, recompute: str) -> SavedMemory:
-        """Return the bytes under a kind of recomputation; of units that run several times, for each."""
-        kept, again = _kept_by_unit(profile, recompute)
-        root = kept[0] - profile.head.saved_nbytes
-        on_host = [0 for _ in kept]
-        if profile.inputs_on_host and recompute != "none":
-            on_host = [
-                is_recomputed * min(nbytes, work.activation_input_nbytes // max(1, usage.calls))
-                for nbytes, work, usage, is_recomputed in zip(
-                    kept, profile.work, profile.usages, profile.recomputed, strict=True
-                )
-            ]
+        """Return the bytes under a kind of recomputation."""
+        its, of_root = profile.kept[recompute], profile.root_memory
+        root = its.root_nbytes - its.head_nbytes
 
-        def in_backward(unit: int, accumulates: bool) -> int:
-            its = profile.memory[unit]
-            backward = its.backward.accumulating_peak if accumulates else its.backward.peak
-            running = kept[unit] + again[unit] + backward
-            if again[unit]:
-                calls = max(1, profile.usages[unit].calls)
-                given = profile.work[unit].input_nbytes // calls
-                running = max(running, given + its.forward_nbytes)
-            return running
+        def in_backward(accumulates: bool) -> list[int]:
+            of = [it.backward for it in profile.memory]
+            peaks = [it.accumulating_peak if accumulates else it.peak for it in of]
+            found = [its.root_nbytes + peaks[0]]
+            for at, (peak, memory) in enumerate(zip(peaks[1:], profile.memory[1:], strict=True)):
+                running = its.kept[at] + its.on_host[at] + its.again[at] + peak
+                if its.again[at]:
+                    given = its.given[at] + its.on_host[at]
+                    running = max(running, given + memory.forward_nbytes)
+                found.append(running)
+            return found
 
-        units, of_root = range(len(profile.units)), profile.root_memory
-        below = [*accumulate([root, *(kept[it] - on_host[it] for it in profile.visits)])]
+        below = [*accumulate([root, *its.kept])]
         of_units = [nbytes - root for nbytes in below]
-        own = [profile.memory[it].forward_nbytes for it in profile.visits]
+        own = [it.forward_nbytes for it in profile.memory[1:]]
         return SavedMemory(
             below=below,
             in_forward=[*map(sum, zip(of_units, of_root.at_forward, own, strict=False))],
             before_forward=[*map(sum, zip(of_units[:-1], of_root.peaks[:-1], strict=True))],
-            on_host=[on_host[it] for it in profile.visits],
-            in_backward={
-                accumulates: [in_backward(unit, accumulates) for unit in units]
-                for accumulates in (False, True)
-            },
+            on_host=its.on_host,
+            in_backward={it: in_backward(it) for it in (False, True)},
         )
-
-
-def _kept_by_unit(profile: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
-    """Return bytes kept from forward to backward and bytes recomputed in backward, by unit.
-
-    Of units that run several times, those of one forward.
-    """
-    kept, again = [profile.work[0].saved_nbytes], [0]
-    flags = zip(profile.work[1:], profile.usages[1:], profile.recomputed[1:], strict=True)
-    for own, usage, is_recomputed in flags:
-        how = recompute if is_recomputed else "none"
-        keeps = {
-            "none": own.saved_nbytes,
-            "selective": usage.has_backward * (own.input_nbytes + own.costly_nbytes),
-            "full": min(own.input_nbytes, own.saved_nbytes),
-        }[how]
-        calls = max(1, usage.calls)
-        kept.append(keeps // calls)
-        again.append(0 if how == "none" else max(0, own.saved_nbytes - keeps) // calls)
-    return kept, again
 
 
 def _form(unit: UnitSpec) -> object:
