@@ -37,7 +37,7 @@ from shardeddp.planner.device_functions import (
     attention_of_devices,
     flex_attention_on_host,
 )
-from shardeddp.planner.recorder import Recorder, RecordsBefore, Recording, UnitRecords
+from shardeddp.planner.recorder import Recorder, Recording, RecordsBefore, UnitRecords
 from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values
 from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
