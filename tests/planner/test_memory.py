@@ -263,6 +263,8 @@ NOT_PLANNED = {
     ("some under checkpoints", "full"),
     ("branches", "full"),  # the gradient of a branch while that of the other one is computed
     ("beside a target", "selective"),
+    ("saved by two", "selective"),
+    ("saved by two", "full"),
     ("one mask", "selective"),
     ("a mask of the first", "selective"),
 }
