@@ -208,13 +208,13 @@ def memory_of_run(
         half = [own + nbytes // 2 for own, nbytes in zip(given.given, given.kept, strict=True)]
         again = [max(0, of - own) for of, own in zip(whole, half, strict=True)]
         kept = replace(given, kept=half, again=again)
-        found, recompute = replace(found, kept={"selective": kept}), "selective"
+        found, recompute = replace(found, kept={**found.kept, "selective": kept}), "selective"
     elif recompute == "selective":  # Megatron computes attention's core again: fused keeps none
         recompute = "none"
     if run.get("compile") and recompute == "none":
         whole = found.kept["none"]
         kept = replace(whole, kept=[int(COMPILED_KEPT * it) for it in whole.kept])
-        found = replace(found, kept={"none": kept})
+        found = replace(found, kept={**found.kept, "none": kept})
     buffers = BufferMemory.of(units, found.visits, sharding, prefetch=(1, 1), **options)
     between_steps = plan_memory(units, sharding, prefetch=1, **options)
     return Peak.of(found, recompute, buffers).memory(between_steps)
