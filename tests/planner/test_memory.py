@@ -259,12 +259,8 @@ TOGETHER: dict[str, tuple[type[nn.Module], Any]] = {
 """Kinds of units, and how they are called."""
 
 NOT_PLANNED = {
-    ("some under checkpoints", "selective"),  # recomputation in a recomputation
-    ("some under checkpoints", "full"),
-    ("branches", "full"),  # the gradient of a branch while that of the other one is computed
-    ("beside a target", "selective"),
-    ("saved by two", "selective"),
-    ("saved by two", "full"),
+    ("some under checkpoints", "selective"),
+    ("branches", "full"),
     ("one mask", "selective"),
     ("a mask of the first", "selective"),
 }

@@ -172,7 +172,7 @@ class Peak:
     @staticmethod
     def of(work: ModelProfile, recompute: str, buffers: BufferMemory) -> Peak:
         """Find the peak of a micro-batch under a kind of recomputation."""
-        head, of_loss, saved = work.head, work.memory[0].backward, work.saved[recompute]
+        of_loss, saved = work.memory[0].backward, work.saved[recompute]
         at_head = max(of_loss.gradients, default=0)
         # What forwards have saved is not freed yet in the backward of the last one of them.
         below, running = saved.below, saved.in_backward
@@ -186,7 +186,7 @@ class Peak:
         before = map(min, flat, [*flat[:1], *flat])
         # Bytes in flight, of activations and of logits; _at_peak knows the order.
         candidates = [
-            (at_loss, below[-1] + held, head.saved_nbytes + loss),
+            (at_loss, below[-1] + held, work.kept[recompute].head_nbytes + loss),
             (copies, of_root.at_begin, 0),
             (at_loss, below[-1], of_root.peaks[-1] - below[0]),
             *zip(flat, saved.in_forward, repeat(0), strict=False),
