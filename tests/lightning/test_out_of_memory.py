@@ -184,7 +184,7 @@ def refused(where: str, wraps: bool) -> tuple[str, list[str]]:
     setattr(Hooked, where, needs)
     with TemporaryDirectory() as directory:
         trainer = make_trainer(
-            ShardedDP("shard_grad_op", auto_wrap_policy={Block}),
+            ShardedDP("shard_optimizer", auto_wrap_policy={Block}),
             max_steps=4,
             default_root_dir=directory,
         )
@@ -209,13 +209,13 @@ def test_errors_of_all_hooks_are_explained_and_drawn_also_as_a_cause(
 def test_the_text_says_how_much_less_full_shard_takes_as_planned() -> None:
     text, _ = refused("on_train_batch_start", wraps=False)
     sharded = [
-        ShardedDP(name, auto_wrap_policy={Block}) for name in ("shard_grad_op", "full_shard")
+        ShardedDP(name, auto_wrap_policy={Block}) for name in ("shard_optimizer", "full_shard")
     ]
     for strategy in sharded:
         make_trainer(strategy, max_steps=1).fit(TinyGpt(), token_loader(32))
     kept, full = (it.memory_plan.peak_nbytes for it in sharded)
     assert kept > full
-    assert f"shard_grad_op takes {human_bytes(kept - full)} more" in text
+    assert f"shard_optimizer takes {human_bytes(kept - full)} more" in text
 
 
 class Mute(RuntimeError):
