@@ -248,6 +248,49 @@ def test_work_that_grows_with_the_square_of_samples_is_traced_itself() -> None:
     assert planned(Module, micro_batches=[65536]).best.memory.peak < GIB * 2
 
 
+SIDE = 1024
+
+
+class Temporary(nn.Linear):
+    """A layer that makes a large tensor, and one of the batch or of each eight samples of it."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.parts = parts
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if not self.parts:
+                torch.ones(SIDE, SIDE).sum()
+            for part in input.split(8 if self.parts else len(input)):
+                torch.outer(part.flatten(), torch.ones(SIDE)).sum()
+        return super().forward(input)
+
+
+class Temporaries(Module):
+    """A layer with temporary tensors."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.layer = Temporary(parts)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("policy", [None, Temporary])
+def test_peaks_that_are_elsewhere_with_more_samples_are_planned(policy: Any, parts: bool) -> None:
+    options: dict[str, Any] = {"arguments": {"parts": parts}, "precisions": ["32-true"]}
+    for samples in (4, 64):
+        rows = min(samples, 8) * WIDTH if parts else max(samples * WIDTH, SIDE)
+        for others in ((), (128,)):
+            plan = planned(
+                Temporaries, micro_batches=[samples, *others], auto_wrap_policy=policy, **options
+            )
+            best = next(it for it in plan.plans if it.choice.micro_batch == samples)
+            assert best.memory.activations + best.memory.logits == pytest.approx(
+                rows * SIDE * 4, rel=0.1
+            )
+
+
 def test_states_of_metrics_and_other_tensors_need_no_values() -> None:
     for made in (Measured, Measured()):
         assert planned(made).best.step.total > 0

@@ -146,8 +146,8 @@ def make_plan(
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
 
-    No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values. Routers are assumed to choose experts evenly.
+    No weights are loaded and nothing runs: training steps of one sample, of two and of the largest
+    micro-batch are traced on tensors that have shapes and no values. Routers are assumed to choose experts evenly.
 
     Args:
         model: LightningModule (copied without its weights, not changed), its class or import path,
