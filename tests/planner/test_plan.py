@@ -386,6 +386,13 @@ def test_one_value_may_stand_for_a_list_of_it(one: dict[str, Any]) -> None:
     assert make_plan(Module(), **one).as_json() == make_plan(Module(), **several).as_json()
 
 
+def test_equal_values_to_compare_count_once() -> None:
+    once: dict[str, Any] = {"micro_batches": 2, "strategies": "full_shard", "precisions": "32-true"}
+    once |= {"recomputes": "none", "offloads": "none", "tensor_parallel_sizes": 1}
+    twice = {name: [value, value] for name, value in once.items()}
+    assert make_plan(Module(), **once).as_json() == make_plan(Module(), **twice).as_json()
+
+
 class Images(nn.Module):
     """A step on float images and labels, outside of a forward."""
 
