@@ -23,7 +23,7 @@ from shardeddp.planner.backward import (
     run_backward,
 )
 from shardeddp.planner.collectives import Exchange
-from shardeddp.planner.values import Values, is_grouped
+from shardeddp.planner.values import Reads, Values, is_grouped
 from shardeddp.planner.work import UnitWork
 from shardeddp.torch_private import DispatchMode, HigherOrderOperator, pytree, storage_of
 from shardeddp.wrap.tree import ParameterSpec
@@ -440,12 +440,15 @@ class Recording(DispatchMode):
         self.was_asked = False
         """True if the step has read the value of a boolean tensor."""
 
+        self._reads = Reads()
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             func is torch.ops.aten._local_scalar_dense.default
             and self._recorder.values.of(args[0]) is None
         ):
+            self._reads.note()
             if args[0].is_floating_point():
                 return 1.0  # any number: it is logged; integers decide on shapes
             if args[0].dtype is torch.bool:
