@@ -596,6 +596,45 @@ def test_a_step_without_a_backward_is_refused(result: str) -> None:
         make_plan(Untrained(result), inputs=[f"float32:B,{WIDTH}"])
 
 
+class Penalized(Chain):
+    """A loss with a penalty on its gradient by what ``of`` returns."""
+
+    def __init__(self, of: str, allow_unused: bool = False) -> None:
+        super().__init__()
+        self.of, self.allow_unused = of, allow_unused
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = batch.clone().requires_grad_() * 1 if self.of == "input" else batch.requires_grad_()
+        y = self.layers(x)
+        found = {"head": self.head.weight, "unit": self.layers[0].weight, "result": y}
+        loss = self.head(y).pow(2).mean() + x.mean()
+        (made,) = torch.autograd.grad(
+            loss, found.get(self.of, x), create_graph=True, allow_unused=self.allow_unused
+        )
+        return loss if made is None else loss + made.pow(2).mean()
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+@pytest.mark.parametrize("of", ["input", "leaf", "unit"])
+def test_gradients_through_units_are_refused_in_their_own_words(
+    of: str, allow_unused: bool
+) -> None:
+    options: dict[str, Any] = {"inputs": [f"float32:B,{WIDTH}"], "recomputes": "none"}
+    model = Penalized(of, allow_unused)
+    with pytest.raises(ConfigurationError, match=r"gradients .* through units, as a gradient pen"):
+        planned(model, auto_wrap_policy=NamePolicy(["layers.*"]), **options)
+    assert planned(model, auto_wrap_policy=None, **options).best.step.total > 0
+
+
+@pytest.mark.parametrize("of", ["head", "result"])
+def test_gradients_behind_units_are_planned(of: str) -> None:
+    options: dict[str, Any] = {"inputs": [f"float32:B,{WIDTH}"], "recomputes": "none"}
+    model = Penalized(of)
+    found = planned(model, auto_wrap_policy=NamePolicy(["layers.*"]), **options)
+    assert found.best.model_flops == planned(model, auto_wrap_policy=None, **options).best.model_flops
+
+
 def test_figures_of_a_gpu_have_names() -> None:
     figures: Any = {1: 2}
     with pytest.raises(UsageError, match="expected gpu_figures to be figures by name"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
@@ -311,6 +312,35 @@ def with_form(value: Any, anchors: list[torch.Tensor]) -> Any:
         return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
     anchors.append(torch.empty((), requires_grad=True))
     return _Fresh.apply(anchors[-1], value)
+
+
+def pass_units(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
+    """Return whether gradients of outputs by inputs may pass a unit, at whose results backwards end.
+
+    Parameters are used where the graph has them; other leaves may be used in front of any unit.
+    """
+    wanted = [*inputs]
+    found = _nodes((it.grad_fn for it in outputs), {it.grad_fn for it in wanted})
+    cuts = {it for it in found if it.name() == f"{_Fresh.__name__}Backward"}
+    leaves = {id(getattr(it, "variable", None)) for it in found}
+    return any(
+        not isinstance(it, nn.Parameter) or id(it) not in leaves
+        if it.grad_fn is None
+        else not cuts <= _nodes([it.grad_fn])  # it was made before one of these units ran
+        for it in wanted
+        if cuts
+    )
+
+
+def _nodes(begin: Iterable[Any], ends: Set[Any] = frozenset()) -> set[Any]:
+    """Return the nodes of a graph in front of its ends."""
+    found, waiting = set[Any](), [*begin]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and node not in ends:
+            found.add(node)
+            waiting += [it for it, _ in node.next_functions]
+    return found
 
 
 class _Root(torch.autograd.Function):

@@ -22,10 +22,12 @@ from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
 from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
     TensorSpec,
+    pass_units,
     root_of,
     with_form,
 )
@@ -505,7 +507,7 @@ class _TracedModel:
                 torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
                 torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
                 recording,
-                DeviceFunctions(),
+                DeviceFunctions(partial(self._check_gradients, recorder)),
                 flex_attention_on_host(),
                 attention_of_devices(),
                 _without_reentry(),
@@ -530,6 +532,16 @@ class _TracedModel:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
+
+    def _check_gradients(self, recorder: Recorder, outputs: Any, inputs: Any) -> None:
+        """Refuse gradients that a step computes through units, whose backwards have run."""
+        if not recorder.is_paused and pass_units(find_tensors(outputs), find_tensors(inputs)):
+            raise ConfigurationError(
+                f"{type(self._module).__name__} cannot be planned: its training step computes "
+                f"gradients (torch.autograd.grad) through units, as a gradient penalty does, and the "
+                f"planner has run the backward of each unit behind its forward. "
+                f"auto_wrap_policy=None plans the whole model as one unit"
+            )
 
 
 @contextmanager
