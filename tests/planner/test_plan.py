@@ -632,7 +632,21 @@ def test_gradients_behind_units_are_planned(of: str) -> None:
     options: dict[str, Any] = {"inputs": [f"float32:B,{WIDTH}"], "recomputes": "none"}
     model = Penalized(of)
     found = planned(model, auto_wrap_policy=NamePolicy(["layers.*"]), **options)
-    assert found.best.model_flops == planned(model, auto_wrap_policy=None, **options).best.model_flops
+    assert (
+        found.best.model_flops == planned(model, auto_wrap_policy=None, **options).best.model_flops
+    )
+
+
+class Skips(Chain):
+    """Trains on no batch without positive numbers."""
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch) if (batch > 0).any() else None
+
+
+def test_a_step_that_skips_some_batches_is_planned_for_the_others() -> None:
+    found, other = (planned(it, inputs=[f"float32:B,{WIDTH}"]).best for it in (Skips, Chain))
+    assert found.model_flops == other.model_flops
 
 
 def test_figures_of_a_gpu_have_names() -> None:

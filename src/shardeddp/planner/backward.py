@@ -129,8 +129,7 @@ def _extrapolated(one: Sequence[int], two: Sequence[int], micro_batch: int) -> l
     if len(one) != len(two):
         one, two = [max(one, default=0)], [max(two, default=0)]
     return [
-        first + (micro_batch - 1) * (second - first)
-        for first, second in zip(one, two, strict=True)
+        first + (micro_batch - 1) * (second - first) for first, second in zip(one, two, strict=True)
     ]
 
 
