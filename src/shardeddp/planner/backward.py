@@ -109,10 +109,9 @@ class RootMemory:
 
     def extrapolate(self, two: RootMemory, micro_batch: int) -> RootMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
-
         pairs = zip(self.between, two.between, strict=True)
-        sizes = [(it.at_begin, it.held_nbytes) for it in (self, two)]
-        at_begin, held_nbytes = _extrapolated(*sizes, micro_batch)
+        first, second = ((it.at_begin, it.held_nbytes) for it in (self, two))
+        at_begin, held_nbytes = _extrapolated(first, second, micro_batch)
         return RootMemory(
             between=[_extrapolated(*pair, micro_batch) for pair in pairs],
             at_begin=at_begin,

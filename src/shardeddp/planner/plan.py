@@ -294,7 +294,8 @@ def _several(
 ) -> Sequence[Any]:
     """Return the values of an option; a single value counts as a list of it.
 
-    Options to compare have at least one value, and equal ones count once. With ``pairs``, a tuple of a name and a sharding strategy is a value as well.
+    Options to compare have at least one value, and equal ones count once. With ``pairs``, a tuple
+    of a name and a sharding strategy is a value as well.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     is_list = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
