@@ -23,7 +23,7 @@ from shardeddp.planner.backward import (
     run_backward,
 )
 from shardeddp.planner.collectives import Exchange
-from shardeddp.planner.values import Values, is_grouped
+from shardeddp.planner.values import Reads, Values, is_grouped
 from shardeddp.planner.work import UnitWork
 from shardeddp.torch_private import DispatchMode, HigherOrderOperator, pytree, storage_of
 from shardeddp.wrap.tree import ParameterSpec
@@ -134,8 +134,8 @@ class Recorder:
         own = self.trained[self.inside[-1]]
         return [own, self.trained_head] if self.after_units and self.inside[-1] == 0 else [own]
 
-    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, int]:
-        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+    def run_forward(self, index: int, forward: Callable[[], Any]) -> tuple[Any, list[int]]:
+        """Run the forward of a unit; return its results and what it holds after each operation."""
         self._begin_forward(index)
         around, self.unsaved = self.unsaved, []
         self.inside.append(index)
@@ -161,14 +161,14 @@ class Recorder:
     def end_forward(
         self,
         index: int,
-        made: int,
+        made: Sequence[int],
         root: torch.Tensor | None,
         inputs: Any,
         parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
     ) -> None:
-        """Run the backward of a unit whose forward has allocated so many bytes at most."""
+        """Run the backward of a unit whose forward has held these bytes."""
         timeline = self.run_backward(index, root, inputs, parameters)
-        self.memory[index] = UnitMemory(forward_nbytes=made, backward=timeline)
+        self.memory[index] = UnitMemory(forward=made, backward=timeline)
         if root is not None:
             self.with_backward.add(index)
 
@@ -240,7 +240,7 @@ class Recorder:
             held_nbytes=self.live.unsaved_nbytes,
         )
         head = self.run_backward(0, root, self.anchors, parameters)
-        self.memory[0] = UnitMemory(forward_nbytes=0, backward=head)
+        self.memory[0] = UnitMemory(backward=head)
         done, before = UnitWork(), UnitWork()
         if self.after_units:
             for rest, whole, head in (
@@ -440,12 +440,15 @@ class Recording(DispatchMode):
         self.was_asked = False
         """True if the step has read the value of a boolean tensor."""
 
+        self._reads = Reads()
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             func is torch.ops.aten._local_scalar_dense.default
             and self._recorder.values.of(args[0]) is None
         ):
+            self._reads.note()
             if args[0].is_floating_point():
                 return 1.0  # any number: it is logged; integers decide on shapes
             if args[0].dtype is torch.bool:
