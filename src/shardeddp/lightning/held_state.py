@@ -199,7 +199,8 @@ class HeldState:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 self._requires_grad.append((parameter, parameter.requires_grad))
-                self._find(parameter, (module, name))
+                if id(parameter) not in self._seen:
+                    self._find(parameter, (module, name))
         for child in module._modules.values():
             self._find(child, (module, ""))
 
@@ -212,7 +213,7 @@ class HeldState:
         former = {name: it for name, it in held.items() if name not in _NOT_OF_STEPS}
         self._undo.append(partial(_set_attributes, held, former))
         for name, it in former.items():
-            if type(it) not in _VALUES:
+            if type(it) not in _VALUES and id(it) not in self._seen:
                 self._find(it, (owner, name), is_attribute=True)
 
     def _keep_class(self, kind: type) -> None:
