@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -658,6 +659,57 @@ def test_a_module_that_cannot_be_planned_has_no_flops_and_a_reason() -> None:
     report = fit(task=AsksTrainer())
     assert report.model_flops_per_s is report.mfu is None
     assert report.note
+
+
+NUMBERS = np.random.default_rng(0)
+CALLS = [0]
+
+
+class UsesItsFile(Takes):
+    """Draws and counts outside of the module, and communicates by that count."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """A loss that is not the same twice."""
+        CALLS[0] += 1
+        if CALLS[0] % 4 == 0:
+            dist.all_reduce(torch.ones(1))
+        return super().loss(batch) * (1 + float(NUMBERS.random()))
+
+
+@on_ranks(2)
+def test_a_training_is_the_same_with_a_monitor_and_without() -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [StepMonitor()]):
+        NUMBERS.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        CALLS[0] = 0
+        torch.manual_seed(0)
+        task = UsesItsFile()
+        trainer = make_trainer(ShardedDP(), callbacks=callbacks, max_steps=8)
+        trainer.fit(task, token_loader(4 * 20 * dist.get_world_size()))
+        assert CALLS == [8]
+        losses.append(task.losses)
+    assert losses[0] == losses[1]
+
+
+def with_a_plan_that_takes(seconds: float) -> tuple[StepReport, float]:
+    plan = module.plan_as_set
+
+    def plan_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return plan(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "plan_as_set", plan_slowly)
+        report = fit(max_steps=4, callbacks=(ReshardSchedule({8: "no_shard"}),))
+        again = fit(max_steps=8, callbacks=(ReshardSchedule({2: "no_shard"}),))
+    return report, report.steps * report.seconds + again.steps * again.seconds
+
+
+def test_no_rank_waits_for_the_plan_in_a_step_that_is_reported(world: Worlds) -> None:
+    for report, seconds in world(2).run(with_a_plan_that_takes, 1.5):
+        assert report.steps == 3
+        assert report.model_flops_per_s is not None or report.rank
+        assert seconds < 1.5
 
 
 def reported(strategy: str, shard_size: int | None) -> StepReport:

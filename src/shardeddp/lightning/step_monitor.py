@@ -32,6 +32,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
+from shardeddp.lightning.outside_state import outside_state_kept
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
     RunSetting,
@@ -133,6 +134,7 @@ class _Fit:
     ended: int = 0
     shows: bool | None = None
     """Whether the progress bar has an entry of it; None: before the first report."""
+    is_planned: bool = False
     is_refused: bool = False
     """Whether a logger has refused figures."""
     counted: list[int] = field(default_factory=lambda: [0, 0])
@@ -158,7 +160,7 @@ class _Fit:
         """Forget the steps so far, which were those of another strategy."""
         self.hear()
         # Steps that cannot be read yet, the one that ends now, and the first of the new strategy.
-        self.cold, self.mesh = len(self.waiting) + 2, mesh
+        self.cold, self.mesh, self.is_planned = len(self.waiting) + 2, mesh, False
         self.window, self.since_log, self.all = _Totals(), _Totals(), _Totals()
         self.last.clear()
 
@@ -335,8 +337,8 @@ class StepMonitor(Callback):
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
-        if trainer.is_global_zero and self._expected is None and not self._note:
-            self._plan(trainer, batch)
+        if not fit.is_planned:
+            self._plan_while_others_wait(trainer, fit, batch)
         if trainer.global_step != fit.step:
             self._end_step(trainer, fit)
         if self.report is not None and trainer.progress_bar_callback is not None:
@@ -374,6 +376,14 @@ class StepMonitor(Callback):
                             f"do so again without a warning ({type(error).__name__}: {error})"
                         )
 
+    def _plan_while_others_wait(self, trainer: Trainer, fit: _Fit, batch: Any) -> None:
+        """Plan in a step that is left out on all ranks; else they would wait in the next one."""
+        fit.is_planned = True
+        if trainer.is_global_zero:
+            self._plan(trainer, batch)
+        is_there = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        HostReduction(is_there, "plan of a step", fit.mesh.control).wait()
+
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step and count the model's FLOPs, on rank 0."""
         strategy: Any = trainer.strategy
@@ -385,17 +395,20 @@ class StepMonitor(Callback):
             self._note = bare
             return
         try:
-            plan = plan_as_set(
-                bare,
-                batch,
-                ((options.sharding_strategy, options.sharding),),
-                setting,
-                self._gpu or ASSUMED_GPU,
-                gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
-            )
+            with outside_state_kept(bare):
+                plan = plan_as_set(
+                    bare,
+                    batch,
+                    ((options.sharding_strategy, options.sharding),),
+                    setting,
+                    self._gpu or ASSUMED_GPU,
+                    gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
+                )
             self._expected, self._unplanned = plan.best, ", ".join(plan.unplanned)
         except ConfigurationError as error:
             self._note = _reason(error)
+        except Exception as error:  # noqa: BLE001 - a training is not to end by it
+            self._note = f"no plan: {type(error).__name__}: {error}"
 
     def _report(self, totals: _Totals) -> StepReport:
         fit, expected = self._fit, self._expected
