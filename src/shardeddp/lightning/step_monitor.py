@@ -129,11 +129,11 @@ class _Fit:
     clock: StepClock
     undo: ExitStack
     step: int
-    """``trainer.global_step`` at the end of the last step."""
+    """Number of optimizer steps at the end of the last one; without optimizers, of batches."""
     logged: int
     ended: int = 0
-    shows: bool | None = None
-    """Whether the progress bar has an entry of it; None: before the first report."""
+    shows: bool = True
+    """Whether the progress bar may have an entry of it: nobody has logged one of that name."""
     is_planned: bool = False
     is_refused: bool = False
     """Whether a logger has refused figures."""
@@ -339,14 +339,15 @@ class StepMonitor(Callback):
             self._begin_anew(fit, mesh)
         if not fit.is_planned:
             self._plan_while_others_wait(trainer, fit, batch)
-        if trainer.global_step != fit.step:
-            self._end_step(trainer, fit)
+        # Without an optimizer of Lightning no step is counted, and each batch is one.
+        step = trainer.global_step if trainer.optimizers else fit.step + 1
+        if step != fit.step:
+            self._end_step(trainer, fit, step)
         if self.report is not None and trainer.progress_bar_callback is not None:
             name, rate = self.report.throughput
-            if fit.shows is None:
-                fit.shows = name not in trainer.callback_metrics  # else it is one of the user's
-            if fit.shows:  # not by an override of `log`, which may take other arguments
-                LightningModule.log(pl_module, name, rate, prog_bar=True, logger=False)
+            fit.shows = fit.shows and name not in trainer.callback_metrics  # else the user's own
+            if fit.shows:
+                private.show_in_progress_bar(trainer, name, rate)
 
     def _begin_anew(self, fit: _Fit, mesh: Mesh) -> None:
         """Forget the steps so far, which were those of another strategy."""
@@ -360,8 +361,8 @@ class StepMonitor(Callback):
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)
 
-    def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
-        due = fit.end_step(trainer.global_step, log_interval(trainer))
+    def _end_step(self, trainer: Trainer, fit: _Fit, step: int) -> None:
+        due = fit.end_step(step, log_interval(trainer))
         self.stragglers = fit.stragglers.named
         if due is not None:
             self.report = self._report(due)
@@ -484,7 +485,10 @@ class StepMonitor(Callback):
     def _finish(self, fit: _Fit, trainer: Trainer) -> None:
         """Print the report; write trace and record; without communication."""
         self.report = self._report(fit.all)
-        rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+        try:
+            rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+        except (OSError, ValueError) as error:  # a pipe or file that was closed
+            rank_zero_warn(f"StepMonitor could not print: {type(error).__name__}: {error}")
         with _warned("trace", self._trace):
             self._write_trace(fit)
         if trainer.is_global_zero:
