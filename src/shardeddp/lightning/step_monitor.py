@@ -339,8 +339,9 @@ class StepMonitor(Callback):
             self._begin_anew(fit, mesh)
         if not fit.is_planned:
             self._plan_while_others_wait(trainer, fit, batch)
-        # Without an optimizer of Lightning no step is counted, and each batch is one.
-        step = trainer.global_step if trainer.optimizers else fit.step + 1
+        # Without an optimizer of Lightning (it makes an empty one) no step is counted: each batch is one.
+        has_optimizer = any(it.param_groups for it in trainer.optimizers)
+        step = trainer.global_step if has_optimizer else fit.step + 1
         if step != fit.step:
             self._end_step(trainer, fit, step)
         if self.report is not None and trainer.progress_bar_callback is not None:
