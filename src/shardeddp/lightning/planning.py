@@ -30,6 +30,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
+from shardeddp.lightning.outside_state import outside_state_kept
 from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
@@ -502,7 +503,12 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
         gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
-        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
+        with (
+            outside_state_kept(module),
+            _on_own_rank(setting.device),
+            torch.device("meta"),
+            detached(module),
+        ):
             bare = configured(without_weights(module))
         return by_states(bare, candidates, setting, found.total_memory, note)
     except ConfigurationError as error:
@@ -523,7 +529,8 @@ def _fastest(
         return None, ""
     try:
         example, figures = module.example_input_array, memory_at(setting.device)
-        plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
+        with outside_state_kept(module):
+            plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
     except ConfigurationError as error:
         return None, f"; its step could not be planned: {str(error)[:80]}"
     best = plan.best.choice
