@@ -119,6 +119,20 @@ torch_dispatch_modes: Callable[[], Sequence[Any]] = of_torch(
 )
 """Active ``TorchDispatchMode`` objects, the innermost last."""
 
+transforms: Callable[[], Any] = of_torch("torch._C._functorch:peek_interpreter_stack")
+"""Innermost active transform of ``torch.func``, or None."""
+
+top_saved_tensors_hooks: Callable[[bool], Any] = of_torch(
+    "torch._C._autograd:_top_saved_tensors_default_hooks"
+)
+"""Active hooks for saved tensors, or None; True: also those that are off while torch traces."""
+push_saved_tensors_hooks: Callable[..., None] = of_torch(
+    "torch._C._autograd:_push_saved_tensors_default_hooks"
+)
+pop_saved_tensors_hooks: Callable[[], None] = of_torch(
+    "torch._C._autograd:_pop_saved_tensors_default_hooks"
+)
+
 
 class DispatchMode(TorchDispatchMode):
     """A mode that hears of operations, those with functions among their arguments included."""

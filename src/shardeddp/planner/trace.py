@@ -7,11 +7,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from ctypes import string_at
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias, TypeGuard, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -39,13 +41,20 @@ from shardeddp.planner.device_functions import (
 )
 from shardeddp.planner.recorder import Recorder, Recording, UnitRecords
 from shardeddp.planner.source import replacement
+from shardeddp.planner.values import Values
 from shardeddp.planner.work import ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
     FakeTensorMode,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     pytree,
     storage_of,
+    top_saved_tensors_hooks,
+    torch_dispatch_modes,
+    torch_function_modes,
+    transforms,
 )
 from shardeddp.wrap import Policy, build_units, require_parameters
 from shardeddp.wrap.kept_operations import is_kept_by
@@ -77,6 +86,7 @@ class _UnitRuns:
         self._units, self._recorder, self._reuses = units, recorder, reuses
         self._known: dict[object, _FirstRun] = {}
         self._kept: list[object] = []
+        self._state = _TorchState()
         indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._inner = [
             [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
@@ -87,11 +97,14 @@ class _UnitRuns:
         """Run a unit's forward and its backward, or repeat the records of an equal unit."""
         if self._recorder.is_paused:  # checkpointing around it computes it again
             return forward(*args, **kwargs)
-        key = _signature(self._units[index].module, (args, kwargs), self._kept)
+        state = self._state.of_unit() if self._reuses else None
+        signature = partial(_signature, values=self._recorder.values, kept=self._kept)
+        key = state and (state, signature(self._units[index].module, (args, kwargs)))
         first = self._known.get(key)
         if first is None:
             out, collected = self._run_first(key, index, forward, args, kwargs)
         else:
+            self._state.repeats()
             self._recorder.repeat(first.records, self._inner[index], (args, kwargs), first.saved)
             self._recorder.add_inputs(self._recorder.work[index], (args, kwargs))
             out, collected = first.out, first.collected
@@ -130,7 +143,7 @@ class _UnitRuns:
         recorder.note_trained(
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
-        if self._reuses and not any(work.kernels for work in before.works):
+        if key is not None and not any(work.kernels for work in before.works):
             records = recorder.since(before)
             own_work = records.works[own]
             own_work.input_nbytes = own_work.activation_input_nbytes = 0  # counted for each call
@@ -187,6 +200,88 @@ def _without_collecting(module: nn.Module) -> Generator[list[_Collected]]:
         yield collected
 
 
+class _TorchState:
+    """Global state of torch that a forward depends on, and checkpoints in which units run.
+
+    Modes and hooks are compared with those at the begin of a step.
+    """
+
+    def __init__(self) -> None:
+        self._modes, self._hooks = self._active_modes(), top_saved_tensors_hooks(True)
+        self._frame: Any = None
+        # Checkpoints in which a unit has run, and those in which one was repeated.
+        self._entered, self._repeated = WeakSet[Any](), WeakSet[Any]()
+
+    def of_unit(self) -> object:
+        """Return what is equal in equal states; None: it cannot be compared.
+
+        That are modes and hooks of the model, and checkpoints of more than one unit: their
+        recomputation is part of the backward of each.
+
+        Raises:
+            NotRepeatableError: A unit was repeated in such a checkpoint.
+        """
+        hooks = top_saved_tensors_hooks(True)
+        self._frame = None if hooks == self._hooks else _frame_of(hooks)
+        if self._frame is not None:
+            if self._frame in self._repeated:
+                raise _NotRepeatableError
+            is_alone = self._frame not in self._entered and not self._frame.weak_holders
+            self._entered.add(self._frame)
+            if not is_alone or _hooks_around(hooks) != self._hooks:
+                return None
+        elif hooks != self._hooks:
+            return None
+        if self._active_modes() != self._modes or transforms() is not None:
+            return None
+        return (
+            self._frame is not None and (type(self._frame), self._frame.early_stop),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            *((torch.is_autocast_enabled(it), torch.get_autocast_dtype(it)) for it in _DEVICES),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+
+    def repeats(self) -> None:
+        """Note that the unit is repeated whose state was asked for last."""
+        if self._frame is not None:
+            self._repeated.add(self._frame)
+
+    def _active_modes(self) -> list[int]:
+        return [id(it) for it in (*torch_function_modes(), *torch_dispatch_modes())]
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+class _NotRepeatableError(Exception):
+    """A unit was repeated that another one depends on: all units have to run."""
+
+
+def _frame_of(hooks: Any) -> Any:
+    """Return the checkpoint whose hooks for saved tensors these are; None: they are others."""
+    pack = hooks and hooks[0]
+    if getattr(pack, "__module__", None) != checkpoint.__module__:
+        return None
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+def _hooks_around(hooks: Any) -> Any:
+    """Return the hooks for saved tensors below the active ones."""
+    pop_saved_tensors_hooks()
+    try:
+        return top_saved_tensors_hooks(True)
+    finally:
+        push_saved_tensors_hooks(*hooks)
+
+
 @contextmanager
 def _once_each(
     units: Sequence[UnitSpec], recorder: Recorder, *, reuses: bool = True
@@ -206,17 +301,23 @@ def _once_each(
         yield
 
 
-def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
-    """Return what the forward of a module depends on, apart from values: equal for equal modules.
+def _signature(module: nn.Module, given: object, values: Values, kept: list[object]) -> object:
+    """Return what the forward of a module depends on: equal for equal modules and inputs.
 
-    Other objects are equal to themselves alone. ``kept`` gets them: no other one may get their ids.
+    Of values it has those that are known. Other objects are equal to themselves alone. ``kept``
+    gets them: no other one may get their ids.
     """
 
     def plain(value: Any) -> object:
         kind: type[Any] = type(value)
         if isinstance(value, torch.Tensor):
-            strides = value.stride() if value.layout is torch.strided else ()
-            return kind, tuple(value.shape), strides, value.dtype, value.requires_grad
+            form = kind, tuple(value.shape), value.dtype, value.requires_grad
+            if value.layout is not torch.strided:
+                return form
+            # Tensors of one memory are saved once, and with all of it.
+            memory = memories.setdefault(storage_of(value), len(memories))
+            nbytes = value.untyped_storage().nbytes()
+            return form, value.stride(), value.storage_offset(), memory, nbytes, known(value)
         if kind in _COMPARED or isinstance(value, (torch.dtype, torch.device)):
             return kind, value  # with its type: 1 and 1.0 give results of other dtypes
         if isinstance(value, Enum):
@@ -245,12 +346,25 @@ def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
         kept.append(value)
         return id(value)
 
+    def known(tensor: torch.Tensor) -> object:
+        """Return the known values of a tensor, on which shapes may depend."""
+        found = values.of(tensor)
+        if found is None:
+            return None
+        memory = found.untyped_storage()
+        if memory.nbytes() <= _COMPARED_NBYTES:
+            read = string_at(memory.data_ptr(), memory.nbytes())
+            return read, found.stride(), found.storage_offset()
+        kept.append(found)
+        return id(found), found._version
+
     def forward_of(child: nn.Module) -> object:
         """Return the forward of a module, which is replaced by that of units while they run."""
         set_on_it = vars(child).get("forward", child.forward)
         return plain(set_on_it.args[1] if _runs_unit(set_on_it) else set_on_it)
 
     places = {id(child): name for name, child in module.named_modules()}
+    memories = dict[int, int]()
     return plain(given), tuple(
         (
             name,
@@ -269,6 +383,9 @@ def _signature(module: nn.Module, given: object, kept: list[object]) -> object:
 
 _COMPARED = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
 """Types whose values are settings."""
+
+_COMPARED_NBYTES = 1 << 20
+"""Largest memory of known values that are compared; others are equal to themselves alone."""
 
 _HOOKS = {it for it in vars(nn.Module()) if it.endswith("_hooks") and "state_dict" not in it}
 _NO_SETTINGS = {*vars(nn.Module()), "forward"} - _HOOKS - {"training"}
@@ -476,7 +593,8 @@ class _TracedModel:
             ConfigurationError: It fails on tensors without values.
         """
         recorder, was_asked, error = self._run(step, is_kept)  # booleans are False: no NaN is found
-        if isinstance(error, (AttributeError, TypeError)):  # from skipped forwards, perhaps
+        # From skipped forwards, perhaps.
+        if isinstance(error, (AttributeError, TypeError, _NotRepeatableError)):
             recorder, was_asked, error = self._run(step, is_kept, reuses=False)
         if error is not None and was_asked:
             recorder, _, error = self._run(step, is_kept, truth=True)  # so that assertions hold
@@ -504,7 +622,6 @@ class _TracedModel:
                 _quiet(),
                 torch.compiler.set_stance("force_eager"),  # compiled later, not here
                 self._mode,
-                _once_each(units, recorder, reuses=reuses),
                 _holding_batch(self._module, recorder),
                 torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
                 torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
@@ -513,6 +630,7 @@ class _TracedModel:
                 flex_attention_on_host(),
                 attention_of_devices(),
                 _without_reentry(),
+                _once_each(units, recorder, reuses=reuses),  # after all modes
             ):
                 for index, spec, parameter in self._wrapped:
                     recorder.bind(index, spec, parameter)
