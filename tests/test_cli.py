@@ -235,6 +235,7 @@ DIMS = "layers=2,width=8,heads=2,vocabulary=16"
         ["consolidate", "{path}", "-o", "a.ckpt", "--ema"],
         ["inspect", "{path}", "--all", "--tensors", "x"],
         ["plan", "--gpus", "8", "--dims", "layers=2"],
+        ["plan", "--gpus", "8", "--dims", f"{DIMS},layers=3"],
         ["plan", "--gpus", "8", "--dims", DIMS, "--gpu", "H999"],
         ["plan", "--gpus", "9", "--dims", DIMS],
         ["plan", "--gpus", "8", "--dims", DIMS, "--tensor-parallel", "3"],

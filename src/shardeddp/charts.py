@@ -157,7 +157,7 @@ def _cell(key: str, title: str, name: str, text: str, box: _Box) -> str:
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_colour(key)}' "
         f"stroke='white' stroke-width='1'><title>{escape(title)}: {text}</title></rect>"
     )
-    if w > 7 * max(len(name), len(text)) + 10 and h > 40:
+    if w > 7.6 * max(len(name), len(text)) + 10 and h > 40:
         lines = ((0, "600", escape(name)), (17, "400", text))
         cell += "".join(
             f"<text x='{x + 8:.1f}' y='{y + 20 + down:.1f}' font-size='13' font-weight='{weight}'>"

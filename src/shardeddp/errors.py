@@ -29,18 +29,27 @@ def printable(text: str) -> str:
 
 
 def extend_message(error: BaseException, text: str) -> None:
-    """Append a text to the message of an error, or add it as a note to one that makes its message itself."""
-    args, message = error.args, str(error)
-    extended = f"{message}\n\n{text}".lstrip()
-    error.args = (extended, *args[1:])
-    with suppress(Exception):  # of a class that computes with its arguments
+    """Append a text to the message of an error, or add it as a note to one that makes its message itself.
+
+    The text of an error that takes neither is logged.
+    """
+    args, extended = error.args, f"{text_of(error)}\n\n{text}".lstrip()
+    with suppress(Exception):  # of a class that cannot be changed, or computes with its arguments
+        error.args = (extended, *args[1:])
         if str(error) == extended:
             return
-    error.args = args
-    if add_note := getattr(error, "add_note", None):  # Python 3.11
-        add_note(text)
-    else:
+    try:
+        error.args = args
+        error.add_note(text)  # type: ignore[attr-defined]  # Python 3.11
+    except Exception:  # noqa: BLE001 - the error itself is the one to report
         log.error(text)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an error; empty if its class fails to make one."""
+    with suppress(Exception):
+        return str(error)
+    return ""
 
 
 def errors_behind(error: BaseException) -> list[BaseException]:

@@ -101,6 +101,41 @@ def test_what_happens_in_an_evaluation_is_evaluation(clock: StepClock, time: Tim
     assert spent(step) == {EVALUATION: 7, "compute": 8}
 
 
+class Counted(HostTimer):
+    """Counts its marks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        super().__init__(self._mark)
+
+    def _mark(self) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+def test_an_evaluation_has_two_marks_whatever_happens_in_it() -> None:
+    timer = Counted()
+    clock = StepClock(timer)
+    with clock.during(EVALUATION):
+        for _ in range(100):
+            with clock.during("compute"), clock.during("gather", "a"):
+                pass
+            with clock.during(EVALUATION):
+                pass
+    assert timer.count == 3
+
+
+def test_a_step_without_an_end_keeps_its_last_marks_and_its_parts() -> None:
+    clock = StepClock(Counted())
+    for _ in range(300_000):
+        with clock.during("compute"):
+            pass
+    clock.end_step()
+    [step] = clock.take()
+    assert 50_000 <= len(step) <= 100_000
+    assert spent(step)["compute"] == pytest.approx(spent(step)["rest"], abs=2)
+
+
 def test_a_step_is_read_when_its_last_mark_is_past_and_in_order(time: Time) -> None:
     clock = StepClock(LateTimer(time, delay=5))
     for length in (1, 2, 3):

@@ -1,5 +1,6 @@
 """An error for want of memory keeps its type and says what was held, what was planned, and what to change."""
 
+import errno
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shardeddp import ShardedDP
 from shardeddp.config import parse_options
 from shardeddp.engine.storage import GatheredBuffer
-from shardeddp.lightning.out_of_memory import advice, explain_memory
+from shardeddp.lightning.out_of_memory import advice, explain_memory, is_out_of_memory
 from shardeddp.report import human_bytes
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -166,6 +167,90 @@ def test_a_table_that_cannot_be_made_hides_nothing() -> None:
     explain_memory(error, fails)
     assert str(error).startswith("no room\n")
     assert "not counted: KeyError" in str(error)
+
+
+def refused(where: str, wraps: bool) -> tuple[str, list[str]]:
+    """Message of an error in a hook that is not of a step, and names of the pictures."""
+
+    class Hooked(TinyGpt):
+        pass
+
+    def needs(*_: Any) -> None:
+        error = torch.cuda.OutOfMemoryError(TEXT)
+        if wraps:
+            raise ValueError("batch 3") from error
+        raise error
+
+    setattr(Hooked, where, needs)
+    with TemporaryDirectory() as directory:
+        trainer = make_trainer(
+            ShardedDP("shard_optimizer", auto_wrap_policy={Block}),
+            max_steps=4,
+            default_root_dir=directory,
+        )
+        with pytest.raises(ValueError if wraps else torch.cuda.OutOfMemoryError) as caught:
+            trainer.fit(Hooked(), token_loader(32))
+        names = sorted(it.name for it in Path(directory).glob("*.html"))
+    return f"{caught.value} {caught.value.__cause__ or ''}", names
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("where", ["on_train_batch_start", "on_train_epoch_end", "training_step"])
+@on_ranks(1)
+def test_errors_of_all_hooks_are_explained_and_drawn_also_as_a_cause(
+    where: str, wraps: bool
+) -> None:
+    text, names = refused(where, wraps)
+    assert text.count("main shards") == 1 and text.count("as a picture") == 1
+    assert names == ["out-of-memory-rank-0.html"]
+
+
+@on_ranks(2)
+def test_the_text_says_how_much_less_full_shard_takes_as_planned() -> None:
+    text, _ = refused("on_train_batch_start", wraps=False)
+    sharded = [
+        ShardedDP(name, auto_wrap_policy={Block}) for name in ("shard_optimizer", "full_shard")
+    ]
+    for strategy in sharded:
+        make_trainer(strategy, max_steps=1).fit(TinyGpt(), token_loader(32))
+    kept, full = (it.memory_plan.peak_nbytes for it in sharded)
+    assert kept > full
+    assert f"shard_optimizer takes {human_bytes(kept - full)} more" in text
+
+
+class Mute(RuntimeError):
+    """An error without a message."""
+
+    def __str__(self) -> str:
+        return "code " + self.args[0]
+
+
+class Fixed(MemoryError):
+    """An error that takes neither other arguments nor notes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+    def add_note(self, note: str) -> None:
+        """Refuse it."""
+        raise AttributeError("note")
+
+
+def test_errors_of_odd_classes_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    mute, fixed, noted = Mute(3), Fixed("no room"), MemoryError("no room")
+    noted.__notes__ = None  # type: ignore[assignment]
+    for error in (mute, fixed, noted):
+        explain_memory(error, lambda _: ["the table"])
+    assert mute.args == (3,) and fixed.args == ("no room",)
+    assert "the table" in caplog.text and "the table" in str(noted)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("std::bad_alloc"), OSError(errno.ENOMEM, "Cannot allocate memory")]
+)
+def test_want_of_memory_of_the_system_is_known(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
 
 
 class Computed(RuntimeError):

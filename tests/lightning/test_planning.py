@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -83,6 +84,49 @@ class AsksTrainer(TinyGpt):
     def loss(self, batch: Any) -> torch.Tensor:
         """A loss that grows as training goes on."""
         return super().loss(batch) * (1 + self.trainer.global_step)
+
+
+class NeedsSetup(TinyGpt):
+    """A step that needs what `setup` makes."""
+
+    def setup(self, stage: str) -> None:
+        """Make a number."""
+        self.scale = 2
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The scaled loss."""
+        return super().loss(batch) * self.scale
+
+
+class OptimizesItself(TinyGpt):
+    """A step that runs its own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def loss(self, batch: Any) -> Any:
+        """Nothing."""
+        self.manual_backward(super().loss(batch))
+
+
+class SkipsBatches(TinyGpt):
+    """A step that trains on no batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Nothing."""
+
+
+class Logs(AsksTrainer):
+    """A step that logs through its Trainer."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss, which is logged."""
+        loss = super().loss(batch)
+        self.log("loss", loss)
+        if self.logger is not None:
+            self.logger.log_metrics({"loss": loss.item()})
+        return loss
 
 
 class NeedsData(TinyGpt):
@@ -168,7 +212,14 @@ def test_a_step_that_checks_values_is_planned_as_one_that_does_not() -> None:
         (HoldsGenerator(), {}, "cannot be copied"),
         (Reads, {}, r"does not run without values .* 976 parameters, .* take 15\.\d KiB"),
         (TakesPairs, {}, r"not enough values .*: one --input for each of its tensors"),
-        (AsksTrainer, {}, "attributes that setup\\(\\) or a Trainer sets"),
+        (
+            AsksTrainer,
+            {},
+            r"^AsksTrainer .*: its training step needs a Trainer, .* take 15\.\d KiB",
+        ),
+        (NeedsSetup, {}, r"needs an attribute that is not there; .* no setup\(\) .* 'scale'\)"),
+        (OptimizesItself, {}, "cannot be planned: with automatic_optimization=False it runs"),
+        (SkipsBatches, {}, "found NoneType; Lightning skips such a batch"),
         ("no.such.Module", {}, "found nothing"),
         (3, {}, "expected a LightningModule"),
     ],
@@ -336,9 +387,8 @@ def dry_trainer(strategy: ShardedDP, **options: Any) -> Trainer:
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        logger=False,
         enable_checkpointing=False,
-        **options,
+        **{"logger": False, **options},
     )
 
 
@@ -373,6 +423,18 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     assert {it.micro_batch for it in choices} == {1, 2, 4}
     assert {(it.forward_prefetch, it.backward_prefetch) for it in choices} == {(2, 0)}
     assert "forward_prefetch: 2\n      backward_prefetch: 0\n" in text
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_step_has_its_trainer_in_a_dry_run_and_logs_nothing(tmp_path: Path) -> None:
+    module, logger = Logs(), CSVLogger(tmp_path)
+    strategy = ShardedDP("full_shard", plan_only="A100-80")
+    trainer = dry_trainer(strategy, logger=logger)
+    trainer.fit(module, token_loader(16))
+    assert strategy.planned is not None
+    assert (trainer.loggers, trainer.logged_metrics) == ([logger], {})
+    assert not [*tmp_path.iterdir()]
+    assert "log" not in vars(module)
 
 
 class Unpacks(TinyGpt):
@@ -607,7 +669,7 @@ class Net(torch.nn.Module):
         ("package/attribute.py", "importing package.attribute fails (AttributeError: "),
         ("package/missing.py", "found nothing. Is its folder on PYTHONPATH?"),
         ("outer/Outer.py", "Net does not run without values (KeyError: 'inner')"),
-        ("steps.py", "Net does not run without values (SystemExit: 0)"),
+        ("steps.py", "Net cannot be planned: its training step ends the process (SystemExit: 0)"),
         ("lazy.py", "get their shapes from data (nn.Lazy...: layer.weight"),
         ("missing.py", "found nothing. Is its folder on PYTHONPATH?"),
     ],

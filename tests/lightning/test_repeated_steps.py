@@ -1,5 +1,6 @@
 """A training step for which memory runs out on all ranks is repeated with deeper sharding, as if nothing had been."""
 
+import copy
 import gc
 import warnings
 import weakref
@@ -31,6 +32,18 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 PATIENCE_S = 3.0
 
 
+class Attempts:
+    """What is noted about the attempts of a module: not in the module, whose state is set back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.activations: list[weakref.ref[Tensor]] = []
+        self.armed = False
+
+
+ATTEMPTS: weakref.WeakKeyDictionary[nn.Module, Attempts] = weakref.WeakKeyDictionary()
+
+
 class Needs(TinyGpt):
     """A module with all that a step changes, for which memory runs out in one step under some strategies."""
 
@@ -42,10 +55,12 @@ class Needs(TinyGpt):
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.3)
         self.mean, self.tracked = MeanMetric(), MeanMetric()
-        self.logged: list[float] = []
-        self.attempts = 0
-        self.activations: list[weakref.ref[Tensor]] = []
-        self.armed = False
+        ATTEMPTS[self] = Attempts()
+
+    @property
+    def attempts(self) -> Attempts:
+        """Notes about this module's attempts."""
+        return ATTEMPTS[self]
 
     def need(self, where: str) -> None:
         """Run out of memory, at the place of this module."""
@@ -54,9 +69,9 @@ class Needs(TinyGpt):
         is_now = (self.trainer.global_step, micro_batch) == self.at and where == self.where
         is_here = is_now and dist.get_rank() in self.ranks
         if is_here and options.sharding_strategy in self.too_much:
-            self.attempts += 1
-            self.armed = where == "gather"
-            if not self.armed:
+            self.attempts.count += 1
+            self.attempts.armed = where == "gather"
+            if not self.attempts.armed:
                 raise torch.cuda.OutOfMemoryError(TEXT)
         now = self.trainer.global_step, micro_batch
         if now == self.later and where == "forward 1":
@@ -69,9 +84,11 @@ class Needs(TinyGpt):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, length, vocabulary) of tokens (batch, length)."""
         gc.collect()
-        assert not any(each() is not None for each in self.activations), "of a failed attempt"
+        assert not any(each() is not None for each in self.attempts.activations), (
+            "of a failed attempt"
+        )
         x = self.norm(self.drop(self.embed(tokens)).flatten(0, 1)).view(*tokens.shape, -1)
-        self.activations.append(weakref.ref(x))
+        self.attempts.activations.append(weakref.ref(x))
         self.log("early", x.detach().mean(), on_step=False, on_epoch=True, sync_dist=True)
         self.tracked.update(x.detach().mean().item())
         for index, block in enumerate(self.blocks):
@@ -128,8 +145,8 @@ def gathers_that_fail(model: Needs) -> Any:
     allocate = GatheredBuffer.allocate
 
     def fails_if_armed(buffer: GatheredBuffer) -> Tensor:
-        if model.armed:
-            model.armed = False
+        if model.attempts.armed:
+            model.attempts.armed = False
             raise torch.cuda.OutOfMemoryError(TEXT)
         return allocate(buffer)
 
@@ -154,7 +171,7 @@ def compare(
     texts = [str(each.message) for each in told if "memory has run out" in str(each.message)]
     assert len(texts) == (len(too_much) if dist.get_rank() == 0 else 0), texts
     assert all(TEXT in each and "step 2" in each for each in texts)
-    assert found.attempts == len(too_much)
+    assert found.attempts.count == len(too_much)
     assert look.names == wanted.names and look.names[-1] == last
     torch.testing.assert_close(
         torch.tensor(look.losses), torch.tensor(wanted.losses), rtol=0, atol=1e-6
@@ -209,6 +226,9 @@ class Unusual(Needs):
         self.metrics = {"mean": MeanMetric()}
         self.drop.metrics = deque([MeanMetric()])  # type: ignore[assignment]
         self.noise = torch.Generator().manual_seed(1)
+        self.register_buffer("queue", torch.zeros(1))
+        self.hidden = [nn.BatchNorm1d(8)]
+        self.count, self.means = 0, list[float]()
         object.__setattr__(self, "write", type(self).log.__get__(self))
 
     def need(self, where: str) -> None:
@@ -218,6 +238,15 @@ class Unusual(Needs):
             raise error from error
 
     def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        self.eval()
+        if self.where == "forward -1":
+            self.need(self.where)
+        self.train()
+        self.queue.data = torch.cat(
+            [self.queue, self.hidden[0](self.embed.weight.detach()).sum()[None]]
+        )
+        self.count += 1
+        self.means.append(self.queue.mean().item())
         found = super().training_step(batch, batch_index)
         loss = found["loss"] * self.scale
         value, last = loss.detach(), self.running
@@ -241,10 +270,11 @@ def compare_unusual(where: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "memory has run out")
         look, others, logged = train(found, [ReshardOnOutOfMemory(["full_shard"])])
-    assert found.attempts == 1 and look.names == wanted.names
+    assert found.attempts.count == 1 and look.names == wanted.names
     assert look.losses == pytest.approx(wanted.losses, abs=1e-6)
     assert logged == pytest.approx(values, abs=1e-6) and "bound" in logged
     assert found.scale.requires_grad
+    assert (found.count, found.means) == (expected.count, pytest.approx(expected.means, abs=1e-5))
     for key, value in weights.items():
         torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6, msg=key)
     for key, value in dict(expected.named_buffers()).items():
@@ -257,7 +287,7 @@ def compare_unusual(where: str) -> None:
     assert torch.equal(found.noise.get_state(), expected.noise.get_state())
 
 
-@pytest.mark.parametrize("where", ["forward 1", "backward"])
+@pytest.mark.parametrize("where", ["forward -1", "forward 1", "backward"])
 def test_state_in_unusual_places_is_that_of_the_begin_of_a_repeated_step(
     world: Worlds, where: str
 ) -> None:
@@ -379,6 +409,31 @@ class InPlace(Needs):
         return super().training_step(batch, batch_index)
 
 
+class Averaging(Needs):
+    """Has a copy of a block, which follows the block in each step."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(where)
+        self.teacher = copy.deepcopy(self.blocks[0]).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        for its, other in zip(self.teacher.parameters(), self.blocks[0].parameters(), strict=True):
+            its.lerp_(other.detach(), 0.1)
+        return super().training_step(batch, batch_index)
+
+
+class AveragingBeside(Needs):
+    """Has such a copy where no strategy looks for modules."""
+
+    def __init__(self, where: str = "") -> None:
+        super().__init__(where)
+        self.teachers = [nn.Linear(2, 2).requires_grad_(False)]
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        self.teachers[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_index)
+
+
 def logs_of_failure(kind: type[Needs], where: str) -> list[str]:
     lines: list[str] = []
     with (
@@ -396,6 +451,9 @@ def logs_of_failure(kind: type[Needs], where: str) -> list[str]:
     [
         (Frozen, "backward", "blocks.0.norm.weight had a gradient before its backward"),
         (Changing, "forward 1", "a training_step that changes its batch"),
+        (Averaging, "forward 1", "has written to teacher.norm.weight"),
+        (Averaging, "backward", "has written to teacher.norm.weight"),
+        (AveragingBeside, "forward 1", "a tensor inside of Linear.weight in place"),
         (InPlace, "forward 1", "has changed a tensor inside of MeanMetric.values in place"),
     ],
 )

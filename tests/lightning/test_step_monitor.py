@@ -6,10 +6,12 @@ import io
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -373,6 +375,27 @@ def test_manual_optimization_has_the_same_parts() -> None:
     assert report.parts["compute"] > report.parts["rest"]
 
 
+class OwnOptimizer(Manual):
+    """Steps an optimizer that Lightning does not know."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Steps by itself."""
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+        self.own.zero_grad()
+
+    def configure_optimizers(self) -> None:
+        """None for Lightning."""
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(1)
+def test_batches_are_steps_where_lightning_knows_no_optimizer() -> None:
+    options = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8}
+    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
+        assert fit(task=OwnOptimizer(), **options).steps == 7
+
+
 def resharded(file: str) -> StepReport:
     return fit(
         monitor=StepMonitor(record=file),
@@ -620,6 +643,80 @@ class OwnLog(Takes):
         self.log("tokens/s", 1.0)
 
 
+class LogsLate(Callback):
+    """Begins to log a figure of the monitor's name after the monitor has shown its own."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Log it with arguments of its own."""
+        if index > 8:
+            module.log("tokens/s", 123.0, prog_bar=True)
+
+
+@on_ranks(1)
+def test_a_callback_that_logs_the_monitors_name_late_has_its_entry() -> None:
+    bar = Bar()
+    fit(
+        callbacks=(LogsLate(), bar),
+        log_every_n_steps=1,
+        max_steps=14,
+        enable_progress_bar=True,
+    )
+    assert bar.shown["tokens/s"] == 123.0
+
+
+class NestedBatches(Takes):
+    """A loss of padded tokens."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """A loss."""
+        return super().loss(batch.to_padded_tensor(0))
+
+
+def nested(tokens: list[Tensor]) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([*tokens[1:], tokens[0][:4]])
+
+
+@on_ranks(1)
+def test_nested_tensors_are_counted_and_not_planned() -> None:
+    loader = DataLoader(token_loader(80).dataset, batch_size=4, collate_fn=nested)
+    report = fit(task=NestedBatches(), loader=loader, max_steps=6)
+    assert report.samples_per_s * report.seconds == pytest.approx(4)
+    assert report.tokens_per_s is not None
+    assert report.note == "a batch with nested tensors cannot be planned"
+
+
+class Closed(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        """Fail."""
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@on_ranks(1)
+def test_a_report_that_cannot_be_printed_is_a_warning() -> None:
+    with (
+        contextlib.redirect_stdout(Closed()),
+        pytest.warns(UserWarning, match="StepMonitor could not print: BrokenPipeError"),
+    ):
+        assert fit(max_steps=3).steps == 2
+
+
+class Exits(Takes):
+    """A copy of it ends the process."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise SystemExit(3)
+
+
+@on_ranks(1)
+def test_a_module_whose_copy_exits_is_not_planned() -> None:
+    assert "Exits cannot be copied" in fit(task=Exits(), max_steps=3).note
+
+
 class Refuses(CSVLogger):
     """Refuses the monitor's figures."""
 
@@ -658,6 +755,57 @@ def test_a_module_that_cannot_be_planned_has_no_flops_and_a_reason() -> None:
     report = fit(task=AsksTrainer())
     assert report.model_flops_per_s is report.mfu is None
     assert report.note
+
+
+NUMBERS = np.random.default_rng(0)
+CALLS = [0]
+
+
+class UsesItsFile(Takes):
+    """Draws and counts outside of the module, and communicates by that count."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """A loss that is not the same twice."""
+        CALLS[0] += 1
+        if CALLS[0] % 4 == 0:
+            dist.all_reduce(torch.ones(1))
+        return super().loss(batch) * (1 + float(NUMBERS.random()))
+
+
+@on_ranks(2)
+def test_a_training_is_the_same_with_a_monitor_and_without() -> None:
+    losses: list[list[float]] = []
+    for callbacks in ([], [StepMonitor()]):
+        NUMBERS.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        CALLS[0] = 0
+        torch.manual_seed(0)
+        task = UsesItsFile()
+        trainer = make_trainer(ShardedDP(), callbacks=callbacks, max_steps=8)
+        trainer.fit(task, token_loader(4 * 20 * dist.get_world_size()))
+        assert CALLS == [8]
+        losses.append(task.losses)
+    assert losses[0] == losses[1]
+
+
+def with_a_plan_that_takes(seconds: float) -> tuple[StepReport, float]:
+    plan = module.plan_as_set
+
+    def plan_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return plan(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "plan_as_set", plan_slowly)
+        report = fit(max_steps=4)
+        again = fit(max_steps=8, callbacks=(ReshardSchedule({2: "no_shard"}),))
+    return report, report.steps * report.seconds + again.steps * again.seconds
+
+
+def test_no_rank_waits_for_the_plan_in_a_step_that_is_reported(world: Worlds) -> None:
+    for report, seconds in world(2).run(with_a_plan_that_takes, 1.5):
+        assert report.steps == 3
+        assert report.model_flops_per_s is not None or report.rank
+        assert seconds < 1.5
 
 
 def reported(strategy: str, shard_size: int | None) -> StepReport:

@@ -164,8 +164,8 @@ def test_more_samples_are_extrapolated_at_every_moment() -> None:
 
 
 def test_other_operations_for_more_samples_are_extrapolated_by_their_peaks() -> None:
-    one = UnitMemory(forward_nbytes=1, backward=MemoryRecord(activations=[3], gradients=[4]))
-    two = UnitMemory(forward_nbytes=2, backward=MemoryRecord(activations=[9, 6], gradients=[0, 4]))
+    one = UnitMemory(forward=[1], backward=MemoryRecord(activations=[3], gradients=[4]))
+    two = UnitMemory(forward=[0, 2], backward=MemoryRecord(activations=[9, 6], gradients=[0, 4]))
     found = one.extrapolate(two, 4)
     assert (found.forward_nbytes, found.backward.peak) == (4, 7 + 3 * (10 - 7))
 

@@ -248,6 +248,49 @@ def test_work_that_grows_with_the_square_of_samples_is_traced_itself() -> None:
     assert planned(Module, micro_batches=[65536]).best.memory.peak < GIB * 2
 
 
+SIDE = 1024
+
+
+class Temporary(nn.Linear):
+    """A layer that makes a large tensor, and one of the batch or of each eight samples of it."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.parts = parts
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if not self.parts:
+                torch.ones(SIDE, SIDE).sum()
+            for part in input.split(8 if self.parts else len(input)):
+                torch.outer(part.flatten(), torch.ones(SIDE)).sum()
+        return super().forward(input)
+
+
+class Temporaries(Module):
+    """A layer with temporary tensors."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.layer = Temporary(parts)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("policy", [None, Temporary])
+def test_peaks_that_are_elsewhere_with_more_samples_are_planned(policy: Any, parts: bool) -> None:
+    options: dict[str, Any] = {"arguments": {"parts": parts}, "precisions": ["32-true"]}
+    for samples in (4, 64):
+        rows = min(samples, 8) * WIDTH if parts else max(samples * WIDTH, SIDE)
+        for others in ((), (128,)):
+            plan = planned(
+                Temporaries, micro_batches=[samples, *others], auto_wrap_policy=policy, **options
+            )
+            best = next(it for it in plan.plans if it.choice.micro_batch == samples)
+            assert best.memory.activations + best.memory.logits == pytest.approx(
+                rows * SIDE * 4, rel=0.1
+            )
+
+
 def test_states_of_metrics_and_other_tensors_need_no_values() -> None:
     for made in (Measured, Measured()):
         assert planned(made).best.step.total > 0
@@ -341,6 +384,13 @@ def test_values_of_another_kind_are_refused_by_name(options: dict[str, Any], sai
 def test_one_value_may_stand_for_a_list_of_it(one: dict[str, Any]) -> None:
     several = {name: [value] for name, value in one.items()}
     assert make_plan(Module(), **one).as_json() == make_plan(Module(), **several).as_json()
+
+
+def test_equal_values_to_compare_count_once() -> None:
+    once: dict[str, Any] = {"micro_batches": 2, "strategies": "full_shard", "precisions": "32-true"}
+    once |= {"recomputes": "none", "offloads": "none", "tensor_parallel_sizes": 1}
+    twice = {name: [value, value] for name, value in once.items()}
+    assert make_plan(Module(), **once).as_json() == make_plan(Module(), **twice).as_json()
 
 
 class Images(nn.Module):
@@ -544,6 +594,59 @@ class Untrained(Chain):
 def test_a_step_without_a_backward_is_refused(result: str) -> None:
     with pytest.raises(ConfigurationError, match=f"requires a gradient .* found {result}"):
         make_plan(Untrained(result), inputs=[f"float32:B,{WIDTH}"])
+
+
+class Penalized(Chain):
+    """A loss with a penalty on its gradient by what ``of`` returns."""
+
+    def __init__(self, of: str, allow_unused: bool = False) -> None:
+        super().__init__()
+        self.of, self.allow_unused = of, allow_unused
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = batch.clone().requires_grad_() * 1 if self.of == "input" else batch.requires_grad_()
+        y = self.layers(x)
+        found = {"head": self.head.weight, "unit": self.layers[0].weight, "result": y}
+        loss = self.head(y).pow(2).mean() + x.mean()
+        (made,) = torch.autograd.grad(
+            loss, found.get(self.of, x), create_graph=True, allow_unused=self.allow_unused
+        )
+        return loss if made is None else loss + made.pow(2).mean()
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+@pytest.mark.parametrize("of", ["input", "leaf", "unit"])
+def test_gradients_through_units_are_refused_in_their_own_words(
+    of: str, allow_unused: bool
+) -> None:
+    options: dict[str, Any] = {"inputs": [f"float32:B,{WIDTH}"], "recomputes": "none"}
+    model = Penalized(of, allow_unused)
+    with pytest.raises(ConfigurationError, match=r"gradients .* through units, as a gradient pen"):
+        planned(model, auto_wrap_policy=NamePolicy(["layers.*"]), **options)
+    assert planned(model, auto_wrap_policy=None, **options).best.step.total > 0
+
+
+@pytest.mark.parametrize("of", ["head", "result"])
+def test_gradients_behind_units_are_planned(of: str) -> None:
+    options: dict[str, Any] = {"inputs": [f"float32:B,{WIDTH}"], "recomputes": "none"}
+    model = Penalized(of)
+    found = planned(model, auto_wrap_policy=NamePolicy(["layers.*"]), **options)
+    assert (
+        found.best.model_flops == planned(model, auto_wrap_policy=None, **options).best.model_flops
+    )
+
+
+class Skips(Chain):
+    """Trains on no batch without positive numbers."""
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch) if (batch > 0).any() else None
+
+
+def test_a_step_that_skips_some_batches_is_planned_for_the_others() -> None:
+    found, other = (planned(it, inputs=[f"float32:B,{WIDTH}"]).best for it in (Skips, Chain))
+    assert found.model_flops == other.model_flops
 
 
 def test_figures_of_a_gpu_have_names() -> None:

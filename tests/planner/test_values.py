@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.planner import values
 from shardeddp.planner.trace import profile
 from shardeddp.planner.work import ModelProfile
 from shardeddp.wrap import resolve_policy
@@ -138,3 +139,26 @@ def test_shapes_that_depend_on_data_in_another_way_are_an_error(
 ) -> None:
     with pytest.raises(ConfigurationError, match="does not run without values"):
         traced(compute)
+
+
+def until_found(layer: nn.Module, x: torch.Tensor, scores: torch.Tensor) -> Any:
+    while not (scores > 0).all():
+        scores = scores + 1
+    return layer(x).sum()
+
+
+def logged(layer: nn.Module, x: torch.Tensor, scores: torch.Tensor) -> Any:
+    for _ in range(60):
+        assert not scores.isnan().any()
+        scores.mean().item()
+    return layer(x).sum()
+
+
+def test_a_loop_that_ends_by_unknown_values_is_an_error_that_names_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(values, "MOST_READ", 60)
+    line = until_found.__code__.co_firstlineno + 1
+    with pytest.raises(ConfigurationError, match=rf"line {line} of .*test_values.py has read more"):
+        traced(until_found)
+    assert traced(logged).total.kernels > 60

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "default_root_dir": gettempdir(),  # pictures of memory that ran out go there
     }
     plugins = [*options.pop("plugins", [])]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):

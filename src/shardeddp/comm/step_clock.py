@@ -73,10 +73,15 @@ class CudaTimer:
         return begin.elapsed_time(end) / 1e3
 
 
+_MOST_MARKS = 100_000
+"""Marks of one step at most: some trainings never tell that a step has ended."""
+
+
 class StepClock:
     """Divides the time of steps among parts; each moment belongs to the innermost part begun.
 
-    So the parts always sum to the step. Nothing blocks: marks are read once they are past.
+    So the parts always sum to the step. Nothing blocks: marks are read once they are past. The
+    begin of a step with more than 100,000 marks is forgotten.
     """
 
     def __init__(self, timer: HostTimer | CudaTimer) -> None:
@@ -91,7 +96,8 @@ class StepClock:
         if self._counts():
             inside = self._open[-1][0] == EVALUATION
             self._open.append((EVALUATION, "") if inside else (part, unit))
-            self._marks.append((*self._open[-1], self._timer.mark()))
+            if not inside:
+                self._mark()
         return self
 
     def __enter__(self) -> None:
@@ -100,8 +106,10 @@ class StepClock:
     def __exit__(self, *_: object) -> None:
         """End the part begun last."""
         if self._counts():
+            inside = self._open[-2][0] == EVALUATION
             self._open.pop()
-            self._marks.append((*self._open[-1], self._timer.mark()))
+            if not inside:
+                self._mark()
 
     def end_step(self) -> None:
         """End the step and begin the next one."""
@@ -121,6 +129,11 @@ class StepClock:
                 begin += spans[-1].seconds
             steps.append(spans)
         return steps
+
+    def _mark(self) -> None:
+        self._marks.append((*self._open[-1], self._timer.mark()))
+        if len(self._marks) > _MOST_MARKS:
+            del self._marks[: _MOST_MARKS // 2]
 
     def _counts(self) -> bool:
         # A backward on CUDA calls this on autograd's thread, while the training thread waits.

@@ -104,6 +104,7 @@ class FlatGroup:
         # Versions of local parameters that the unsharded ones already account for.
         self._known_versions = self._versions()
         self._seen_writes = self._writes()
+        self._kept_writes = 0  # calls of `keep_writes` that have found some
         self.gradients = GroupGradients(
             plan,
             mesh,
@@ -344,6 +345,11 @@ class FlatGroup:
         with without_torch_function():
             return [unsharded._version for unsharded in self.unsharded]
 
+    def writes(self) -> list[int]:
+        """Return numbers that change when a parameter is written to, by an optimizer or user code."""
+        pending = self._writes() != self._seen_writes
+        return [*self._versions(), self._kept_writes + pending]
+
     @torch.no_grad()
     def keep_writes(self) -> None:
         """Copy in-place writes to unsharded parameters, or to views of them, to the main shard."""
@@ -356,6 +362,7 @@ class FlatGroup:
             if now != seen
         ]
         self._seen_writes = writes
+        self._kept_writes += 1
         if self.plan.resident:
             return
         fqns = ", ".join(self.layout.slots[i].fqn for i in written)

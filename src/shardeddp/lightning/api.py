@@ -149,6 +149,7 @@ PUBLIC = {
         "StochasticWeightAveraging Timer WeightAveraging"
     ),
     "pytorch.core.optimizer": "LightningOptimizer",
+    "pytorch.loggers": "Logger",
     "pytorch.plugins.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "pytorch.strategies": "ParallelStrategy Strategy StrategyRegistry",
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
@@ -185,6 +186,7 @@ if TYPE_CHECKING:
         WeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins.precision import (
         DoublePrecision,
         HalfPrecision,

@@ -34,7 +34,7 @@ from shardeddp.lightning.tensor_parallel import (
 )
 from shardeddp.optim.attach import suspend
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from shardeddp.report import describe_units, print_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.expert_dispatch import expert_axis
@@ -42,6 +42,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import build_units, require_parameters
 from shardeddp.wrap.experts import ChosenUnits, Experts, find_experts, keep_own
+from shardeddp.wrap.flat_buffers import costs_of
 from shardeddp.wrap.tensor_plan import (
     UNEVEN,
     PlannedLayer,
@@ -188,11 +189,27 @@ class ModelSharding:
         """Free what was recorded, once the module and its averages have their values."""
         self.recording.forget_values()
 
-    def memory_plan(self, runtime: Runtime, *, accumulates: bool) -> MemoryPlan:
-        """Plan the memory of this rank for a sharded model, without activations."""
+    def memory_plan(
+        self, runtime: Runtime, *, accumulates: bool, as_full_shard: bool = False
+    ) -> MemoryPlan:
+        """Plan the memory of this rank for a sharded model, without activations.
+
+        ``as_full_shard`` plans it with that strategy instead of its own, without split layers and
+        divided experts.
+        """
+        units, sharding = [it.unit for it in runtime.progresses], self._group.options.sharding
+        costs = [unit.costs() for unit in units]
+        if as_full_shard:
+            sharding = SHARDING_STRATEGIES["full_shard"]
+            topology = sharding.topology(1, runtime.mesh.topology.world_size)
+            on_host = any(it.plan.on_host for unit in costs for it in unit)
+            costs = [
+                [*costs_of(it.spec, topology, on_host=on_host), *it.costs()[len(it.groups) :]]
+                for it in units
+            ]
         return plan_memory(
-            [progress.unit.costs() for progress in runtime.progresses],
-            self._group.options.sharding,
+            costs,
+            sharding,
             prefetch=self._group.options.backward_prefetch,
             needs_receive_buffer=self._group.device.type == "cpu",
             accumulates=accumulates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +22,19 @@ from shardeddp.config import Options
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.states import UnitState
 from shardeddp.engine.unit import Unit
-from shardeddp.errors import errors_behind, extend_message
+from shardeddp.errors import errors_behind, extend_message, text_of
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole
 
 # The last is of libraries of CUDA and ROCm: CUBLAS_STATUS_ALLOC_FAILED and others.
-_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "_ALLOC_FAILED")
+_SIGNS = (
+    "not enough memory",
+    "can't allocate memory",
+    "out of memory",
+    "std::bad_alloc",
+    "_ALLOC_FAILED",
+)
 _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
 
 
@@ -38,8 +45,9 @@ def explain_memory(
 
     To be called while the rank still holds the memory of that moment.
     """
-    told = [str(error), *getattr(error, "__notes__", ())]
-    if not is_out_of_memory(error) or any(_HEADING in it for it in told):
+    if not is_out_of_memory(error):
+        return
+    if _HEADING in f"{text_of(error)} {getattr(error, '__notes__', '')}":  # it is told already
         return
     try:
         lines = describe(error)
@@ -74,8 +82,10 @@ class MemoryGuard:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory of the device or the host has run out."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+        isinstance(error, RuntimeError) and any(sign in text_of(error) for sign in _SIGNS)
     )
 
 
@@ -135,10 +145,14 @@ def memory_report(
     error: BaseException,
     runtime: Runtime,
     plan: MemoryPlan,
+    saved_nbytes: int | None,
     optimizers: Sequence[Optimizer],
     options: Options,
 ) -> MemoryReport:
-    """Report the memory that a rank holds on its device, without calls to the device."""
+    """Report the memory that a rank holds on its device, without calls to the device.
+
+    ``saved_nbytes`` are those that ``full_shard`` takes less, as planned; None: not planned.
+    """
     units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
     held = [each.held() for each in units]
     labels = [unit.label for unit in units]
@@ -181,14 +195,14 @@ def memory_report(
         *_at_work(error, units),
         f"Gathered units: {', '.join(gathered) or 'nothing'}.",
         "What takes less memory:",
-        *(f"- {each}" for each in advice(options, device)),
+        *(f"- {each}" for each in advice(options, device, saved_nbytes)),
     ]
     now |= _outside_of_shards(sum(cells[0][1]), device)
     total = sum(sum(parts.values()) for kind, parts in now.items() if kind != "free")
     planned = {kind: {"": nbytes} for kind, nbytes in rows.values()}
     html = page(
         f"Out of memory: rank {runtime.mesh.world.rank}",
-        str(error).partition("\n")[0],
+        text_of(error).partition("\n")[0],
         [
             f"<h2>Held when it ran out: {human_bytes(total)}</h2>",
             treemap(now, 900, 400),
@@ -233,15 +247,20 @@ def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
     return [f"It was in the forward of {passed[-1].label} ({human_bytes(nbytes)} gathered)."]
 
 
-def advice(options: Options, device: torch.device) -> list[str]:
-    """Return changes of options that save memory, the cheapest first."""
+def advice(options: Options, device: torch.device, saved_nbytes: int | None = None) -> list[str]:
+    """Return changes of options that save memory, the cheapest first.
+
+    ``saved_nbytes`` are those that ``full_shard`` takes less at the peak, without activations;
+    None: unknown.
+    """
     strategy = options.sharding_strategy
     lines = ["a smaller micro-batch, with Trainer(accumulate_grad_batches=...) for the same step"]
     if options.activation_checkpointing is None:
         lines.append('ShardedDP(activation_checkpointing="auto"): activations are computed again')
-    if strategy != "full_shard":
+    if strategy != "full_shard" and (saved_nbytes is None or saved_nbytes > 0):
+        more = "" if saved_nbytes is None else f"{human_bytes(saved_nbytes)} "
         lines.append(
-            f'ShardedDP("full_shard"): {strategy} holds more between steps; '
+            f'ShardedDP("full_shard"): {strategy} takes {more}more; '
             f"callbacks=[ReshardOnOutOfMemory()] changes to it if it is needed"
         )
     elif options.sharding.reshard.value != "after_forward":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -29,6 +30,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
+from shardeddp.lightning.outside_state import outside_state_kept
 from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
@@ -38,6 +40,7 @@ from shardeddp.planner.axes import ModelAxes
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import (
     configured,
+    of_instance,
     samples_of,
     sized,
     tokens_of,
@@ -194,18 +197,31 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def _plan_with(
-    module: LightningModule, batch: Any, setting: RunSetting, gpu: str, **options: Any
+    module: LightningModule,
+    batch: Any,
+    setting: RunSetting,
+    gpu: str,
+    trainer: Trainer | None = None,
+    **options: Any,
 ) -> Plan:
-    """Plan for the ranks, batch and units of a run; ``options`` go to :func:`make_plan`."""
-    axes = setting.axes
+    """Plan for the ranks, batch and units of a run; ``options`` go to :func:`make_plan`.
+
+    The step has the ``trainer``, without loggers. It must not be that of a run with ranks, with
+    which a step could communicate.
+    """
+    axes, length = setting.axes, tokens_of(batch)
+    source = of_instance(module, (), length, lambda size: resized(batch, size))
+    if trainer is not None:
+        trainer = copy(trainer)
+        trainer.loggers = []
+        source = replace(source, build=partial(_attached, source.build, trainer))
     with detached(module), _on_own_rank(setting.device):
         return make_plan(
-            module,
+            source,
             gpu=gpu,
             gpus=setting.num_nodes * setting.ranks_per_node,
             per_node=setting.ranks_per_node,
-            batch=lambda size: resized(batch, size),
-            length=tokens_of(batch),
+            length=length,
             global_batch=samples_of(batch) * setting.accumulates * setting.data_size,
             tensor_parallel_sizes=(axes.tensor_size,),
             tensor_parallel_plan=axes.tensor_plan if axes.tensor_size > 1 else None,
@@ -220,6 +236,19 @@ def _plan_with(
             activation_checkpointing=setting.options.activation_checkpointing or False,
             **options,
         )
+
+
+def _attached(build: Callable[[], nn.Module], trainer: Trainer) -> nn.Module:
+    """Build a module and attach it to a Trainer; what it logs goes nowhere."""
+    module = build()
+    for it in module.modules():
+        if isinstance(it, LightningModule):
+            it.trainer, it.log = trainer, _log_nothing
+    return module
+
+
+def _log_nothing(*args: object, **kwargs: object) -> None:
+    pass
 
 
 # -- dry run
@@ -265,6 +294,7 @@ class PlanLauncher:
             {options.sharding_strategy: options.sharding}
             if options.sharding_strategy in SHARDING_STRATEGIES
             else {},
+            trainer,
         )
         rank_zero_only(print)("\n".join([str(self.plan), "", *note]))
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
@@ -276,12 +306,13 @@ def plan_of_run(
     setting: RunSetting,
     gpu: str | None,
     candidates: Mapping[str, ShardingStrategy],
+    trainer: Trainer | None = None,
 ) -> tuple[Plan, list[str]]:
     """Return the plan of a run, and lines on its own settings and on assumptions.
 
     The module is not changed. The batch is a micro-batch of one rank. Without ``gpu``, the plan is
     for that of this machine. ``candidates`` has the configured strategy, for a line on its plan, or
-    nothing.
+    nothing. The step has the ``trainer``.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
     figures: dict[str, float] = {}
@@ -309,13 +340,16 @@ def plan_of_run(
         gpu_figures=figures,
         offloads=tuple(dict.fromkeys(("none", setting.offload))),
         micro_batches=sorted(sizes),
+        trainer=trainer,
     )
     own: list[str] = []
     if plan.unplanned:
         lines.append(f"The plan does not know {', '.join(plan.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
-        it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
+        it = plan_as_set(
+            module, batch, pairs, setting, gpu, gpu_figures=figures, trainer=trainer
+        ).best
         choice = it.choice
         own.append(
             f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
@@ -469,7 +503,12 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
         gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
-        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
+        with (
+            outside_state_kept(module),
+            _on_own_rank(setting.device),
+            torch.device("meta"),
+            detached(module),
+        ):
             bare = configured(without_weights(module))
         return by_states(bare, candidates, setting, found.total_memory, note)
     except ConfigurationError as error:
@@ -490,7 +529,8 @@ def _fastest(
         return None, ""
     try:
         example, figures = module.example_input_array, memory_at(setting.device)
-        plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
+        with outside_state_kept(module):
+            plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
     except ConfigurationError as error:
         return None, f"; its step could not be planned: {str(error)[:80]}"
     best = plan.best.choice
@@ -525,7 +565,7 @@ def plan_as_set(
     """Return the plan of a run for its own settings, under each of the candidates.
 
     The module is not changed. The batch is a micro-batch of one rank. Options go to
-    :func:`make_plan`.
+    :func:`make_plan`, a ``trainer`` to the step.
     """
     return _plan_with(
         module,

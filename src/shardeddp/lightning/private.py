@@ -195,6 +195,14 @@ def surround_validation(
     return _patched(loop, run=run)
 
 
+def show_in_progress_bar(trainer: Any, name: str, value: float) -> None:
+    """Give progress bars an entry; what is logged under the same name takes its place.
+
+    A log of the module would refuse the user's own with other arguments.
+    """
+    trainer._logger_connector._progress_bar_metrics[name] = value
+
+
 def accumulates(loop: Any) -> bool:
     """True if the current batch of a fit loop does not end with an optimizer step."""
     return loop._should_accumulate()

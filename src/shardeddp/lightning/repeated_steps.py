@@ -16,7 +16,7 @@ import torch
 from shardeddp.checkpoint.random_state import capture_random_state, restore_random_state
 from shardeddp.comm import Mesh
 from shardeddp.comm.store import StoreBarrier
-from shardeddp.engine.buffers import has_elements_of_its_own
+from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.errors import errors_behind
 from shardeddp.lightning.api import LightningModule, Trainer
@@ -128,11 +128,8 @@ class RepeatedSteps:
         if deepen is None:
             raise failed
         runtime, step = attempt.runtime, attempt.trainer.global_step
-        if lost := attempt.held.lost():
-            log.error(
-                f"step {step} is not repeated with deeper sharding: it has changed a tensor inside of "
-                f"{lost} in place, of which there is no copy"
-            )
+        if obstacle := attempt.obstacle():
+            log.error(f"step {step} is not repeated with deeper sharding: {obstacle}")
             raise failed
         if not self._barrier.wait_for_all(f"step {step}: {attempt.place()}", self._patience_s):
             log.error(
@@ -151,13 +148,14 @@ class RepeatedSteps:
             attempt.restore()
             attempt.is_repeated = True
             deepen()
+            attempt.note_writes()
             _free_memory(runtime.mesh.device)
         except BaseException as error:
             raise error from failed
 
 
 class _Attempt:
-    """A training step with the state that it may change: random states, buffers, metrics, logs."""
+    """A training step with the state that it may change: random states, held state, logs."""
 
     def __init__(self, step: Callable[[], Any], trainer: Trainer) -> None:
         self.step, self.trainer = step, trainer
@@ -168,21 +166,13 @@ class _Attempt:
         self.buffers_are_due = self.runtime.buffers_are_due
         self._begun = self._begun_by_others()
         self._random = capture_random_state(self.runtime.mesh.device)
-        self._buffers = [
-            (
-                owner,
-                {**owner._buffers},
-                {
-                    name: buffer.detach().clone()
-                    for name, buffer in owner._buffers.items()
-                    if buffer is not None and has_elements_of_its_own(buffer)
-                },
-            )
-            for owner in self.module.modules()
-        ]
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self.note_writes()
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self.held = HeldState([self.module, *callbacks, data])
+        groups = self._groups()
+        self.held = HeldState(
+            [self.module, data, *vars(trainer).values()],  # callbacks, and what users set on it
+            managed=[it for group in groups for it in (*group.sharded, *group.unsharded)],
+        )
         # Logged values in the attempt that has come farthest, by part of the step.
         self._logged: Counter[str] = Counter()
 
@@ -192,6 +182,24 @@ class _Attempt:
         runtime = runtime_of(self.module)
         assert runtime is not None
         return runtime
+
+    def note_writes(self) -> None:
+        """Note the versions of parameters, which are not copied."""
+        self._writes = [group.writes() for group in self._groups()]
+
+    def obstacle(self) -> str:
+        """Return why the state from before the step cannot be restored; empty: it can."""
+        for group, before in zip(self._groups(), self._writes, strict=True):
+            if group.writes() != before:
+                names = [slot.fqn for slot in group.layout.slots]
+                return (
+                    f"it has written to {names[0]}, or a parameter beside it ({len(names)} in all), of "
+                    f"which there is no copy"
+                )
+        return self.held.obstacle()
+
+    def _groups(self) -> list[FlatGroup]:
+        return [group for each in self.runtime.progresses for group in each.unit.groups]
 
     def parameters(self) -> dict[torch.Tensor, str]:
         """Return the parameters of the module and of the optimizers, with names."""
@@ -229,11 +237,6 @@ class _Attempt:
     def restore(self) -> None:
         """Restore the state from before the step."""
         restore_random_state(self._random, self.runtime.mesh.device)
-        for owner, buffers, values in self._buffers:
-            owner._buffers.clear()  # also of those that the attempt has registered
-            owner._buffers.update(buffers)
-            for name, value in values.items():
-                owner.get_buffer(name).copy_(value)
         self.held.restore()
 
     @contextmanager

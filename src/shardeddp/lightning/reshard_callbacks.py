@@ -75,8 +75,12 @@ class ReshardOnOutOfMemory(Callback):
     other cases the error ends the run: if some ranks have enough memory, if gradients of earlier
     micro-batches would be lost, in an optimizer's step, or with the deepest strategy.
 
-    What a repeated ``training_step`` changes besides buffers, torchmetrics, random states and
-    logged values, it changes twice, its batch included. Copies of buffers and metrics take memory during the step.
+    Attributes, buffers, torchmetrics and random states that the step has changed are set back, as
+    far as the module, the callbacks and the datamodule hold them; copies of buffers and metrics
+    take memory during the step. A step that has written to parameters, or in place to tensors
+    without a copy, is not repeated, and an error is logged. What a ``training_step`` changes
+    elsewhere (globals of Python modules, iterators, states of extensions, its batch), it changes
+    twice.
 
     Args:
         strategies: Names of the strategies to change to, in the order of the memory that they take.

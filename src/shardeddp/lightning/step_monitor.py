@@ -32,6 +32,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
+from shardeddp.lightning.outside_state import outside_state_kept
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
     RunSetting,
@@ -128,11 +129,12 @@ class _Fit:
     clock: StepClock
     undo: ExitStack
     step: int
-    """``trainer.global_step`` at the end of the last step."""
+    """Number of optimizer steps at the end of the last one; without optimizers, of batches."""
     logged: int
     ended: int = 0
-    shows: bool | None = None
-    """Whether the progress bar has an entry of it; None: before the first report."""
+    shows: bool = True
+    """Whether the progress bar may have an entry of it: nobody has logged one of that name."""
+    is_planned: bool = False
     is_refused: bool = False
     """Whether a logger has refused figures."""
     counted: list[int] = field(default_factory=lambda: [0, 0])
@@ -158,7 +160,7 @@ class _Fit:
         """Forget the steps so far, which were those of another strategy."""
         self.hear()
         # Steps that cannot be read yet, the one that ends now, and the first of the new strategy.
-        self.cold, self.mesh = len(self.waiting) + 2, mesh
+        self.cold, self.mesh, self.is_planned = len(self.waiting) + 2, mesh, False
         self.window, self.since_log, self.all = _Totals(), _Totals(), _Totals()
         self.last.clear()
 
@@ -335,16 +337,18 @@ class StepMonitor(Callback):
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
-        if trainer.is_global_zero and self._expected is None and not self._note:
-            self._plan(trainer, batch)
-        if trainer.global_step != fit.step:
-            self._end_step(trainer, fit)
+        if not fit.is_planned:
+            self._plan_while_others_wait(trainer, fit, batch)
+        # Without an optimizer of Lightning (it makes an empty one) no step is counted: each batch is one.
+        has_optimizer = any(it.param_groups for it in trainer.optimizers)
+        step = trainer.global_step if has_optimizer else fit.step + 1
+        if step != fit.step:
+            self._end_step(trainer, fit, step)
         if self.report is not None and trainer.progress_bar_callback is not None:
             name, rate = self.report.throughput
-            if fit.shows is None:
-                fit.shows = name not in trainer.callback_metrics  # else it is one of the user's
-            if fit.shows:  # not by an override of `log`, which may take other arguments
-                LightningModule.log(pl_module, name, rate, prog_bar=True, logger=False)
+            fit.shows = fit.shows and name not in trainer.callback_metrics  # else the user's own
+            if fit.shows:
+                private.show_in_progress_bar(trainer, name, rate)
 
     def _begin_anew(self, fit: _Fit, mesh: Mesh) -> None:
         """Forget the steps so far, which were those of another strategy."""
@@ -358,8 +362,8 @@ class StepMonitor(Callback):
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)
 
-    def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
-        due = fit.end_step(trainer.global_step, log_interval(trainer))
+    def _end_step(self, trainer: Trainer, fit: _Fit, step: int) -> None:
+        due = fit.end_step(step, log_interval(trainer))
         self.stragglers = fit.stragglers.named
         if due is not None:
             self.report = self._report(due)
@@ -374,6 +378,14 @@ class StepMonitor(Callback):
                             f"do so again without a warning ({type(error).__name__}: {error})"
                         )
 
+    def _plan_while_others_wait(self, trainer: Trainer, fit: _Fit, batch: Any) -> None:
+        """Plan in a step that is left out on all ranks; else they would wait in the next one."""
+        fit.is_planned = True
+        if trainer.is_global_zero:
+            self._plan(trainer, batch)
+        is_there = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        HostReduction(is_there, "plan of a step", fit.mesh.control).wait()
+
     def _plan(self, trainer: Trainer, batch: Any) -> None:
         """Predict the step and count the model's FLOPs, on rank 0."""
         strategy: Any = trainer.strategy
@@ -385,17 +397,20 @@ class StepMonitor(Callback):
             self._note = bare
             return
         try:
-            plan = plan_as_set(
-                bare,
-                batch,
-                ((options.sharding_strategy, options.sharding),),
-                setting,
-                self._gpu or ASSUMED_GPU,
-                gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
-            )
+            with outside_state_kept(bare):
+                plan = plan_as_set(
+                    bare,
+                    batch,
+                    ((options.sharding_strategy, options.sharding),),
+                    setting,
+                    self._gpu or ASSUMED_GPU,
+                    gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
+                )
             self._expected, self._unplanned = plan.best, ", ".join(plan.unplanned)
         except ConfigurationError as error:
             self._note = _reason(error)
+        except Exception as error:  # noqa: BLE001 - a training is not to end by it
+            self._note = f"no plan: {type(error).__name__}: {error}"
 
     def _report(self, totals: _Totals) -> StepReport:
         fit, expected = self._fit, self._expected
@@ -471,7 +486,10 @@ class StepMonitor(Callback):
     def _finish(self, fit: _Fit, trainer: Trainer) -> None:
         """Print the report; write trace and record; without communication."""
         self.report = self._report(fit.all)
-        rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+        try:
+            rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+        except (OSError, ValueError) as error:  # a pipe or file that was closed
+            rank_zero_warn(f"StepMonitor could not print: {type(error).__name__}: {error}")
         with _warned("trace", self._trace):
             self._write_trace(fit)
         if trainer.is_global_zero:

@@ -21,8 +21,8 @@ BY_CHANCE = 2e-3
 """Probability that a temporary disturbance lasts long enough to count as a straggler."""
 FALSE_NAMES = 0.01
 """Probability that a rank is named in 200 windows in which all ranks are equally fast."""
-_USUAL_NOISE, _USUAL_COUNT = 0.02, 4
-"""Relative deviation of a rank's time in a window before any is known, and its weight in windows."""
+_LEAST_NOISE = 0.005
+"""Relative deviation of a rank's time in a window, at least."""
 _LEAST_WINDOWS, _MOST_TIMES = 8, 2000
 """Windows from which deviations are known at least, and times of ranks at most beyond these."""
 
@@ -41,7 +41,7 @@ class Stragglers:
         self._windows: deque[Sequence[tuple[float, float]]] = deque(maxlen=MOST_WINDOWS)
         self._slow: dict[int, int] = {}  # consecutive slow windows, by rank
         self._followed, self._ended = 0, 0  # slow windows of recovered ranks: not last, last
-        self._noise: float | None = None  # of the windows so far; None: not computed
+        self._chances: dict[int, float] = {}  # slowdowns by chance, by consecutive windows
         self.named: list[int] = []
         """Stragglers reported so far."""
 
@@ -62,7 +62,7 @@ class Stragglers:
         if len(window) < 2 or not all(map(sum, window)):
             return ""
         self._windows.append(window)
-        self._noise = None
+        self._chances = {}
         own = [*map(sum, window)]
         order = sorted(own)
         least = (1 + SLOWER / 2) * order[(len(order) - 2) // 2]  # lower bound for every rank
@@ -107,31 +107,45 @@ class Stragglers:
         )
 
     def _by_chance(self, count: int) -> float:
-        """Return the relative slowdown in ``count`` windows that chance alone may give a rank."""
-        if self._noise is None:
-            self._noise = self._deviation()
-        ranks = len(self._windows[0])
-        return (
-            self._noise * NormalDist().inv_cdf(1 - FALSE_NAMES / (200 * ranks)) / math.sqrt(count)
-        )
+        """Return the relative slowdown in the last ``count`` windows that chance may give a rank."""
+        if count not in self._chances:
+            ranks = len(self._windows[0])
+            noise, freedom = self._deviation(count)
+            likely = NormalDist().inv_cdf(1 - FALSE_NAMES / (200 * ranks))
+            self._chances[count] = math.expm1(
+                min(noise * _of_student(likely, freedom) / math.sqrt(count), 10.0)
+            )
+        return self._chances[count]
 
-    def _deviation(self) -> float:
-        """Return the relative deviation of a rank's time in a window, from the last windows."""
+    def _deviation(self, count: int) -> tuple[float, int]:
+        """Return the deviation of the logarithm of a rank's time in a window, and its degrees of freedom.
+
+        Deviations are those from the mean of a rank in the last ``count`` windows, and from that in
+        the windows before.
+        """
         ranks = len(self._windows[0])
         last = [*self._windows][-max(_LEAST_WINDOWS, _MOST_TIMES // ranks) :]
-        known = len(last) - 1
-        by_window = [_ratios([*map(sum, window)]) for window in last]
-        # The least deviation of each rank is that of the median itself.
+        by_window = [[*map(math.log, _ratios([*map(sum, window)]))] for window in last]
+        parts = [it for it in (by_window[:-count], by_window[-count:]) if it]
         deviations = [
-            it
-            for ratios in zip(*by_window, strict=True)
-            for usual in [median(ratios)]
-            for it in sorted(abs(it - usual) for it in ratios)[1:]
+            abs(it - usual)
+            for part in parts
+            for ratios in zip(*part, strict=True)
+            for usual in [mean(ratios)]
+            for it in ratios
         ]
-        # Of normal times the median is 0.67 of the standard deviation, whatever the largest are.
-        found = median(deviations) / 0.6745 if known else 0.0
-        squares = _USUAL_COUNT * _USUAL_NOISE**2 + known * ranks * found**2
-        return math.sqrt(squares / (_USUAL_COUNT + known * ranks))
+        # Of normal times the median is 0.67 of the standard deviation, and the mean is 0.80.
+        most = 4 * median(deviations) / 0.6745
+        found = mean(min(it, most) for it in deviations) / 0.7979
+        known = len(last) - len(parts)
+        # Of two ranks both deviate alike.
+        return max(_LEAST_NOISE, found * math.sqrt(len(last) / known)), known * (ranks - 1)
+
+
+def _of_student(likely: float, freedom: int) -> float:
+    """Return the quantile of Student's distribution for one of the normal one (Wallace, 1959)."""
+    scaled = likely * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(min(scaled**2 / freedom, 100.0)))
 
 
 def _ratios(own: Sequence[float]) -> list[float]:

@@ -407,11 +407,19 @@ class ShardedDP(ParallelStrategy):
     @property
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank without activations, at two optimizer states per element."""
+        return self._plan_memory()
+
+    def _plan_memory(self, *, as_full_shard: bool = False) -> MemoryPlan:
         accumulates = self.trainer is not None and self.trainer.accumulate_grad_batches > 1
-        return self._model_sharding.memory_plan(self.runtime, accumulates=accumulates)
+        return self._model_sharding.memory_plan(
+            self.runtime, accumulates=accumulates, as_full_shard=as_full_shard
+        )
 
     def _describe_memory(self, error: BaseException) -> MemoryReport:
-        return memory_report(error, self.runtime, self.memory_plan, self.optimizers, self.options)
+        plan, saved = self.memory_plan, None
+        if self.options.tensor_parallel_size == self.options.expert_parallel_size == 1:
+            saved = plan.peak_nbytes - self._plan_memory(as_full_shard=True).peak_nbytes
+        return memory_report(error, self.runtime, plan, saved, self.optimizers, self.options)
 
     def _report_memory(self, error: BaseException) -> None:
         """Say what a rank held, and draw it, if a run ends for want of memory."""

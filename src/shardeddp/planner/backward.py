@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
@@ -55,10 +56,7 @@ class MemoryRecord:
         if len(self.activations) != len(two.activations):  # other operations: the peaks alone
             return self._at_peak().extrapolate(two._at_peak(), micro_batch)
         return MemoryRecord(
-            activations=[
-                one + (micro_batch - 1) * (other - one)
-                for one, other in zip(self.activations, two.activations, strict=True)
-            ],
+            activations=_extrapolated(self.activations, two.activations, micro_batch),
             gradients=self.gradients,
         )
 
@@ -71,16 +69,20 @@ class MemoryRecord:
 class UnitMemory:
     """Bytes that a unit needs while it runs, beside those that others have saved."""
 
-    forward_nbytes: int = 0
-    """Largest sum of what a forward has made and not freed, which includes what it saves."""
+    forward: Sequence[int] = ()
+    """What a forward has made and not freed after each of its operations; includes what it saves."""
 
     backward: MemoryRecord = MemoryRecord()
 
+    @cached_property
+    def forward_nbytes(self) -> int:
+        """Largest sum of what a forward has made and not freed."""
+        return max(self.forward, default=0)
+
     def extrapolate(self, two: UnitMemory, micro_batch: int) -> UnitMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
-        more = (micro_batch - 1) * (two.forward_nbytes - self.forward_nbytes)
         return UnitMemory(
-            forward_nbytes=self.forward_nbytes + more,
+            forward=_extrapolated(self.forward, two.forward, micro_batch),
             backward=self.backward.extrapolate(two.backward, micro_batch),
         )
 
@@ -108,21 +110,27 @@ class RootMemory:
 
     def extrapolate(self, two: RootMemory, micro_batch: int) -> RootMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
-
-        def at(one: int, other: int) -> int:
-            return one + (micro_batch - 1) * (other - one)
-
-        pairs = [*zip(self.between, two.between, strict=True)]
-        # Other operations: the peaks alone.
-        alike = [
-            pair if len({*map(len, pair)}) == 1 else [[max(it)] for it in pair] for pair in pairs
-        ]
+        pairs = zip(self.between, two.between, strict=True)
+        first, second = ((it.at_begin, it.held_nbytes) for it in (self, two))
+        at_begin, held_nbytes = _extrapolated(first, second, micro_batch)
         return RootMemory(
-            between=[[*map(at, *pair)] for pair in alike],
-            at_begin=at(self.at_begin, two.at_begin),
-            at_forward=[*map(at, self.at_forward, two.at_forward)],
-            held_nbytes=at(self.held_nbytes, two.held_nbytes),
+            between=[_extrapolated(*pair, micro_batch) for pair in pairs],
+            at_begin=at_begin,
+            at_forward=_extrapolated(self.at_forward, two.at_forward, micro_batch),
+            held_nbytes=held_nbytes,
         )
+
+
+def _extrapolated(one: Sequence[int], two: Sequence[int], micro_batch: int) -> list[int]:
+    """Extrapolate each number: with more samples, another moment may be that of the peak.
+
+    The largest ones alone if they differ in length, as other operations have run then.
+    """
+    if len(one) != len(two):
+        one, two = [max(one, default=0)], [max(two, default=0)]
+    return [
+        first + (micro_batch - 1) * (second - first) for first, second in zip(one, two, strict=True)
+    ]
 
 
 @dataclass(kw_only=True)
@@ -147,15 +155,13 @@ class LiveStorages:
         self.nbytes = 0
         """Bytes of all of them."""
 
-        self.peak = 0
-        """Largest ``nbytes`` since it was last set."""
-
         self.history: list[int] = []
         """``nbytes`` after each operation."""
 
         self.counts = 0
         """Number of calls of :meth:`count`."""
 
+        self._measured: list[list[int]] = []  # histories of running calls of measure
         self._made: dict[int, _Storage] = {}
         self._changes: defaultdict[int, int] = defaultdict(int)  # of freed ones, by count
 
@@ -175,15 +181,18 @@ class LiveStorages:
                     begin=self.counts,
                 )
                 self.nbytes += memory.nbytes()
-        self.history.append(self.nbytes)
-        self.peak = max(self.peak, self.nbytes)
+        for history in (self.history, *self._measured):
+            history.append(self.nbytes)
 
-    def measure(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """Return a function's result, and the bytes that were made and alive at most meanwhile."""
-        largest, at_start, self.peak = self.peak, self.nbytes, self.nbytes
-        result = call()
-        made, self.peak = self.peak - at_start, max(self.peak, largest)
-        return result, made
+    def measure(self, call: Callable[[], Any]) -> tuple[Any, list[int]]:
+        """Return a function's result, and the bytes made and alive after each operation of it."""
+        at_start, history = self.nbytes, list[int]()
+        self._measured.append(history)
+        try:
+            result = call()
+        finally:
+            self._measured.pop()
+        return result, [nbytes - at_start for nbytes in history]
 
     def born(self, tensor: torch.Tensor) -> int:
         """Return the place in ``history`` of the operation that made a tensor's storage."""
@@ -301,6 +310,35 @@ def with_form(value: Any, anchors: list[torch.Tensor]) -> Any:
         return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
     anchors.append(torch.empty((), requires_grad=True))
     return _Fresh.apply(anchors[-1], value)
+
+
+def pass_units(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
+    """Return whether gradients of outputs by inputs may pass a unit, at whose results backwards end.
+
+    Parameters are used where the graph has them; other leaves may be used in front of any unit.
+    """
+    wanted = [*inputs]
+    found = _nodes((it.grad_fn for it in outputs), {it.grad_fn for it in wanted})
+    cuts = {it for it in found if it.name() == f"{_Fresh.__name__}Backward"}
+    leaves = {id(getattr(it, "variable", None)) for it in found}
+    return any(
+        not isinstance(it, nn.Parameter) or id(it) not in leaves
+        if it.grad_fn is None
+        else not cuts <= _nodes([it.grad_fn])  # it was made before one of these units ran
+        for it in wanted
+        if cuts
+    )
+
+
+def _nodes(begin: Iterable[Any], ends: Set[Any] = frozenset()) -> set[Any]:
+    """Return the nodes of a graph in front of its ends."""
+    found, waiting = set[Any](), [*begin]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and node not in ends:
+            found.add(node)
+            waiting += [it for it, _ in node.next_functions]
+    return found
 
 
 class _Root(torch.autograd.Function):

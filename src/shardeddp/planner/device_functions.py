@@ -31,9 +31,16 @@ class DeviceFunctions(TorchFunctionMode):
     in float32; and autocast leaves norms and softmax in bfloat16.
     """
 
+    def __init__(self, before_gradients: Callable[[Any, Any], None]) -> None:
+        """``before_gradients`` is called with the outputs and inputs of ``torch.autograd.grad``."""
+        super().__init__()
+        self._before_gradients = before_gradients
+
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._before_gradients(*args[:2])
         if func is _ATTENTION:
             return _without_dropout(*args, **kwargs)
         if func in (torch.rms_norm, F.rms_norm):

@@ -146,8 +146,8 @@ def make_plan(
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
 
-    No weights are loaded and nothing runs: one training step of one sample and one of two are
-    traced on tensors that have shapes and no values. Routers are assumed to choose experts evenly.
+    No weights are loaded and nothing runs: training steps of one sample, of two and of the largest
+    micro-batch are traced on tensors that have shapes and no values. Routers are assumed to choose experts evenly.
 
     Args:
         model: LightningModule (copied without its weights, not changed), its class or import path,
@@ -200,8 +200,8 @@ def make_plan(
             size does not divide layers or experts.
         ConfigurationError: The model cannot be built, or its step fails without data and values.
     """
-    inputs = _several("inputs", inputs, str, may_be_empty=True)
-    calibrate = _several("calibrate", calibrate, (str, Path), may_be_empty=True)
+    inputs = _several("inputs", inputs, str, is_compared=False)
+    calibrate = _several("calibrate", calibrate, (str, Path), is_compared=False)
     micro_batches = _several("micro_batches", micro_batches, int)
     tensor_parallel_sizes = _several("tensor_parallel_sizes", tensor_parallel_sizes, int)
     expert_parallel_sizes = _several("expert_parallel_sizes", expert_parallel_sizes, int)
@@ -290,11 +290,12 @@ def _several(
     kind: type | tuple[type, ...],
     *,
     pairs: bool = False,
-    may_be_empty: bool = False,
+    is_compared: bool = True,
 ) -> Sequence[Any]:
-    """Return the values of an option to compare; a single value counts as a list of it.
+    """Return the values of an option; a single value counts as a list of it.
 
-    With ``pairs``, a tuple of a name and a sharding strategy is a value as well.
+    Options to compare have at least one value, and equal ones count once. With ``pairs``, a tuple
+    of a name and a sharding strategy is a value as well.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     is_list = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping))
@@ -307,9 +308,9 @@ def _several(
         if not (pairs and is_pair) and (not isinstance(value, kinds) or isinstance(value, bool)):
             names = " or ".join(it.__name__ for it in kinds)
             raise UsageError(f"expected {option} to be {names}, one or several, found {value!r}")
-    if not values and not may_be_empty:
+    if not values and is_compared:
         raise UsageError(f"expected at least one value of {option}, found none")
-    return values
+    return [*dict.fromkeys(values)] if is_compared else values
 
 
 def _check_values(*, gpu: object, gpu_figures: object, arguments: object, batch: object) -> None:

@@ -24,7 +24,7 @@ from shardeddp.planner.backward import (
     run_backward,
 )
 from shardeddp.planner.collectives import Exchange
-from shardeddp.planner.values import Values, is_grouped
+from shardeddp.planner.values import Reads, Values, is_grouped
 from shardeddp.planner.work import KeptMemory, UnitWork
 from shardeddp.torch_private import DispatchMode, HigherOrderOperator, pytree, storage_of
 from shardeddp.wrap.tree import ParameterSpec
@@ -171,8 +171,10 @@ class Recorder:
         """Units with results that require a gradient."""
         return {0, *(it for it, has in zip(self.visits, self.has_backward, strict=True) if has)}
 
-    def run_forward(self, index: int, inputs: Any, forward: Callable[[], Any]) -> tuple[Any, int]:
-        """Run the forward of a unit; return its results and the bytes that it allocated at most."""
+    def run_forward(
+        self, index: int, inputs: Any, forward: Callable[[], Any]
+    ) -> tuple[Any, list[int]]:
+        """Run the forward of a unit; return its results and what it holds after each operation."""
         self._begin_forward(index)
         for it in find_tensors(inputs):
             self._use("input", len(self.visits) - 1, it)
@@ -216,14 +218,14 @@ class Recorder:
     def end_forward(
         self,
         before: RecordsBefore,
-        made: int,
+        made: Sequence[int],
         root: torch.Tensor | None,
         inputs: Any,
         parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
     ) -> None:
-        """Run the backward of a unit whose forward has allocated so many bytes at most."""
+        """Run the backward of a unit whose forward has held these bytes."""
         timeline = self.run_backward(self.visits[before.visits], root, inputs, parameters)
-        self.memory[before.visits] = UnitMemory(forward_nbytes=made, backward=timeline)
+        self.memory[before.visits] = UnitMemory(forward=made, backward=timeline)
         self.has_backward[before.visits] = root is not None
 
     def before(self, places: Sequence[int]) -> RecordsBefore:
@@ -396,7 +398,7 @@ class Recorder:
             held_nbytes=self.live.unsaved_nbytes,
         )
         head = self.run_backward(0, root, self.anchors, parameters)
-        self.head_memory = UnitMemory(forward_nbytes=0, backward=head)
+        self.head_memory = UnitMemory(backward=head)
         done, before = UnitWork(), UnitWork()
         if self.after_units:
             for rest, whole, head in (
@@ -585,12 +587,15 @@ class Recording(DispatchMode):
         self.was_asked = False
         """True if the step has read the value of a boolean tensor."""
 
+        self._reads = Reads()
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             func is torch.ops.aten._local_scalar_dense.default
             and self._recorder.values.of(args[0]) is None
         ):
+            self._reads.note()
             if args[0].is_floating_point():
                 return 1.0  # any number: it is logged; integers decide on shapes
             if args[0].dtype is torch.bool:

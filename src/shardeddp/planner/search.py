@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -40,7 +39,7 @@ from shardeddp.planner.cost import Step, StepSetting, Task
 from shardeddp.planner.memory import OPTIMIZER_STATES, BufferMemory, Memory, Peak
 from shardeddp.planner.source import Source
 from shardeddp.planner.trace import SELECTIVE, PlannedPrecision, profile
-from shardeddp.planner.work import ModelProfile
+from shardeddp.planner.work import RECOMPUTES, ModelProfile
 from shardeddp.report import folded_name, human_bytes
 from shardeddp.wrap import (
     AutoPolicy,
@@ -61,7 +60,7 @@ HOST_GBS = 20.0
 """Bandwidth in GB/s of an optimizer step on a rank's share of the host."""
 PCIE_GBS = 20.0
 """Bandwidth in GB/s between a device and the host, of gradients, parameters and activations."""
-RECOMPUTES = ("none", "selective", "full")
+
 
 OFFLOADS = ("none", "optimizer", "params")
 
@@ -326,36 +325,33 @@ class Planner:
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
 
-        Extrapolated from traces of one and two samples if it is affine in samples; traced itself
-        if it is not (a loss over all pairs of samples), or if these have too few tokens to spread
-        evenly over experts.
+        Extrapolated from traces of one and two samples if these tell that of the largest one. Else
+        traced itself: its work is not affine in samples (a loss over all pairs of samples), or it
+        has too few tokens to spread evenly over experts.
         """
         key = precision, micro_batch, axes.tensor_size, axes.expert_size
         if key not in self.profiles:
-            pair = [self.profile(precision, it, axes) for it in (1, 2) if micro_batch > 2]
             self.profiles[key] = (
-                pair[0].extrapolate(pair[1], micro_batch)
-                if pair and self._is_affine(precision, axes, *pair)
+                self.profile(precision, 1, axes).extrapolate(
+                    self.profile(precision, 2, axes), micro_batch
+                )
+                if micro_batch > 2 and self._is_affine(precision, micro_batch, axes)
                 else self._trace(precision, micro_batch, axes)
             )
         return self.profiles[key]
 
-    def _is_affine(
-        self, precision: str, axes: ModelAxes, one: ModelProfile, two: ModelProfile
-    ) -> bool:
-        """Return whether traces of one and two samples tell the work of any number."""
-        if one.is_routed or two.is_routed:
-            return one.is_even and two.is_even
+    def _is_affine(self, precision: str, micro_batch: int, axes: ModelAxes) -> bool:
+        """Return whether traces of one and two samples tell those of a micro-batch."""
         if self.source.is_affine:
             return True
-        key = precision, 4, axes.tensor_size, axes.expert_size
-        if key not in self.profiles:
-            self.profiles[key] = self._trace(precision, 4, axes)
-        found, expected = self.profiles[key].total, one.extrapolate(two, 4).total
-        return all(
-            math.isclose(value, vars(expected)[name], rel_tol=1e-12)
-            for name, value in vars(found).items()
-        )
+        most = max(self.micro_batches)
+        if micro_batch >= most:
+            return False
+        one, two, largest = (self.profile(precision, it, axes) for it in (1, 2, most))
+        every = (one, two, largest)
+        if any(it.is_routed for it in every) and not all(it.is_even for it in every):
+            return False
+        return two.is_like(one) and one.extrapolate(two, most).is_close(largest)
 
     def _trace(self, precision: str, micro_batch: int, axes: ModelAxes) -> ModelProfile:
         if axes.size > 1:

@@ -157,13 +157,15 @@ def sized(tensor: torch.Tensor, former: int, samples: int) -> torch.Tensor:
 
     Tensors whose dim 0 is not of samples keep it.
     """
+    if tensor.is_nested:
+        raise ConfigurationError("a batch with nested tensors cannot be planned. Pad them")
     scales = tensor.ndim and tensor.shape[0] == former
     return torch.empty((samples, *tensor.shape[1:]) if scales else tensor.shape, dtype=tensor.dtype)
 
 
 def samples_of(batch: Any) -> int:
     """Return the number of samples of a batch: size of dim 0 of its first tensor; 1 without any."""
-    return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
+    return next((it.size(0) for it in find_tensors(batch) if it.ndim and it.size(0)), 1)
 
 
 def tokens_of(batch: Any) -> int:
@@ -176,7 +178,8 @@ def tokens_of(batch: Any) -> int:
         if it.is_floating_point() and it.ndim > 1:
             return 1
         if it.ndim == 2 and it.dtype in (torch.int64, torch.int32):
-            return it.shape[1]
+            # Samples of a nested tensor differ in length.
+            return it.values().numel() // max(1, it.size(0)) if it.is_nested else it.shape[1]
     return 1
 
 
@@ -235,7 +238,7 @@ def without_weights(module: nn.Module) -> nn.Module:
     tensors = [it for it in (*module.parameters(), *module.buffers()) if not is_lazy(it)]
     try:
         return copy.deepcopy(module, {id(it): bare(it) for it in tensors})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied, so it cannot be planned as it is "
             f"({type(error).__name__}: {error}). Give its class and `arguments`, or take what "

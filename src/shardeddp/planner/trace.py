@@ -24,10 +24,12 @@ from shardeddp.config import ActivationCheckpointing, MixedPrecision
 from shardeddp.engine.activation_checkpointing import recomputed_modules
 from shardeddp.engine.buffers import BufferBroadcast
 from shardeddp.engine.dtypes import cast_at_boundaries, with_dtypes
+from shardeddp.engine.hooks import find_tensors
 from shardeddp.errors import ConfigurationError, UsageError, first_three
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.backward import (
     TensorSpec,
+    pass_units,
     root_of,
     with_form,
 )
@@ -599,6 +601,8 @@ class _TracedModel:
             recorder, was_asked, error = self._run(step, is_kept, reuses=False)
         if error is not None and was_asked:
             recorder, _, error = self._run(step, is_kept, truth=True)  # so that assertions hold
+        if isinstance(error, ConfigurationError):
+            raise error
         if error is not None:
             raise _refusal(self._module, self._axes, error, self.units) from error
         return recorder
@@ -625,7 +629,7 @@ class _TracedModel:
                 torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
                 torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it),
                 recording,
-                DeviceFunctions(),
+                DeviceFunctions(partial(self._check_gradients, recorder)),
                 flex_attention_on_host(),
                 attention_of_devices(),
                 _without_reentry(),
@@ -637,13 +641,7 @@ class _TracedModel:
                 self._axes.end_forward(self._module)
                 root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
                 if root is None:
-                    is_tensor = isinstance(out, torch.Tensor)
-                    found = "one without" if is_tensor else type(out).__name__
-                    raise ConfigurationError(
-                        f"{type(self._module).__name__} cannot be planned: expected a loss that "
-                        f"requires a gradient from its training step, found {found}; "
-                        f"such a step trains nothing"
-                    )
+                    return recorder, recording.was_asked, _without_loss(self._module, out)
                 del out
                 recorder.end_step(root, _parameters_of(units[0]))
         except ConfigurationError:
@@ -651,6 +649,16 @@ class _TracedModel:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
             return recorder, recording.was_asked, error
         return recorder, recording.was_asked, None
+
+    def _check_gradients(self, recorder: Recorder, outputs: Any, inputs: Any) -> None:
+        """Refuse gradients that a step computes through units, whose backwards have run."""
+        if not recorder.is_paused and pass_units(find_tensors(outputs), find_tensors(inputs)):
+            raise ConfigurationError(
+                f"{type(self._module).__name__} cannot be planned: its training step computes "
+                f"gradients (torch.autograd.grad) through units, as a gradient penalty does, and the "
+                f"planner has run the backward of each unit behind its forward. "
+                f"auto_wrap_policy=None plans the whole model as one unit"
+            )
 
 
 @contextmanager
@@ -689,6 +697,49 @@ def _usage(index: int, units: Sequence[UnitSpec], recorder: Recorder) -> UnitUsa
     )
 
 
+def _without_loss(module: nn.Module, out: Any) -> ConfigurationError:
+    """Return the error about a step from which no backward can begin."""
+    found = "one without" if isinstance(out, torch.Tensor) else type(out).__name__
+    why = "such a step trains nothing"
+    if out is None:
+        why = "Lightning skips such a batch, and no plan can be made of it"
+    if _optimizes_itself(module):
+        why = _OPTIMIZES
+    return ConfigurationError(
+        f"{type(module).__name__} cannot be planned: expected a loss that requires a gradient from "
+        f"its training step, found {found}; {why}"
+    )
+
+
+def _optimizes_itself(module: nn.Module) -> bool:
+    return getattr(module, "automatic_optimization", True) is False
+
+
+_OPTIMIZES = (
+    "with automatic_optimization=False it runs backwards and optimizers itself, and plans are of one "
+    "loss, whose backward Lightning runs"
+)
+
+
+def _reason(module: nn.Module, error: BaseException) -> str | None:
+    """Return why a step fails that reads no values; None: it may read some."""
+    if isinstance(error, SystemExit):
+        return "its training step ends the process"
+    if _optimizes_itself(module):
+        return _OPTIMIZES
+    if "not attached to a `Trainer`" in str(error):
+        return (
+            "its training step needs a Trainer, and only a plan of one has it: plan_only=True as an "
+            "option of the strategy"
+        )
+    if isinstance(error, AttributeError):
+        return (
+            "its training step needs an attribute that is not there; for a plan no setup() is called "
+            "and no hook"
+        )
+    return None
+
+
 def _refusal(
     module: nn.Module, axes: ModelAxes, error: BaseException, units: Sequence[UnitSpec]
 ) -> ConfigurationError:
@@ -706,11 +757,16 @@ def _refusal(
             f"layer is a rank's 1/{axes.size} of its features: behind it is a 'rowwise' one, and "
             f"whatever lies between is split too, or takes any number of features"
         )
+    if reason := _reason(module, error):
+        return ConfigurationError(
+            f"{type(module).__name__} cannot be planned: {reason} ({type(error).__name__}: {said}). "
+            f"{_of_states(units)}"
+        )
     return ConfigurationError(
         f"{type(module).__name__} does not run without values ({type(error).__name__}: "
         f"{said}). The planner runs one training step on tensors that have shapes and no "
         f"values: a step that reads values (item() of whole numbers, shapes that depend on "
-        f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
+        f"data) cannot be planned so, nor one that "
         f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
         f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
     )

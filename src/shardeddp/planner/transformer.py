@@ -138,6 +138,8 @@ class Dimensions:
                     f"--dims: {part!r} is no NAME=NUMBER or NAME=true|false with a NAME of "
                     f"{', '.join(known)}"
                 )
+            if name in values:
+                raise UsageError(f"--dims: expected {name} once, found it twice")
             values[name] = value.lower() == "true" if flag else int(value)
         missing = {"layers", "width", "heads", "vocabulary"} - set(values)
         if missing:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,39 @@ _CHOOSE = {"topk", "sort", "argmax", "max", "multinomial"}
 
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _KNOWN = "_known_values"
+
+
+MOST_READ = 4096
+"""Largest number of unknown values that one line of a step may read; a loop that never ends has more."""
+
+_NO_STEPS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+"""Folders of files that are no code of a step."""
+
+
+class Reads:
+    """Unknown values that a step has read and that were assumed, by the line that reads them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def note(self) -> None:
+        """Count a value that is read now.
+
+        Raises:
+            ConfigurationError: The same line has read too many.
+        """
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_code.co_filename.startswith(_NO_STEPS):
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        self._counts[place] += 1
+        if self._counts[place] > MOST_READ:
+            raise ConfigurationError(
+                f"the step cannot be planned because line {place[1]} of {place[0]} has read more than "
+                f"{MOST_READ:,} values that are not known: a plan takes truth values as false and "
+                f"numbers as 1, so a loop that ends by what it has computed does not end. Give it a "
+                f"largest number of rounds (for _ in range(...))"
+            )
 
 
 class Values:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -165,6 +166,44 @@ class ModelProfile:
             + whole.attention_flops
             + 2 * (trained.matmul_flops + trained.attention_flops)
         )
+
+    def is_like(self, other: ModelProfile) -> bool:
+        """Return whether another number of samples has run the same operations of the same units."""
+        return self._form() == other._form()
+
+    def is_close(self, other: ModelProfile) -> bool:
+        """Return whether another profile has the same work and memory, at every moment."""
+        return self.is_like(other) and all(
+            math.isclose(*pair, rel_tol=1e-12)
+            for pair in zip(self._figures(), other._figures(), strict=True)
+        )
+
+    def _form(self) -> object:
+        """Return units, their uses, and lengths of all lists."""
+        return (
+            [unit.name for unit in self.units],
+            self.usages,
+            self.visits,
+            [*map(len, self.exchanges)],
+            [(len(it.forward), len(it.backward.activations)) for it in self.memory],
+            [*map(len, self.root_memory.between)],
+        )
+
+    def _figures(self) -> Iterator[float]:
+        """Yield all that depends on the number of samples."""
+        for work in (*self.work, *self.trained, self.head):
+            yield from vars(work).values()
+        for exchange in (it for exchanges in self.exchanges for it in exchanges):
+            yield exchange.nbytes
+        for memory in self.memory:
+            yield from (*memory.forward, *memory.backward.activations, *memory.backward.gradients)
+        for kept in self.kept.values():
+            yield from (kept.root_nbytes, kept.head_nbytes)
+            yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again)
+        root = self.root_memory
+        yield from (root.at_begin, *root.at_forward, root.held_nbytes)
+        for between in root.between:
+            yield from between
 
     def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
         """Extrapolate to ``micro_batch`` samples; this profile has one sample, ``two`` has two."""
