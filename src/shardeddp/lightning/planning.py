@@ -30,7 +30,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
-from shardeddp.lightning.outside_state import outside_state_kept
+from shardeddp.lightning.held_state import outside_state_kept
 from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory

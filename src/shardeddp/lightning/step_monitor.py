@@ -32,7 +32,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
-from shardeddp.lightning.outside_state import outside_state_kept
+from shardeddp.lightning.held_state import outside_state_kept
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
     RunSetting,

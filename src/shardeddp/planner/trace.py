@@ -46,6 +46,7 @@ from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -464,9 +465,9 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
     """
 
     def empty(shape: Sequence[int], own: torch.dtype) -> torch.Tensor:
-        with mode:
-            is_cast = dtype is not None and own.is_floating_point
-            return torch.empty(shape, dtype=dtype if is_cast else own)
+        is_cast = dtype is not None and own.is_floating_point
+        meta = torch.empty(shape, dtype=dtype if is_cast else own, device="meta")
+        return FakeTensor(mode, meta, torch.device("cpu"))  # ten times as fast as in the mode
 
     replaced = replacement(empty)
     for child in module.modules():

@@ -18,7 +18,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from shardeddp import ConfigurationError
-from shardeddp.lightning.outside_state import outside_state_kept
+from shardeddp.lightning.held_state import outside_state_kept
 
 pytestmark = pytest.mark.timeout(30)
 
