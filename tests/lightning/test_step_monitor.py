@@ -521,7 +521,9 @@ def test_the_record_of_a_run_makes_its_plan_as_long_as_it_was(
 
 @on_ranks(1)
 def test_a_run_that_cannot_be_planned_records_nothing_and_says_why(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"run.json was not written: AsksTrainer cannot be planned: its "):
+    with pytest.warns(
+        UserWarning, match=r"run.json was not written: AsksTrainer cannot be planned: its "
+    ):
         recorded(str(tmp_path), AsksTrainer())
     assert not (tmp_path / "runs").exists()
 
