@@ -258,13 +258,15 @@ TOGETHER: dict[str, tuple[type[nn.Module], Any]] = {
 }
 """Kinds of units, and how they are called."""
 
-NOT_PLANNED = {
-    ("some under checkpoints", "selective"),
-    ("branches", "full"),
-    ("one mask", "selective"),
-    ("a mask of the first", "selective"),
+FURTHER_OFF = {
+    ("some under checkpoints", "selective"): (-0.14, 0.0),
+    ("some under checkpoints", "full"): (0.0, 0.035),
+    ("branches", "full"): (-0.035, 0.0),
+    ("beside a target", "full"): (0.0, 0.025),
+    ("one mask", "selective"): (0.0, 0.065),
+    ("a mask of the first", "selective"): (0.0, 0.065),
 }
-"""What the plan is further off."""
+"""Bounds of errors that are larger than usual; docs/planning.md says so."""
 
 TAUGHT = {"teacher": 1, "buffer": 4096}
 """Rows of the buffer."""
@@ -440,15 +442,15 @@ def test_the_planned_peak_has_what_the_root_computes_around_units(
     assert -TOLERANCE < error < 2 * TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"), sorted({*product(TOGETHER, RECOMPUTES)} - NOT_PLANNED)
-)
+@pytest.mark.parametrize(("name", "recompute"), [*product(TOGETHER, RECOMPUTES)])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_the_planned_peak_has_the_circumstances_of_equal_units_and_tensors_that_they_share_once(
     strategy: str, recompute: str, name: str
 ) -> None:
     added, moving, error = peaks(strategy, recompute, 1, name)
-    assert abs(error) < 1.5 * TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+    low, high = FURTHER_OFF.get((name, recompute), (0.0, 0.0))
+    is_close = low - 1.5 * TOLERANCE < error < high + 1.5 * TOLERANCE
+    assert is_close, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -90,8 +91,8 @@ class Recorder:
     inside: list[int] = field(default_factory=lambda: [0])
     uses: list[Use] = field(default_factory=list[Use])
     """What units get, save and make, in its order."""
-    before_head: int = 0
-    """Number of uses before the root's head."""
+    before_head: int = sys.maxsize
+    """Number of uses before the root's head; without a unit there is none."""
     same: dict[int, int] = field(default_factory=dict[int, int])
     """Results of units that are inputs of theirs, and the storages of these."""
     known: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
