@@ -21,8 +21,10 @@ BY_CHANCE = 2e-3
 """Probability that a temporary disturbance lasts long enough to count as a straggler."""
 FALSE_NAMES = 0.01
 """Probability that a rank is named in 200 windows in which all ranks are equally fast."""
-_LEAST_NOISE = 0.005
-"""Relative deviation of a rank's time in a window, at least."""
+_USUAL_NOISE, _USUAL_COUNT = 0.02, 8
+"""Relative deviation of a rank's time in a window on quiet machines, and its degrees of freedom."""
+_MOST_NOISE = 0.035
+"""Deviation from which a machine is not quiet: what is measured counts alone."""
 _LEAST_WINDOWS, _MOST_TIMES = 8, 2000
 """Windows from which deviations are known at least, and times of ranks at most beyond these."""
 
@@ -138,8 +140,12 @@ class Stragglers:
         most = 4 * median(deviations) / 0.6745
         found = mean(min(it, most) for it in deviations) / 0.7979
         known = len(last) - len(parts)
-        # Of two ranks both deviate alike.
-        return max(_LEAST_NOISE, found * math.sqrt(len(last) / known)), known * (ranks - 1)
+        freedom = known * (ranks - 1)  # of two ranks both deviate alike
+        found *= math.sqrt(len(last) / known)
+        if found > _MOST_NOISE:
+            return found, freedom
+        squares = freedom * found**2 + _USUAL_COUNT * _USUAL_NOISE**2
+        return math.sqrt(squares / (freedom + _USUAL_COUNT)), freedom + _USUAL_COUNT
 
 
 def _of_student(likely: float, freedom: int) -> float:
