@@ -234,6 +234,13 @@ def with_a_mask_of_the_first(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.loss(x)
 
 
+def without_gradients_again(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = model.loss(model.run(x))
+    with torch.no_grad():
+        model.run(x)
+    return found
+
+
 def in_branches(model: Any, x: torch.Tensor) -> torch.Tensor:
     for block, other in zip(model.blocks, model.teacher, strict=True):
         x = block(x) + other(x)
@@ -248,6 +255,7 @@ TOGETHER: dict[str, tuple[type[nn.Module], Any]] = {
     "after a target": (Block, after_a_target),
     "beside a target": (Block, beside_a_target),
     "some without gradients": (Block, without_gradients_in_the_first),
+    "again without gradients": (Block, without_gradients_again),
     "some under checkpoints": (Block, under_checkpoints),
     "saved by the root": (Block, after_a_saved_result),
     "branches": (Block, in_branches),
@@ -261,6 +269,8 @@ TOGETHER: dict[str, tuple[type[nn.Module], Any]] = {
 FURTHER_OFF = {
     ("some under checkpoints", "selective"): (-0.14, 0.0),
     ("some under checkpoints", "full"): (0.0, 0.035),
+    ("again without gradients", "selective"): (0.0, 0.035),
+    ("again without gradients", "full"): (0.0, 0.05),
     ("branches", "full"): (-0.035, 0.0),
     ("beside a target", "full"): (0.0, 0.025),
     ("one mask", "selective"): (0.0, 0.065),
@@ -593,7 +603,12 @@ def measured(
         traced,
         "none" if recomputed is None else "selective" if recomputed.save_ops else "full",
         BufferMemory.of(
-            units, traced.visits, sharding.sharding, prefetch=(prefetch, prefetch), **options
+            units,
+            traced.visits,
+            sharding.sharding,
+            has_backward=traced.has_backward,
+            prefetch=(prefetch, prefetch),
+            **options,
         ),
     )
     planned = peak.memory(resting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
 
 from shardeddp.plan.hardware import GIB, GPU
@@ -88,6 +88,7 @@ class BufferMemory:
         visits: Sequence[int],
         sharding: ShardingStrategy,
         *,
+        has_backward: Sequence[bool] | None = None,
         prefetch: tuple[int, int],
         accumulates: bool,
         keeps_last: bool = True,
@@ -99,6 +100,7 @@ class BufferMemory:
             units: Flat buffers of each unit, the root unit first. Units that no forward gathers
                 take none.
             visits: Unit of each forward.
+            has_backward: Whether each forward has a backward; None: all have.
             sharding: Strategy: times of resharding and reduction.
             prefetch: Depths of the forward and of the backward prefetch.
             accumulates: True if a step has several micro-batches.
@@ -114,6 +116,21 @@ class BufferMemory:
         # A unit keeps its part before it is released.
         order = range(1, len(units))
         kept = [*accumulate(kept_parts(used, sharding, order, keeps_last=keeps_last))]
+        flags = [True] * len(visits) if has_backward is None else has_backward
+        places = [at for at, has in enumerate(flags) if has]
+        moments = backward_moments(
+            used,
+            sharding,
+            prefetch=prefetch[1],
+            needs_receive_buffer=needs_receive_buffer,
+            accumulates=accumulates,
+            uses=[visits[it] for it in places],
+            keeps_last=keeps_last,
+        )
+        if len(places) < len(visits):
+            moments = [
+                replace(it, position=places[it.position]) if it.unit else it for it in moments
+            ]
         return BufferMemory(
             units=units,
             sharding=sharding,
@@ -122,15 +139,7 @@ class BufferMemory:
                 waiting + root + sum(nbytes[it.start : it.stop]) + parts
                 for it, parts in zip(unsharded, (*kept[1:], kept[-1]), strict=True)
             ],
-            in_backward=backward_moments(
-                used,
-                sharding,
-                prefetch=prefetch[1],
-                needs_receive_buffer=needs_receive_buffer,
-                accumulates=accumulates,
-                uses=visits,
-                keeps_last=keeps_last,
-            ),
+            in_backward=moments,
         )
 
 

@@ -466,6 +466,7 @@ class Planner:
                 costs(on_host),
                 traced.visits,
                 sharding,
+                has_backward=traced.has_backward,
                 prefetch=self._prefetched(),
                 accumulates=accumulates,
                 keeps_last=not self.uneven_units,

@@ -541,6 +541,7 @@ def profile(
         kept=kept,
         root_memory=recorder.root_memory,
         visits=[order.index(it) for it in recorder.visits],
+        has_backward=recorder.has_backward,
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
         is_routed=recorder.values.were_read and recorder.values.were_chosen,

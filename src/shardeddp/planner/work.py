@@ -110,6 +110,8 @@ class ModelProfile:
     """Memory of the root's forward around those of units."""
     visits: list[int]
     """Unit of each forward, as a place in ``units``, in their order."""
+    has_backward: list[bool]
+    """Whether each forward has a backward."""
     recomputed: list[bool]
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
@@ -184,6 +186,7 @@ class ModelProfile:
             [unit.name for unit in self.units],
             self.usages,
             self.visits,
+            self.has_backward,
             [*map(len, self.exchanges)],
             [(len(it.forward), len(it.backward.activations)) for it in self.memory],
             [*map(len, self.root_memory.between)],
@@ -238,6 +241,7 @@ class ModelProfile:
             kept={it: one.extrapolate(two.kept[it], micro_batch) for it, one in self.kept.items()},
             root_memory=self.root_memory.extrapolate(two.root_memory, micro_batch),
             visits=self.visits,
+            has_backward=self.has_backward,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
             buffers_nbytes=self.buffers_nbytes,
