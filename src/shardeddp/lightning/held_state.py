@@ -572,7 +572,7 @@ def _is_installed(module: str) -> bool:
     """Return whether a Python module is of the standard library or of an installed package."""
     package = module.partition(".")[0]
     if package in sys.stdlib_module_names or package in _PACKAGES:
-        return package != "__main__"
+        return True
     file = getattr(sys.modules.get(package), "__file__", None)
     if not isinstance(file, str):
         return False

@@ -200,6 +200,7 @@ def memory_report(
     now |= _outside_of_shards(sum(cells[0][1]), device)
     total = sum(sum(parts.values()) for kind, parts in now.items() if kind != "free")
     planned = {kind: {"": nbytes} for kind, nbytes in rows.values()}
+    text = "\n".join(lines)
     html = page(
         f"Out of memory: rank {runtime.mesh.world.rank}",
         text_of(error).partition("\n")[0],
@@ -209,7 +210,7 @@ def memory_report(
             f"<h2>Planned peak, without activations: {human_bytes(sum(cells[1][1]))}</h2>",
             treemap(planned, 900, 120),
             "<h2>As a table, and what takes less</h2>",
-            f"<pre>{escape(chr(10).join(lines))}</pre>",
+            f"<pre>{escape(text)}</pre>",
         ],
     )
     return MemoryReport(lines=lines, page=html)

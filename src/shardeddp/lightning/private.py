@@ -456,6 +456,7 @@ BEFORE_SETUP = "pre_setup"
 
 _TRAINER = "pytorch.trainer.trainer:Trainer"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"
+_LOGGERS = "pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector"
 _CHECKPOINTS = "pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
 _FIT = "pytorch.loops.fit_loop:_FitLoop"
 _EPOCH = "pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
@@ -474,8 +475,9 @@ _ATTRIBUTES = {
     _EVALUATION: "_restarting _combined_loader _data_fetcher",
     _PREDICTION: "_combined_loader _data_fetcher",
     "pytorch.loops.fetchers:_PrefetchDataFetcher": "batches combined_loader",
-    _TRAINER: "_signal_connector _checkpoint_connector _results",
+    _TRAINER: "_signal_connector _checkpoint_connector _logger_connector _results",
     _SIGNALS: "received_sigterm",
+    _LOGGERS: "_progress_bar_metrics",
     _CHECKPOINTS: "_hpc_resume_path",
     "pytorch.callbacks:WeightAveraging": "_device",
     "pytorch.callbacks:StochasticWeightAveraging": "_device",

@@ -217,8 +217,8 @@ class BackwardMemory:
     root_nbytes: int = 0
     """Part of ``nbytes`` that is the root's gradients; those of an embedding come last."""
 
-    unsharded: Collection[int] = ()
-    """Inner units whose parameters are in ``nbytes``."""
+    unsharded: Collection[int] | None = ()
+    """Inner units whose parameters are in ``nbytes``; None: all whose backwards are to come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,8 +434,8 @@ class _Use:
     """Number of forwards that ran before that one."""
     unsharded_nbytes: int = 0
     """Bytes of inner units' unsharded parameters, and of the parts kept for their gathers."""
-    unsharded: Collection[int] = ()
-    """Those inner units."""
+    unsharded: Collection[int] | None = ()
+    """Those inner units; None: all whose backwards are to come."""
     closed: Sequence[int] = ()
     """Units whose backwards are over, in their order."""
     opened: Sequence[int] = ()
@@ -464,14 +464,12 @@ def _backward_of(
         unit = uses[position]
         ahead[unit] -= 1
         opened = [it for it in begun if it != unit]
-        nbytes = gathered
+        near, nbytes = None, gathered  # a list of them for each backward grows with the square
         if sharding.retains:
-            near, nbytes = set[int](), 0
+            near, nbytes = (), 0
         elif sharding.reshard.in_turn:
             near = {unit, *opened, *_last_different(uses, position, prefetch)}
             nbytes = sum(parameters[it] for it in near)
-        else:
-            near = {it for it, left in ahead.items() if left or it == unit}
         found.append(
             _Use(
                 unit=unit,

@@ -56,7 +56,7 @@ class MemoryRecord:
         if len(self.activations) != len(two.activations):  # other operations: the peaks alone
             return self._at_peak().extrapolate(two._at_peak(), micro_batch)
         return MemoryRecord(
-            activations=_extrapolated(self.activations, two.activations, micro_batch),
+            activations=extrapolated(self.activations, two.activations, micro_batch),
             gradients=self.gradients,
         )
 
@@ -82,7 +82,7 @@ class UnitMemory:
     def extrapolate(self, two: UnitMemory, micro_batch: int) -> UnitMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
         return UnitMemory(
-            forward=_extrapolated(self.forward, two.forward, micro_batch),
+            forward=extrapolated(self.forward, two.forward, micro_batch),
             backward=self.backward.extrapolate(two.backward, micro_batch),
         )
 
@@ -112,16 +112,16 @@ class RootMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
         pairs = zip(self.between, two.between, strict=True)
         first, second = ((it.at_begin, it.held_nbytes) for it in (self, two))
-        at_begin, held_nbytes = _extrapolated(first, second, micro_batch)
+        at_begin, held_nbytes = extrapolated(first, second, micro_batch)
         return RootMemory(
-            between=[_extrapolated(*pair, micro_batch) for pair in pairs],
+            between=[extrapolated(*pair, micro_batch) for pair in pairs],
             at_begin=at_begin,
-            at_forward=_extrapolated(self.at_forward, two.at_forward, micro_batch),
+            at_forward=extrapolated(self.at_forward, two.at_forward, micro_batch),
             held_nbytes=held_nbytes,
         )
 
 
-def _extrapolated(one: Sequence[int], two: Sequence[int], micro_batch: int) -> list[int]:
+def extrapolated(one: Sequence[int], two: Sequence[int], micro_batch: int) -> list[int]:
     """Extrapolate each number: with more samples, another moment may be that of the peak.
 
     The largest ones alone if they differ in length, as other operations have run then.

@@ -28,7 +28,7 @@ from shardeddp.planner.cost import (
 from shardeddp.planner.work import UnitWork
 from shardeddp.report import human_seconds
 
-VERSION = 7
+VERSION = 8
 """Version of the file format; files of other versions are refused."""
 TIME_ERROR = 0.11
 """Relative error of predicted step times, above the 90th percentile over sizes outside of the fit."""

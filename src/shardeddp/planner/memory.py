@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
 
@@ -292,26 +292,38 @@ class Peak:
         Number of forwards whose activations are kept, running unit, bytes of activations that it
         takes itself, and units that are unsharded.
         """
-        visits, buffers, place = self.work.visits, self.buffers, self.moment
-        count = len(visits)
+        work, buffers = self.work, self.buffers
+        visits, in_backward = work.visits, work.saved[self.recompute].in_backward
         root = () if buffers.sharding.retains else (0,)
-        if place == 1:
-            return 0, 0, 0, ()
-        if place in (0, 2):
-            return count, 0, 0, (*root, *buffers.unsharded[-1])
-        place -= 3
-        if place < 2 * count:
-            position = place % count
-            unit = visits[position]
-            unsharded = (*root, *buffers.unsharded[unit - 1])
-            if place < count:
-                return position, unit, self.work.memory[1 + position].forward_nbytes, unsharded
-            before = buffers.unsharded[visits[max(0, position - 1)] - 1]
-            return position, 0, 0, (*root, *(it for it in before if it in unsharded))
-        it = buffers.in_backward[place - 2 * count]
-        running = (
-            0
-            if it.is_over or not it.unit
-            else self.work.saved[self.recompute].in_backward[it.accumulates][1 + it.position]
-        )
-        return it.position, it.unit, max(0, running - it.own_nbytes), (*root, *it.unsharded)
+        inner = [buffers.unsharded[unit - 1] for unit in visits]
+
+        def running(it: BackwardMemory) -> int:
+            if it.is_over or not it.unit:
+                return 0
+            return max(0, in_backward[it.accumulates][1 + it.position] - it.own_nbytes)
+
+        def ahead(it: BackwardMemory) -> Collection[int]:
+            if it.unsharded is not None:
+                return it.unsharded
+            flags = zip(visits[: it.position + 1], work.has_backward, strict=False)
+            return {unit for unit, has_backward in flags if has_backward}
+
+        at_loss = len(visits), 0, 0, (*root, *buffers.unsharded[-1])
+        places = [  # in the order of the candidates
+            at_loss,
+            (0, 0, 0, ()),
+            at_loss,
+            *(
+                (at, unit, work.memory[1 + at].forward_nbytes, (*root, *inner[at]))
+                for at, unit in enumerate(visits)
+            ),
+            *(
+                (at, 0, 0, (*root, *(it for it in inner[max(0, at - 1)] if it in inner[at])))
+                for at in range(len(visits))
+            ),
+            *(
+                (it.position, it.unit, running(it), (*root, *ahead(it)))
+                for it in buffers.in_backward
+            ),
+        ]
+        return places[self.moment]

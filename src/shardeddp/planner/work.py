@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast
 
-from shardeddp.planner.backward import RootMemory, UnitMemory
+from shardeddp.planner.backward import RootMemory, UnitMemory, extrapolated
 from shardeddp.planner.collectives import Exchange, UnitUsage
 from shardeddp.wrap.tree import UnitSpec
 
@@ -70,13 +69,14 @@ class KeptMemory:
 
     def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
-
-        def at(one: Any, other: Any) -> Any:
-            if isinstance(one, list):
-                return [*map(at, cast("list[int]", one), other)]
-            return one + (micro_batch - 1) * (other - one)
-
-        return KeptMemory(**{name: at(it, vars(two)[name]) for name, it in vars(self).items()})
+        root, head = extrapolated(
+            (self.root_nbytes, self.head_nbytes), (two.root_nbytes, two.head_nbytes), micro_batch
+        )
+        by_forward = {
+            name: extrapolated(vars(self)[name], vars(two)[name], micro_batch)
+            for name in ("kept", "given", "on_host", "again")
+        }
+        return KeptMemory(root_nbytes=root, head_nbytes=head, **by_forward)
 
 
 @dataclass(kw_only=True)
