@@ -170,7 +170,8 @@ class _Rates(Callback):
             self.figures = {
                 "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
                 "compute": [
-                    *(ranks.matmul(n, dtype) for n in MATMULS[kind] for dtype in _DTYPES),
+                    *ranks.matmuls("fp32"),
+                    *ranks.matmuls("bf16"),
                     *(ranks.attention(each) for each in DECODERS[kind]),
                     *(ranks.steps(each) for each in DECODERS[kind]),
                 ],
@@ -194,12 +195,20 @@ class _Ranks:
 
     # -- Compute and memory
 
-    def matmul(self, size: int, dtype: str) -> Timed:
-        """Time the matmul of two square matrices."""
-        one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
-        seconds = self._typical(lambda: one @ other)
-        work = UnitWork(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
-        return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
+    def matmuls(self, dtype: str) -> list[Timed]:
+        """Time matmuls of square matrices, up to the size that takes longer than the window.
+
+        A processor without instructions for bf16 takes seconds for the largest size.
+        """
+        found: list[Timed] = []
+        for size in MATMULS[self._device.type]:
+            if found and 8 * found[-1].seconds > WINDOW_S:  # twice the size
+                break
+            one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
+            seconds = self._typical(lambda one=one, other=other: one @ other)
+            work = UnitWork(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
+            found.append(Timed(label="matmul", dtype=dtype, work=work, seconds=seconds))
+        return found
 
     def attention(self, sizes: _Sizes) -> Timed:
         """Time causal attention of one layer of a decoder."""
