@@ -223,7 +223,7 @@ class _Field(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _NextVisit:
     """Next visit of some rank."""
 
     unit: int
@@ -282,7 +282,7 @@ class OrderAgreement:
         self._backwards_need_others = mesh.data.size > 1 and not sharding.retains
         # The same on all ranks, except for the progress of each in the plan.
         self._forwards = ForwardRecord(progresses)
-        self._plan: deque[_Planned] = deque()
+        self._plan: deque[_NextVisit] = deque()
         self._left_out = 0  # number of planned visits that were dropped after failures
 
     # -- Evaluation
@@ -442,7 +442,7 @@ class OrderAgreement:
         forwards = [index for index, flag in enumerate(forward[:-1]) if flag]
         backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
         if forwards:
-            self._plan.append(_Planned(forwards[0], bool(unshard[forwards[0]])))
+            self._plan.append(_NextVisit(forwards[0], bool(unshard[forwards[0]])))
             self._forwards.add(*(() if self._is_evaluation else forwards[:1]))
         elif max(backward) == 1:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
@@ -450,7 +450,7 @@ class OrderAgreement:
             if kind is not None:
                 self._orders[kind].enter("a plan")
         elif backwards:
-            self._plan.append(_Planned(backwards[-1], bool(unshard[backwards[-1]])))
+            self._plan.append(_NextVisit(backwards[-1], bool(unshard[backwards[-1]])))
         self._forwards.note_end(is_over=not (forwards or backwards))
         return bool(forwards or backwards)
 
@@ -502,7 +502,7 @@ class OrderAgreement:
             and not self._is_evaluation
         )
 
-    def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:
+    def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_NextVisit]:
         """Yield the planned visits of a backward of all ranks.
 
         ``announced`` has a byte for each recorded forward, see :class:`_Field`; units that are
@@ -514,7 +514,7 @@ class OrderAgreement:
         for position in positions:
             unit = self._forwards.units[position]
             inside = [it for it in over if it == unit or unit in self._progresses[it].inner]
-            yield _Planned(unit, announced[position] > 1, sorted({*over}.difference(inside)))
+            yield _NextVisit(unit, announced[position] > 1, sorted({*over}.difference(inside)))
             left[unit] -= 1
             over = [*inside, unit] if unit in coming and not left[unit] else inside
 

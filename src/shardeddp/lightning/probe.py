@@ -165,7 +165,7 @@ class _Rates(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure all rates; a collective of all ranks."""
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        kind, ranks = mesh.device.type, _Ranks(mesh)
+        kind, ranks = mesh.device.type, _Measurements(mesh)
         with mesh.device:
             self.figures = {
                 "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
@@ -184,7 +184,7 @@ class _Rates(Callback):
             self.figures["spread"] = median(ranks.spreads)
 
 
-class _Ranks:
+class _Measurements:
     """Measurements on all ranks at once; times are the slowest rank's typical ones in seconds."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
+from operator import add
 
 from shardeddp.plan.hardware import GIB, GPU
 from shardeddp.plan.memory import (
@@ -20,7 +21,7 @@ from shardeddp.plan.memory import (
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.planner.work import ModelProfile
+from shardeddp.planner.work import ModelProfile, SavedMemory
 
 CONTEXT_NBYTES = int(1.5 * GIB)
 """GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
@@ -161,6 +162,19 @@ def _unsharded_in_forward(
     return [*(range(1, min(count, it + 1 + ahead)) for it in inner), inner]
 
 
+def _held_by_attributes(
+    work: ModelProfile, saved: SavedMemory, buffers: BufferMemory
+) -> Sequence[int]:
+    """Return ``saved.held`` with the unsharded parameters that graphs hold."""
+    if not saved.graphs or buffers.sharding.retains:
+        return saved.held
+    gathered = unit_sums(buffers.units, lambda it: it.gathered_nbytes)
+    graphs = [0] * len(saved.held)
+    for at in saved.graphs:
+        graphs[at] = gathered[work.visits[at]]
+    return [*map(add, saved.held, reversed([*accumulate(reversed(graphs))]))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """Moment of a step at which a rank holds most, beside shards and optimizer states.
@@ -193,19 +207,25 @@ class Peak:
         flat, at_loss = [buffers.in_forward[it - 1] for it in work.visits], buffers.in_forward[-1]
         # Before a forward are no more units than in it, and no more than in the one before.
         before = map(min, flat, [*flat[:1], *flat])
+        by_attributes = _held_by_attributes(work, saved, buffers)
+        in_forward, before_forward = (
+            [*map(add, each, by_attributes)] if by_attributes[0] else each
+            for each in (saved.in_forward, saved.before_forward)
+        )
         # Bytes in flight, of activations and of logits; _at_peak knows the order.
         candidates = [
             (at_loss, below[-1] + held, work.kept[recompute].head_nbytes + loss),
             (copies, of_root.at_begin, 0),
             (at_loss, below[-1], of_root.peaks[-1] - below[0]),
-            *zip(flat, saved.in_forward, repeat(0), strict=False),
-            *zip(before, saved.before_forward, repeat(0), strict=False),
+            *zip(flat, in_forward, repeat(0), strict=False),
+            *zip(before, before_forward, repeat(0), strict=False),
         ]
         candidates += [
             (
                 it.nbytes - max(0, it.root_nbytes - at_head),
                 below[it.position]
                 + (0 if it.is_over else running[it.accumulates][it.unit and 1 + it.position])
+                + by_attributes[it.position + (it.unit > 0 and not it.is_over)]
                 - it.own_nbytes
                 + held,
                 0,
@@ -272,7 +292,8 @@ class Peak:
             found[kind] = dict(zip(labels, sums, strict=True))
         position, running, own, unsharded = self._at_peak()
         gathered = unit_sums(units, lambda it: it.gathered_nbytes)
-        found["in_flight"] = {labels[it]: gathered[it] for it in unsharded}
+        visited = {0, *self.work.visits}  # no other unit is ever unsharded
+        found["in_flight"] = {labels[it]: gathered[it] for it in unsharded if it in visited}
         rest = self.in_flight - sum(found["in_flight"].values())
         found["in_flight"]["gradients and buffers of communication"] = rest
         below = self.work.saved[self.recompute].below

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -35,8 +35,9 @@ from shardeddp.wrap.tree import ParameterSpec
 class Use:
     """Storage that a forward gets, saves or makes."""
 
-    kind: Literal["input", "saved", "costly"]
-    """``costly``: a result that selective checkpointing keeps."""
+    kind: Literal["input", "saved", "costly", "attribute"]
+    """``costly``: a result that selective checkpointing keeps; ``attribute``: a module has it when
+    the forward is over."""
     visit: int
     """Place of the forward; -1: the root's."""
     storage: int
@@ -197,7 +198,9 @@ class Recorder:
         self.at_forward.append(self.live.count())
         self.between.append([])
 
-    def _use(self, kind: Literal["input", "saved", "costly"], visit: int, it: torch.Tensor) -> None:
+    def _use(
+        self, kind: Literal["input", "saved", "costly", "attribute"], visit: int, it: torch.Tensor
+    ) -> None:
         storage, memory = self.storage_of(it), it.untyped_storage()
         self.known.append(StorageWeakRef(memory))
         self.uses.append(
@@ -210,6 +213,15 @@ class Recorder:
                 is_activation=it.requires_grad and not it.is_leaf,
             )
         )
+
+    def note_attributes(self, visit: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what attributes of modules hold at the end of a forward; -1: the root's."""
+        for it in tensors:
+            storage = self.storage_of(it)
+            if self.live.begin(storage) < sys.maxsize and storage not in self.free:
+                self._use("attribute", visit, it)
+                if visit >= 0:
+                    self.live.save(storage, self.at_forward[visit] + 1)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return the storage of a tensor, or the earlier one that it stands for."""
@@ -329,7 +341,7 @@ class Recorder:
             for it in self.uses[before.uses :]
         ]
         for it in self.uses[before.uses :]:
-            if it.kind == "saved":  # known from the unit's begin on
+            if it.kind in ("saved", "attribute"):  # known from the unit's begin on
                 self.live.save(it.storage, self.at_forward[before.visits] + 1)
         return [it if it is None else stands.get(it, it) for it in storages]
 
@@ -344,38 +356,83 @@ class Recorder:
         saving = {it.visit for it in self.uses if it.kind == "saved"}
         costly = {(it.visit, it.storage) for it in self.uses if it.kind == "costly"}
         costly = costly if recompute == "selective" else set[tuple[int, int]]()
-        found, held = KeptMemory.of(len(self.visits)), set[object]()
+        found, seen = KeptMemory.of(len(self.visits)), set[object]()
+        keepers = dict[int, int]()  # the forward that keeps each storage
+        recomputed_until = dict[tuple[int, int], int]()
         for place, it in enumerate(self.uses):
             at, storage, nbytes = it.visit, it.storage, it.nbytes
+            if it.kind == "attribute":
+                continue
             if at < 0 or recompute == "none" or not recomputed[self.visits[at]]:
-                if it.kind != "saved" or storage in held:
+                if it.kind != "saved" or storage in keepers:
                     continue
             elif at not in saving:  # its backward computes nothing
                 continue
             elif it.kind == "input":
-                held.add((at, storage))
+                seen.add((at, storage))
                 if on_host and it.is_activation:
-                    found.on_host[at] += nbytes * (("host", storage) not in held)
-                    held.add(("host", storage))
+                    found.on_host[at] += nbytes * (("host", storage) not in seen)
+                    seen.add(("host", storage))
                     continue
-            elif (at, storage) in held:
+            elif (at, storage) in seen:
                 continue
             elif it.kind == "saved" and it.born > self.at_forward[at]:
                 found.again[at] += nbytes * ((at, storage) not in costly)
-                held.add((at, storage))
+                recomputed_until[at, storage] = found.again[at]
+                seen.add((at, storage))
                 continue
             elif it.kind == "costly" and (at, storage) not in costly:
                 continue
-            if storage in held:
+            if storage in keepers:
                 continue
-            held.add(storage)
             if at < 0:
+                is_head = place >= self.before_head
+                keepers[storage] = len(self.visits) if is_head else -1
                 found.root_nbytes += nbytes
-                found.head_nbytes += nbytes * (place >= self.before_head)
+                found.head_nbytes += nbytes * is_head
             else:
+                keepers[storage] = at
                 found.kept[at] += nbytes
                 found.given[at] += nbytes * (it.kind == "input")
+        self._keep_attributes(found, keepers, recomputed_until)
         return found
+
+    def _keep_attributes(
+        self,
+        found: KeptMemory,
+        keepers: dict[int, int],
+        recomputed_until: Mapping[tuple[int, int], int],
+    ) -> None:
+        """Add what attributes keep, and hold until the next forward of their module.
+
+        Args:
+            found: Memory that autograd keeps.
+            keepers: Forward that keeps each storage; -1: the root's, until the end of its backward.
+            recomputed_until: Bytes recomputed in a forward up to each storage.
+        """
+        last = {unit: at for at, unit in enumerate(self.visits)}
+        seen, graphs, given = set[int](), dict[int, int](), [*found.given]
+        for it in self.uses:
+            at, storage = it.visit, it.storage
+            is_replaced = at >= 0 and last[self.visits[at]] != at
+            if it.kind != "attribute" or is_replaced or storage in seen:
+                continue
+            seen.add(storage)
+            if storage not in keepers and at >= 0:
+                keepers[storage] = at
+                found.kept[at] += it.nbytes
+                found.given[at] += it.nbytes
+                if (at, storage) in recomputed_until:  # replaces the first one
+                    found.again[at] -= it.nbytes
+            if keepers.get(storage, -1) >= 0:
+                found.held[keepers[storage]] += it.nbytes
+            if it.is_activation and at >= 0 and it.born > self.at_forward[at] and found.again[at]:
+                # No backward frees the graph of a recomputation: it lives as long as its result.
+                until = recomputed_until.get((at, storage), found.again[at])
+                graphs[at] = max(graphs.get(at, 0), given[at] + until - it.nbytes)
+        for at, nbytes in graphs.items():
+            found.held[at] += nbytes
+        found.graphs += graphs
 
     def begin_step(self, batch: Any) -> None:
         """Note the tensors of a batch, which are there before the step."""
@@ -579,7 +636,7 @@ def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
-class Recording(DispatchMode):
+class RecordingMode(DispatchMode):
     """Mode in which operations are recorded; floating-point values are 1, and booleans ``truth``."""
 
     def __init__(self, recorder: Recorder, truth: bool) -> None:

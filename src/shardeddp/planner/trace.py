@@ -39,7 +39,7 @@ from shardeddp.planner.device_functions import (
     attention_of_devices,
     flex_attention_on_host,
 )
-from shardeddp.planner.recorder import Recorder, Recording, RecordsBefore, UnitRecords
+from shardeddp.planner.recorder import Recorder, RecordingMode, RecordsBefore, UnitRecords
 from shardeddp.planner.source import replacement
 from shardeddp.planner.values import Values
 from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
@@ -137,6 +137,7 @@ class _UnitRuns:
         with _without_collecting(self._units[index].module) as collected:
             call = partial(forward, *args, **kwargs)
             result, made = recorder.run_forward(index, (args, kwargs), call)
+        recorder.note_attributes(before.visits, _held_by_attributes(self._units, index))
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
@@ -153,6 +154,18 @@ class _UnitRuns:
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
         return out, collected, storages
+
+
+def _held_by_attributes(units: Sequence[UnitSpec], index: int) -> Iterator[torch.Tensor]:
+    """Yield tensors in attributes of a unit's modules, without those of units inside of it."""
+    own = {id(it): it for it in units[index].module.modules()}
+    for unit in units:
+        if unit is not units[index] and id(unit.module) in own:
+            for it in unit.module.modules():
+                own.pop(id(it), None)
+    for module in own.values():
+        for value in _attributes_with_tensors(module).values():
+            yield from (it for it in pytree.tree_leaves(value) if isinstance(it, torch.Tensor))
 
 
 def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:
@@ -475,16 +488,19 @@ def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> N
             for name, tensor in list(table.items()):
                 if tensor is not None:
                     table[name] = replaced(tensor)  # type: ignore[assignment]
-        for name, value in [*vars(child).items()]:
-            if name not in ("_parameters", "_buffers", "_modules") and _has_tensors(value):
-                vars(child)[name] = pytree.tree_map_only(torch.Tensor, replaced, value)
+        for name, value in _attributes_with_tensors(child).items():
+            vars(child)[name] = pytree.tree_map_only(torch.Tensor, replaced, value)
 
 
-def _has_tensors(value: object) -> bool:
-    """Return whether an attribute is a tensor, or a list, tuple or dict with one."""
-    return isinstance(value, (torch.Tensor, list, tuple, dict)) and any(
-        isinstance(it, torch.Tensor) for it in pytree.tree_leaves(value)
-    )
+def _attributes_with_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return attributes that are a tensor, or a list, tuple or dict with one, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        and isinstance(value, (torch.Tensor, list, tuple, dict))
+        and any(isinstance(it, torch.Tensor) for it in pytree.tree_leaves(value))
+    }
 
 
 def profile(
@@ -621,7 +637,7 @@ class _TracedModel:
         units, is_mixed = self.units, self._dtypes.autocast is not None
         recorder = Recorder([UnitWork() for _ in units], UnitWork(), set(self._free), is_kept)
         self._recorders.append(recorder)
-        recording = Recording(recorder, truth)
+        recording = RecordingMode(recorder, truth)
         try:
             with (
                 _quiet(),
@@ -640,6 +656,7 @@ class _TracedModel:
                 for index, spec, parameter in self._wrapped:
                     recorder.bind(index, spec, parameter)
                 out = step()
+                recorder.note_attributes(-1, _held_by_attributes(units, 0))
                 self._axes.end_forward(self._module)
                 root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
                 if root is None:

@@ -60,12 +60,18 @@ class KeptMemory:
     """Bytes of such inputs that are in host memory from the forward to its backward."""
     again: list[int]
     """Bytes that are recomputed."""
+    held: list[int]
+    """Bytes of each forward, and of the root's head, that attributes of modules hold after its
+    backward, until the module's next forward."""
+    graphs: list[int] = field(default_factory=list[int])
+    """Forwards whose unsharded parameters are held with it, by the graph of their recomputation."""
 
     @staticmethod
     def of(count: int) -> KeptMemory:
         """Return that of ``count`` forwards that keep nothing."""
         kept, given, on_host, again = ([0] * count for _ in range(4))
-        return KeptMemory(kept=kept, given=given, on_host=on_host, again=again)
+        held = [0] * (count + 1)
+        return KeptMemory(kept=kept, given=given, on_host=on_host, again=again, held=held)
 
     def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
@@ -74,9 +80,9 @@ class KeptMemory:
         )
         by_forward = {
             name: extrapolated(vars(self)[name], vars(two)[name], micro_batch)
-            for name in ("kept", "given", "on_host", "again")
+            for name in ("kept", "given", "on_host", "again", "held")
         }
-        return KeptMemory(root_nbytes=root, head_nbytes=head, **by_forward)
+        return KeptMemory(root_nbytes=root, head_nbytes=head, graphs=self.graphs, **by_forward)
 
 
 @dataclass(kw_only=True)
@@ -202,7 +208,7 @@ class ModelProfile:
             yield from (*memory.forward, *memory.backward.activations, *memory.backward.gradients)
         for kept in self.kept.values():
             yield from (kept.root_nbytes, kept.head_nbytes)
-            yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again)
+            yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again, *kept.held)
         root = self.root_memory
         yield from (root.at_begin, *root.at_forward, root.held_nbytes)
         for between in root.between:
@@ -266,6 +272,13 @@ class SavedMemory:
     on_host: Sequence[int]
     """Bytes of each forward that are in host memory from then to its backward."""
 
+    held: Sequence[int]
+    """Bytes that attributes hold of forwards from each one on, and of the root's head: after these
+    backwards, and before these forwards of the next step."""
+
+    graphs: Sequence[int]
+    """Forwards whose unsharded parameters are held with them, if they are sharded."""
+
     in_backward: Mapping[bool, Sequence[int]]
     """Bytes that the backwards of the root and of each forward take, with those kept and recomputed
     for it; True: of one whose gradients are added to earlier ones."""
@@ -289,6 +302,7 @@ class SavedMemory:
             return found
 
         below = [*accumulate([root, *its.kept])]
+        held = [*accumulate(reversed(its.held))][::-1]
         of_units = [nbytes - root for nbytes in below]
         own = [it.forward_nbytes for it in profile.memory[1:]]
         return SavedMemory(
@@ -296,6 +310,8 @@ class SavedMemory:
             in_forward=[*map(sum, zip(of_units, of_root.at_forward, own, strict=False))],
             before_forward=[*map(sum, zip(of_units[:-1], of_root.peaks[:-1], strict=True))],
             on_host=its.on_host,
+            held=held,
+            graphs=its.graphs,
             in_backward={it: in_backward(it) for it in (False, True)},
         )
 

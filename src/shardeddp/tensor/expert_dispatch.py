@@ -21,7 +21,7 @@ from shardeddp.torch_private import never_traced
 _Counts = tuple[int, ...]
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """All-to-all of rows between ranks; its backward sends the gradients back.
 
     ``anchors`` make the result require a gradient on all ranks, also on those without rows: a
@@ -43,7 +43,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        back = _Exchange.apply(gradient, ctx.arriving, ctx.leaving, ctx.group)
+        back = _RowExchange.apply(gradient, ctx.arriving, ctx.leaving, ctx.group)
         # An anchor with elements gets its gradient through other uses anyway.
         anchors = [
             None if shape.numel() else torch.zeros(shape, dtype=dtype, device=device)
@@ -62,8 +62,8 @@ def _send_rows(
     if not torch.is_grad_enabled():
         # Compiled code cannot call a Function with a variable number of operands then.
         return all_to_all(rows, leaving, arriving, axis.group)
-    made: torch.Tensor = _Exchange.apply(rows, leaving, arriving, axis.group, *anchors)  # type: ignore[assignment]
-    axis.rehearse(made, _Exchange, arriving, leaving, axis.group)
+    made: torch.Tensor = _RowExchange.apply(rows, leaving, arriving, axis.group, *anchors)  # type: ignore[assignment]
+    axis.rehearse(made, _RowExchange, arriving, leaving, axis.group)
     return made
 
 
