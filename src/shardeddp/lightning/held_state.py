@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import random
-import sys
-import sysconfig
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sized
+from contextlib import suppress
 from functools import partial
 from itertools import chain, starmap, zip_longest
-from pathlib import Path
 from types import (
     BuiltinMethodType,
     CellType,
-    CodeType,
     FunctionType,
     MemberDescriptorType,
     MethodType,
@@ -32,7 +27,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import LightningModule, Logger, Strategy, Trainer
 from shardeddp.tensor.operations import overlaps_itself
 
@@ -49,7 +43,6 @@ _MOST_OBJECTS = 10_000
 """Objects to visit beside modules: a step does not wait for a walk through all of a program."""
 
 _VALUES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-_CACHED = type(functools.cache(lambda: None))
 _CALLABLE = MethodType, BuiltinMethodType, FunctionType, partial
 _GENERATORS = (
     torch.Generator,
@@ -78,30 +71,6 @@ _Place = tuple[object, str]
 """Object and its attribute that hold something, directly or in containers."""
 
 
-@contextmanager
-def outside_state_kept(module: nn.Module) -> Generator[None]:
-    """Leave what a module's code changes outside of its tensors as it was before the context.
-
-    Its code is that of its class and of all functions that this one names, directly or through
-    others, but for the standard library and installed packages. Caches of functions are emptied.
-    Files and other processes are not looked after.
-
-    Raises:
-        ConfigurationError: The code names an iterator or an open file, which cannot be set back, or
-            too much to look at.
-    """
-    held = HeldState([module], [*module.parameters(), *module.buffers()], follows_code=True)
-    if what := held.out_of_reach():
-        raise ConfigurationError(
-            f"the code of {type(module).__name__} reaches {what}, which a plan could not leave as they "
-            f"are. Hold them in the module"
-        )
-    try:
-        yield
-    finally:
-        held.restore()
-
-
 class HeldState:
     """State of objects and of all that they hold, at one moment, to be restored.
 
@@ -114,21 +83,9 @@ class HeldState:
     Args:
         roots: Objects that hold it, directly or through others.
         managed: Tensors to be left alone.
-        follows_code: Variables of files that functions name are followed, too, except in the
-            standard library and installed packages.
     """
 
-    def __init__(
-        self,
-        roots: Iterable[object],
-        managed: Iterable[object] = (),
-        *,
-        follows_code: bool = False,
-    ) -> None:
-        roots = [*roots]
-        self._follows_code = follows_code
-        self._own = {_package(type(it)) for it in roots} - _PACKAGES  # installed ones among them
-        self._iterators: list[str] = []  # variables of files that cannot be set back
+    def __init__(self, roots: Iterable[object], managed: Iterable[object] = ()) -> None:
         self._undo: list[Callable[[], object]] = []
         # Tensors without a copy, which would be one of all batches of an epoch.
         self._kept: list[tuple[torch.Tensor, tuple[object, ...], _Place]] = []
@@ -165,12 +122,6 @@ class HeldState:
         for parameter, requires_grad in self._requires_grad:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
-
-    def out_of_reach(self) -> str:
-        """Return what could not be set back if it changed, as far as that is known before."""
-        if self._is_cut_off:
-            return f"more than {_MOST_OBJECTS:,} objects outside of it"
-        return f"objects such as {self._iterators[0]}" if self._iterators else ""
 
     def lost(self) -> str:
         """Return the name of an attribute whose tensors cannot be restored; empty: there is none."""
@@ -270,9 +221,6 @@ class HeldState:
             if _package(each) in _PACKAGES or id(each) in self._seen:
                 continue
             self._seen[id(each)] = each
-            if self._follows_code:
-                for it in vars(each).values():
-                    self._keep_code(it, (each, ""))
             former = {name: it for name, it in vars(each).items() if _is_of_class(name, it)}
             self._undo.append(partial(_set_class, each, former))
             for name, it in former.items():
@@ -315,58 +263,10 @@ class HeldState:
         elif isinstance(it, FunctionType):
             is_foreign = (it.__module__ or "").partition(".")[0] in _PACKAGES
             inside = () if is_foreign else (it.__closure__, it.__defaults__, it.__kwdefaults__)
-            if self._follows_code and not self._is_foreign(it.__module__ or ""):
-                inside = (*inside, vars(it))
-                self._keep_variables(it)
         else:
             inside = it.__self__, getattr(it, "__func__", None)
         for at in inside:
             self._find(at, place)
-
-    # -- code
-
-    def _keep_code(self, it: object, place: _Place) -> None:
-        """Find what a function uses, also one that a class or a cache holds."""
-        if isinstance(it, property):
-            for at in (it.fget, it.fset):
-                self._keep_code(at, place)
-        elif isinstance(it, staticmethod | classmethod):
-            self._keep_code(it.__func__, place)
-        elif isinstance(it, _CACHED):
-            cached: Any = it
-            misses = cached.cache_info().misses
-            self._undo.append(lambda: cached.cache_info().misses == misses or cached.cache_clear())
-            self._keep_code(cached.__wrapped__, place)
-        elif isinstance(it, FunctionType):
-            self._find(it, place)
-
-    def _keep_variables(self, function: FunctionType) -> None:
-        """Keep the variables of files that a function names, and what they hold."""
-        names = _names_in(function.__code__)
-        spaces, seen = [function.__globals__], set[int]()
-        while spaces:
-            space = spaces.pop()
-            if id(space) in seen:
-                continue
-            seen.add(id(space))
-            former = {name: space[name] for name in names if name in space}
-            self._undo.append(partial(_set_variables, space, former, names - former.keys()))
-            for name, it in former.items():
-                if isinstance(it, ModuleType):
-                    if not self._is_foreign(it.__name__):
-                        spaces.append(vars(it))
-                elif isinstance(it, type):
-                    if not self._is_foreign(it.__module__):
-                        self._keep_class(it)
-                elif isinstance(it, _CACHED):
-                    self._keep_code(it, (function, name))
-                elif isinstance(it, Iterator) and self._is_foreign(type(it).__module__):
-                    self._iterators.append(f"{name} ({type(it).__name__})")
-                else:
-                    self._find(it, (function, name))
-
-    def _is_foreign(self, module: str) -> bool:
-        return _is_installed(module) and module.partition(".")[0] not in self._own
 
     # -- containers
 
@@ -523,14 +423,6 @@ def _set_class(kind: type, former: dict[str, Any]) -> None:
             setattr(kind, name, it)
 
 
-def _set_variables(space: dict[str, Any], former: dict[str, Any], absent: set[str]) -> None:
-    for name in absent & space.keys():  # of the code that has run since
-        del space[name]
-    for name, it in former.items():
-        if space.get(name, former) is not it:
-            space[name] = it
-
-
 def _delete_slot(it: object, slot: Any) -> None:
     with suppress(AttributeError):
         slot.__delete__(it)
@@ -565,26 +457,6 @@ def _is_ours(it: object) -> bool:
 def _is_of_class(name: str, it: object) -> bool:
     is_state = not hasattr(type(it), "__get__") and not isinstance(it, type)
     return is_state and not name.startswith("__") and name != "_abc_impl"
-
-
-@functools.cache
-def _is_installed(module: str) -> bool:
-    """Return whether a Python module is of the standard library or of an installed package."""
-    package = module.partition(".")[0]
-    if package in sys.stdlib_module_names or package in _PACKAGES:
-        return True
-    file = getattr(sys.modules.get(package), "__file__", None)
-    if not isinstance(file, str):
-        return False
-    path = Path(file)
-    is_of_python = path.is_relative_to(sysconfig.get_path("stdlib"))
-    return is_of_python or bool({"site-packages", "dist-packages"} & {*path.parts})
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names of variables of the file, and of attributes, in a function and those inside."""
-    inner = (_names_in(it) for it in code.co_consts if isinstance(it, CodeType))
-    return {*code.co_names}.union(*inner)
 
 
 def _package(kind: type) -> str:

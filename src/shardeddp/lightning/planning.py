@@ -30,7 +30,7 @@ from shardeddp.lightning.api import (
     rank_zero_info,
     rank_zero_only,
 )
-from shardeddp.lightning.held_state import outside_state_kept
+from shardeddp.lightning.forked import call_in_fork
 from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
@@ -502,15 +502,14 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
     if not note:
         gpu = gpu_at(setting.device)
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
-    try:
-        with (
-            outside_state_kept(module),
-            _on_own_rank(setting.device),
-            torch.device("meta"),
-            detached(module),
-        ):
+
+    def choose() -> Chosen:
+        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
             bare = configured(without_weights(module))
         return by_states(bare, candidates, setting, found.total_memory, note)
+
+    try:
+        return call_in_fork(choose)
     except ConfigurationError as error:
         return Chosen(
             sharding_strategy=first.sharding_strategy,
@@ -527,19 +526,21 @@ def _fastest(
     gpu = gpu_at(setting.device)
     if gpu is None or module is None or module.example_input_array is None:
         return None, ""
+    example, figures = module.example_input_array, memory_at(setting.device)
+
+    def choose() -> Chosen:
+        plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
+        best = plan.best.choice
+        return Chosen(
+            sharding_strategy=best.strategy,
+            shard_size=best.shard_size,
+            reason=_reason(plan, gpu),
+        )
+
     try:
-        example, figures = module.example_input_array, memory_at(setting.device)
-        with outside_state_kept(module):
-            plan = plan_as_set(module, example, candidates, setting, gpu, gpu_figures=figures)
+        return call_in_fork(choose), ""
     except ConfigurationError as error:
         return None, f"; its step could not be planned: {str(error)[:80]}"
-    best = plan.best.choice
-    chosen = Chosen(
-        sharding_strategy=best.strategy,
-        shard_size=best.shard_size,
-        reason=_reason(plan, gpu),
-    )
-    return chosen, ""
 
 
 def _reason(plan: Plan, gpu: str) -> str:

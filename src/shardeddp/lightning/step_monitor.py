@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing_extensions import override
 from shardeddp.comm import Mesh, StepClock
 from shardeddp.comm.agreement import HostReduction
 from shardeddp.comm.step_clock import EVALUATION, PARTS, CudaTimer, HostTimer, Span
+from shardeddp.config import Options
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -32,7 +33,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
-from shardeddp.lightning.held_state import outside_state_kept
+from shardeddp.lightning.forked import call_in_fork
 from shardeddp.lightning.planning import (
     ASSUMED_GPU,
     RunSetting,
@@ -43,11 +44,11 @@ from shardeddp.lightning.planning import (
     samples_of,
     tokens_of,
 )
-from shardeddp.lightning.step_report import StepReport, step_lines
+from shardeddp.lightning.step_report import ExpectedStep, StepReport, step_lines
 from shardeddp.lightning.stragglers import WINDOW, Stragglers
 from shardeddp.lightning.strategy import ShardedDP
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.calibration import Device, Recorded, write
-from shardeddp.planner.search import Planned
 from shardeddp.planner.source import without_weights
 from shardeddp.report import terminal_width
 
@@ -261,7 +262,10 @@ class StepMonitor(Callback):
         self._fit: _Fit | None = None
         # Copies without weights and shards, or the reason why there is none, by module.
         self._bare: WeakKeyDictionary[LightningModule, Any] = WeakKeyDictionary()
-        self._expected: Planned | None = None
+        self._expected: ExpectedStep | None = None
+        # Of all strategies that a run may be resharded to: a process forks no more after a backward
+        # on a GPU.
+        self._plans: Mapping[ShardingStrategy, ExpectedStep] = {}
         self._note = ""  # reason why figures are missing
         self._unplanned = ""  # settings that the prediction does not know
         self._gpu: str | None = None
@@ -315,9 +319,19 @@ class StepMonitor(Callback):
         )
         undo.callback(private.surround_validation(trainer, fit.excluded))
         self.report, self.stragglers, self._expected, self._note = None, [], None, ""
+        self._plans = {}
         if mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(mesh.device)
         mesh.measure(clock)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan the first step before its backward: autograd's threads of GPUs survive no fork."""
+        fit = self._fit
+        if fit is not None and not fit.is_planned and not isinstance(batch, Iterator):
+            self._plan_while_others_wait(trainer, fit, batch)
 
     @override
     def on_train_batch_end(
@@ -337,7 +351,7 @@ class StepMonitor(Callback):
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
-        if not fit.is_planned:
+        if not fit.is_planned:  # the step has taken its batch from an iterator
             self._plan_while_others_wait(trainer, fit, batch)
         # Without an optimizer of Lightning (it makes an empty one) no step is counted: each batch is one.
         has_optimizer = any(it.param_groups for it in trainer.optimizers)
@@ -391,22 +405,31 @@ class StepMonitor(Callback):
         strategy: Any = trainer.strategy
         self._gpu, self._expected, self._note = gpu_at(strategy.root_device), None, ""
         setting: RunSetting = strategy.setting(trainer)
-        options, self._unplanned = strategy.options, ""
+        options: Options = strategy.options
         bare = self._bare.get(trainer.lightning_module, _SHARDED_BEFORE)
         if isinstance(bare, str):
             self._note = bare
             return
+        own = options.sharding_strategy
+        candidates = dict(setting.possible({**options.candidates, own: options.sharding}.items()))
+        figures = memory_at(strategy.root_device) if self._gpu else {}
+
+        def plans() -> tuple[dict[ShardingStrategy, ExpectedStep], str]:
+            plan = plan_as_set(
+                bare,
+                batch,
+                [*candidates.items()],
+                setting,
+                self._gpu or ASSUMED_GPU,
+                gpu_figures=figures,
+            )
+            found = {candidates[it.choice.strategy]: ExpectedStep.of(it) for it in plan.plans}
+            return found, ", ".join(plan.unplanned)
+
         try:
-            with outside_state_kept(bare):
-                plan = plan_as_set(
-                    bare,
-                    batch,
-                    ((options.sharding_strategy, options.sharding),),
-                    setting,
-                    self._gpu or ASSUMED_GPU,
-                    gpu_figures=memory_at(strategy.root_device) if self._gpu else {},
-                )
-            self._expected, self._unplanned = plan.best, ", ".join(plan.unplanned)
+            if options.sharding not in self._plans:
+                self._plans, self._unplanned = call_in_fork(plans)
+            self._expected = self._plans[options.sharding]
         except ConfigurationError as error:
             self._note = _reason(error)
         except Exception as error:  # noqa: BLE001 - a training is not to end by it

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from shardeddp.planner.search import Planned
+from shardeddp.planner.cost import Step, Task
+from shardeddp.planner.memory import Memory
+from shardeddp.planner.search import Choice, Planned
 from shardeddp.report import Column, human_bytes, human_count, text_table
 
 _PREDICTED = {
@@ -21,6 +23,23 @@ _NAMES = {
     "ranks": "waiting for slower ranks",
 }
 _MOST_UNITS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep:
+    """Figures of the plan of a run's own settings; see :class:`Planned`."""
+
+    choice: Choice
+    memory: Memory
+    step: Step
+    task: Task
+    model_flops: float
+    peak_flops: float
+
+    @staticmethod
+    def of(plan: Planned) -> ExpectedStep:
+        """Return the figures of a plan, without the model."""
+        return ExpectedStep(**{it.name: getattr(plan, it.name) for it in fields(ExpectedStep)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +64,7 @@ class StepReport:
     """Peak of allocated device memory; None: unknown."""
     sent_nbytes: int
     """Bytes that a rank sends per step."""
-    expected: Planned | None
+    expected: ExpectedStep | None
     """Prediction of the planner; None for unknown devices."""
     note: str
     """Reason why the MFU is unknown."""
