@@ -44,7 +44,7 @@ from shardeddp.lightning.planning import (
     samples_of,
     tokens_of,
 )
-from shardeddp.lightning.step_report import ExpectedStep, StepReport, step_lines
+from shardeddp.lightning.step_report import PlannedStep, StepReport, step_lines
 from shardeddp.lightning.stragglers import WINDOW, Stragglers
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.plan.sharding_strategy import ShardingStrategy
@@ -262,10 +262,10 @@ class StepMonitor(Callback):
         self._fit: _Fit | None = None
         # Copies without weights and shards, or the reason why there is none, by module.
         self._bare: WeakKeyDictionary[LightningModule, Any] = WeakKeyDictionary()
-        self._expected: ExpectedStep | None = None
+        self._expected: PlannedStep | None = None
         # Of all strategies that a run may be resharded to: a process forks no more after a backward
         # on a GPU.
-        self._plans: Mapping[ShardingStrategy, ExpectedStep] = {}
+        self._plans: Mapping[ShardingStrategy, PlannedStep] = {}
         self._note = ""  # reason why figures are missing
         self._unplanned = ""  # settings that the prediction does not know
         self._gpu: str | None = None
@@ -414,7 +414,7 @@ class StepMonitor(Callback):
         candidates = dict(setting.possible({**options.candidates, own: options.sharding}.items()))
         figures = memory_at(strategy.root_device) if self._gpu else {}
 
-        def plans() -> tuple[dict[ShardingStrategy, ExpectedStep], str]:
+        def plans() -> tuple[dict[ShardingStrategy, PlannedStep], str]:
             plan = plan_as_set(
                 bare,
                 batch,
@@ -423,7 +423,7 @@ class StepMonitor(Callback):
                 self._gpu or ASSUMED_GPU,
                 gpu_figures=figures,
             )
-            found = {candidates[it.choice.strategy]: ExpectedStep.of(it) for it in plan.plans}
+            found = {candidates[it.choice.strategy]: PlannedStep.of(it) for it in plan.plans}
             return found, ", ".join(plan.unplanned)
 
         try:

@@ -26,7 +26,7 @@ _MOST_UNITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedStep:
+class PlannedStep:
     """Figures of the plan of a run's own settings; see :class:`Planned`."""
 
     choice: Choice
@@ -37,9 +37,9 @@ class ExpectedStep:
     peak_flops: float
 
     @staticmethod
-    def of(plan: Planned) -> ExpectedStep:
+    def of(plan: Planned) -> PlannedStep:
         """Return the figures of a plan, without the model."""
-        return ExpectedStep(**{it.name: getattr(plan, it.name) for it in fields(ExpectedStep)})
+        return PlannedStep(**{it.name: getattr(plan, it.name) for it in fields(PlannedStep)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class StepReport:
     """Peak of allocated device memory; None: unknown."""
     sent_nbytes: int
     """Bytes that a rank sends per step."""
-    expected: ExpectedStep | None
+    expected: PlannedStep | None
     """Prediction of the planner; None for unknown devices."""
     note: str
     """Reason why the MFU is unknown."""
