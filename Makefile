@@ -21,8 +21,10 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # `make test-slow SAMPLE=1` takes one case of each test, and none that takes long; so do the models and fidelity.
+# With `PART=1/3` one of three parts of a suite's tests runs, which have none in common (0/3, 1/3, 2/3).
 SAMPLE ?=
-CASES := $(if $(SAMPLE),--cases $(SAMPLE))
+PART ?=
+CASES := $(if $(SAMPLE),--cases $(SAMPLE)) $(if $(PART),--part $(PART))
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -109,18 +111,18 @@ test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
 	@for version in $(LIGHTNINGS); do \
 	    found=$$($(VERSIONS)/$$version/bin/python -c 'import lightning; print(lightning.__version__)'); \
 	    echo "lightning $$found"; test "$$found" = "$$version" || exit 1; \
-	    $(VERSIONS)/$$version/bin/python -m pytest -q $(PARALLEL) -m "not torture and not cluster" $(SMOKE) || exit 1; \
+	    $(VERSIONS)/$$version/bin/python -m pytest -q $(PARALLEL) $(CASES) -m "not torture and not cluster" $(SMOKE) || exit 1; \
 	done
 
 test-stores: $(VENV)/.installed-stores
-	$(BIN)/python -m pytest -m "stores and not torture" tests/checkpoint/test_remote_directory.py tests/lightning/test_stores.py
+	$(BIN)/python -m pytest $(CASES) -m "stores and not torture" tests/checkpoint/test_remote_directory.py tests/lightning/test_stores.py
 
 test-models: $(VENV)/.installed-models
 	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m models tests/models
 
 test-cluster: $(VENV)/.installed-test
 	@tests/cluster/install
-	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
+	$(BIN)/python -m pytest $(CASES) -m "cluster and not torture" tests/cluster
 
 test-fidelity: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(CASES) -m "fidelity and not torture$(if $(SAMPLE), and not long)" tests/fidelity

@@ -30,12 +30,17 @@ SUITES = {"slow", "torture", "cluster", "models", "stores", "fidelity"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--cases``, for samples of suites that take long."""
+    """``--cases`` and ``--part``, for samples of suites that take long."""
     parser.addoption(
         "--cases",
         type=int,
         metavar="N",
         help="of each test, at most N of the cases it has, and none where `make test` has the first of them",
+    )
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="a part of N of the tests, which differ from those of the other parts: I from 0 to N - 1",
     )
 
 
@@ -57,9 +62,17 @@ def pytest_collection_modifyitems(
     yield
     if most := config.getoption("cases"):
         tests = _by_test(it for it in items if not it.get_closest_marker("loop"))
-        kept = {it for each in tests.values() for it in each[:: math.ceil(len(each) / most)]}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        sample = (it for each in tests.values() for it in each[:: math.ceil(len(each) / most)])
+        _keep({*sample}, items, config)
+    if part := config.getoption("part"):
+        index, count = map(int, part.split("/"))
+        in_part = [*_by_test(items).values()][index % count :: count]
+        _keep({it for each in in_part for it in each}, items, config)
+
+
+def _keep(kept: set[pytest.Item], items: list[pytest.Item], config: pytest.Config) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _give_strategies_to_suites(items: list[pytest.Item]) -> None:
