@@ -20,6 +20,9 @@ from shardeddp.lightning.held_state import HeldState
 
 pytestmark = pytest.mark.timeout(30)
 
+LARGE = 16 * 1024 + 1
+"""Elements of a tensor outside of buffers and metrics that is not copied."""
+
 
 class Plain:
     """An object with a metric, and with itself."""
@@ -74,10 +77,13 @@ def test_all_state_of_a_metric_is_restored_several_times() -> None:
     for _ in range(2):
         metric.update(2.0)
         metric.update(2.0)
+        metric.values[0] += 1
         assert metric.state() != before
         held.restore()
         assert metric.state() == before
     assert not held.lost()
+    metric.values[0] = torch.zeros(LARGE)
+    held = HeldState([metric])
     metric.values[0] += 1
     assert held.lost() == "Counting.values"
 
@@ -336,10 +342,109 @@ def test_attributes_of_objects_are_restored_several_times(of_metric: bool) -> No
 
 def test_tensors_in_named_tuples_are_compared() -> None:
     metric = SumMetric()
-    metric.pair = Pair(torch.zeros(1))  # type: ignore[assignment]
+    metric.pair = Pair(torch.zeros(LARGE))  # type: ignore[assignment]
     held = HeldState([metric])
     metric.pair.a.add_(1)  # type: ignore[attr-defined, reportAttributeAccessIssue]
     assert held.lost() == "SumMetric.pair"
+
+
+class Entries(dict[str, Any]):
+    """A dictionary that may have attributes."""
+
+
+class Stack(list[Any]):
+    """A list that has slots."""
+
+    __slots__ = ("count",)
+
+
+def test_attributes_of_containers_and_of_empty_objects_are_restored() -> None:
+    entries, stack, empty = Entries(), Stack([0]), SimpleNamespace()
+    entries.seen, stack.count = [0], 0  # type: ignore[attr-defined]
+    held = HeldState([Plain(entries), Plain(stack), Plain(empty)])
+    entries.seen.append(1)  # type: ignore[attr-defined]
+    entries["a"] = entries.late = stack.count = empty.late = 1  # type: ignore[attr-defined]
+    stack.append(1)
+    held.restore()
+    assert vars(entries) == {"seen": [0]} and not entries and not vars(empty)
+    assert stack == [0] and stack.count == 0
+
+
+def test_small_tensors_in_containers_are_restored_also_after_writes_that_torch_does_not_count() -> (
+    None
+):
+    shadow = [torch.zeros(2), torch.zeros(2)]
+    held = HeldState([Plain({"a": shadow})])
+    shadow[0].data.add_(1)
+    shadow[1].numpy()[:] = 1
+    held.restore()
+    assert not held.lost() and torch.stack(shadow).eq(0).all()
+
+
+def test_a_few_tensors_in_containers_are_copied_and_the_others_compared() -> None:
+    values = [torch.zeros(1) for _ in range(201)]
+    held = HeldState([Plain(values)])
+    values[0] += 1
+    assert not held.lost()
+    values[200] += 1
+    assert held.lost() == "Plain.held"
+
+
+def test_gradients_of_leaves_that_are_no_parameters_are_restored() -> None:
+    fresh, added = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    added.sum().backward()
+    held = HeldState([Plain([fresh, added])])
+    for _ in range(2):
+        (fresh + added).sum().backward()
+        held.restore()
+        assert fresh.grad is None and added.grad is not None and added.grad.item() == 1
+
+
+# -- hooks
+
+
+def test_hooks_of_modules_are_restored_with_what_their_closures_hold() -> None:
+    module, count = nn.Linear(1, 1), [0]
+
+    def counted(*_: object) -> None:
+        count[0] += 1
+
+    first = module.register_forward_pre_hook(counted, with_kwargs=True)
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    before, held = {**module._forward_pre_hooks}, HeldState([module])
+    for _ in range(2):
+        module(torch.zeros(1))
+        first.remove()
+        module.register_forward_pre_hook(counted, prepend=True)
+        module.register_forward_hook(counted, with_kwargs=True)
+        module.register_full_backward_pre_hook(counted)
+        module.register_full_backward_hook(counted)
+        held.restore()
+        assert count == [0] and [*module._forward_pre_hooks] == [*before]
+        assert not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+    module(torch.zeros(1))
+    assert count == [1]
+    first.remove()
+    assert len(module._forward_pre_hooks) == 1 and not module._forward_pre_hooks_with_kwargs
+
+
+# -- optimizers and schedulers
+
+
+def test_options_of_optimizers_and_schedulers_are_restored() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(1.0), foreach=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    held = HeldState([optimizer, Plain(schedule)])
+    (group,) = optimizer.param_groups
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+        group["betas"], group["late"] = (0, 0), 1
+        held.restore()
+        assert group["lr"] == 1 and group["betas"] == (0.9, 0.999) and "late" not in group
+        assert group["params"] == [parameter]
+        assert schedule.last_epoch == 0 and schedule.get_last_lr() == [1]
 
 
 def test_objects_that_threads_use_stay_as_they_are_but_for_their_generators() -> None:

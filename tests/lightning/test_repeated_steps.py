@@ -263,8 +263,78 @@ class Unusual(Needs):
         return {"loss": loss * (1 + self.running), "scale": self.scale}
 
 
-def compare_unusual(where: str) -> None:
-    expected, found = Unusual(), Unusual(where)
+class Hooked(Unusual):
+    """Changes state between forward and backward, in hooks, and in its optimizer."""
+
+    def __init__(self, where: str = "", too_much: Sequence[str] = ("no_shard",)) -> None:
+        super().__init__(where, too_much)
+        self.zeroed, self.temperature = 0, 1.0
+        self.delta = torch.zeros(1, requires_grad=True)
+        calls = [0, 0]
+
+        def of_parameter(gradient: Tensor) -> Tensor:
+            calls[0] += 1
+            return gradient * (1 + 0.1 * calls[0])
+
+        def of_module(_: Any, gradients: Any, __: Any) -> Any:
+            calls[1] += 1
+            return (gradients[0] * (1 + 0.1 * calls[1]),)
+
+        self.head.weight.register_hook(of_parameter)
+        self.head.register_full_backward_hook(of_module)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.zeroed += 1
+        self.temperature *= 1 + 0.1 * torch.rand(()).item()
+        self.log("zeroed", self.temperature, on_step=False, on_epoch=True, sync_dist=True)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.temperature *= 1.1
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def on_after_backward(self) -> None:
+        gradient = self.delta.grad
+        assert gradient is not None
+        with torch.no_grad():
+            self.delta -= 0.1 * gradient
+        self.delta.grad = None
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        self.schedule.step()
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["weight_decay"] += 0.01
+        handles = [
+            self.blocks[0].register_forward_hook(lambda module, args, output: output + 0.1),
+            self.blocks[0].register_forward_pre_hook(
+                lambda module, args, kwargs: ((args[0] + 0.1,), kwargs), with_kwargs=True
+            ),
+            self.blocks[0].register_full_backward_hook(lambda module, before, after: None),
+            self.head.weight.register_hook(lambda gradient: 2 * gradient),
+        ]
+        found = super().training_step(batch, batch_index)
+        for handle in handles:
+            handle.remove()
+        return {"loss": found["loss"] * self.temperature + self.delta.sum()}
+
+
+def compare_hooked(where: str) -> None:
+    compare_unusual(where, Hooked)
+
+
+@pytest.mark.parametrize("where", ["forward 1", "backward"])
+def test_hooks_and_optimizers_are_those_of_the_begin_of_a_repeated_step(
+    world: Worlds, where: str
+) -> None:
+    world(2).run(compare_hooked, where)
+
+
+def compare_unusual(where: str, kind: type[Unusual] = Unusual) -> None:
+    expected, found = kind(), kind(where)
     found.load_state_dict(expected.state_dict())
     wanted, weights, values = train(expected, [ReshardSchedule({0: "full_shard"})])
     with warnings.catch_warnings():
@@ -395,7 +465,7 @@ class Changing(Needs):
 
 
 class InPlace(Needs):
-    """Changes a tensor in a list of a metric."""
+    """Changes a large tensor in a list of a metric."""
 
     def __init__(self, where: str = "") -> None:
         super().__init__(where)
@@ -404,7 +474,7 @@ class InPlace(Needs):
     def training_step(self, batch: Tensor, batch_index: int) -> Any:
         values: Any = self.mean.values
         if not values:
-            values.append(torch.zeros(1))
+            values.append(torch.zeros(20_000))
         values[0] += 1
         return super().training_step(batch, batch_index)
 

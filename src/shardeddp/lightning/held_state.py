@@ -39,10 +39,14 @@ _MOST_COPIED = 100_000
 _MOST_BYTES = 64 * 1024
 """Size of tensors and arrays outside of buffers and metrics that are copied."""
 
+_MOST_COPIES = 200
+"""Tensors in containers that are copied: an epoch's batches take long, and much memory."""
+
 _MOST_OBJECTS = 10_000
 """Objects to visit beside modules: a step does not wait for a walk through all of a program."""
 
 _VALUES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_CONTAINERS = dict, list, set, deque, tuple, frozenset, bytearray, array
 _CALLABLE = MethodType, BuiltinMethodType, FunctionType, partial
 _GENERATORS = (
     torch.Generator,
@@ -67,6 +71,13 @@ _LIVE = {
 _NOT_OF_STEPS = {*vars(LightningModule())} - {"training"} | {"_defaults", "_reductions", "forward"}
 """Attributes of every module and metric; the Trainer and the engine look after these."""
 
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_FLAGS_OF_HOOKS = {
+    *("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+}
+"""Attributes of modules by key of hook, which handles remove together."""
+
 _Place = tuple[object, str]
 """Object and its attribute that hold something, directly or in containers."""
 
@@ -74,11 +85,13 @@ _Place = tuple[object, str]
 class HeldState:
     """State of objects and of all that they hold, at one moment, to be restored.
 
-    Restored are random generators, buffers, the mode and the attributes of modules, attributes of
-    other objects, cells of closures, attributes of classes, and containers; tensors and arrays if
-    they are buffers or attributes of a metric, or attributes of at most 64 KiB. Changes of other
-    tensors are found out. Neither is so for globals of Python modules, iterators, states of
-    extensions, larger arrays, and attributes of objects with a lock, a thread or a file.
+    Restored are random generators, buffers, the mode, the attributes and the hooks of modules,
+    attributes of other objects, cells of closures, attributes of classes, containers, options of
+    optimizers, and schedulers; tensors and arrays if they are buffers or attributes of a metric, or
+    of at most 64 KiB, with the gradients of those that are no parameters. Changes of other tensors
+    are found out if torch counts them. Neither is so for globals of Python modules, iterators,
+    states of extensions, larger arrays, what containers of more than 1,000 entries hold, and
+    attributes of objects with a lock, a thread or a file.
 
     Args:
         roots: Objects that hold it, directly or through others.
@@ -92,7 +105,10 @@ class HeldState:
         self._copied: list[_CopiedTensor] = []
         # Containers that are not looked into, with their length where they are not copied.
         self._large: list[tuple[Sized, int | None, _Place]] = []
+        self._copies_left = _MOST_COPIES
         self._requires_grad: list[tuple[torch.Tensor, bool]] = []
+        self._hooked: list[dict[str, Any]] = []  # attributes of modules
+        self._hooks: dict[int, dict[int, Any]] = {}  # by identity; few modules have any
         # With the objects, so that identities stay theirs.
         self._seen: dict[int, object] = {id(it): it for it in managed}
         self._keepers: dict[type, Callable[[Any, _Place], object] | None] = {}
@@ -115,6 +131,9 @@ class HeldState:
 
     def restore(self) -> None:
         """Restore the state; may be called several times."""
+        for held in self._hooked:
+            for hooks in map(held.__getitem__, _HOOKS):
+                set_hooks(hooks, self._hooks.get(id(hooks), {}))
         for undo in self._undo:
             undo()
         for copied in self._copied:
@@ -158,9 +177,12 @@ class HeldState:
             return
         if isinstance(it, torch.Tensor):
             self._seen[id(it)] = it
-            is_small = is_attribute and (
-                isinstance(place[0], Metric) or it.numel() * it.element_size() <= _MOST_BYTES
-            )
+            is_small = it.numel() * it.element_size() <= _MOST_BYTES
+            if is_attribute:
+                is_small |= isinstance(place[0], Metric)
+            elif is_small:
+                is_small = self._copies_left > 0 and not isinstance(it, nn.Parameter)
+                self._copies_left -= is_small
             self._keep_tensor(it, place, copy=is_small)
             return
         if kind not in self._keepers:
@@ -177,7 +199,14 @@ class HeldState:
         """Return the method for objects of a class; None: they have no state."""
         for its, keeper in _KEEPERS.items():
             if issubclass(kind, its):
-                return None if keeper is None else partial(keeper, self)
+                if keeper is None:
+                    return None
+                if issubclass(kind, _CONTAINERS) and _package(kind) not in _PACKAGES | {
+                    "collections"
+                }:
+                    self._keep_class(kind)
+                    return partial(self._keep_subclass, partial(keeper, self))
+                return partial(keeper, self)
         if _package(kind) in _PACKAGES | _LIVE:
             return None
         self._keep_class(kind)
@@ -193,6 +222,7 @@ class HeldState:
         self._keep_attributes(module, vars(module))
         for held in (module._modules, module._buffers):
             self._undo.append(partial(_set_dict, held, [*held.items()]))
+        self._keep_hooks(module)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 self._find_buffer(buffer, (module, name))
@@ -203,6 +233,18 @@ class HeldState:
                     self._find(parameter, (module, name))
         for child in module._modules.values():
             self._find(child, (module, ""))
+
+    def _keep_hooks(self, module: nn.Module) -> None:
+        held = vars(module)
+        self._hooked.append(held)
+        for name in _HOOKS:
+            if hooks := held[name]:
+                self._hooks[id(hooks)] = {**hooks}
+                for hook in hooks.values():
+                    if not _is_hook_of_engine(hook):
+                        self._find(hook, (module, name))
+                for flags in map(held.__getitem__, _FLAGS_OF_HOOKS):
+                    self._undo.append(partial(flags.update, {**flags}))
 
     def _find_buffer(self, buffer: torch.Tensor, place: _Place) -> None:
         if id(buffer) not in self._seen:
@@ -232,12 +274,19 @@ class HeldState:
             for name, at in held.items():
                 if isinstance(at, (nn.Module, *_GENERATORS)):
                     self._find(at, (it, name))
-        elif held:
+        elif hasattr(it, "__dict__"):
             self._keep_attributes(it, held)
         for each in type(it).__mro__:
             for name, slot in vars(each).items() if "__slots__" in vars(each) else ():
                 if isinstance(slot, MemberDescriptorType):
                     self._keep_slot(it, name, slot)
+
+    def _keep_subclass(
+        self, keeper: Callable[[Any, _Place], object], it: Any, place: _Place
+    ) -> None:
+        """Keep a container of a class that may have attributes, too."""
+        keeper(it, place)
+        self._keep_object(it, place)
 
     def _keep_slot(self, it: object, name: str, slot: Any) -> None:
         try:
@@ -323,6 +372,27 @@ class HeldState:
             self._copied.append(_CopiedTensor(it, values, place))
         elif not it.is_inference():  # without a version
             self._kept.append((it, _marks(it), place))
+        if it.requires_grad and it.is_leaf and not isinstance(it, nn.Parameter):
+            self._keep_gradient(it, place)
+
+    def _keep_gradient(self, it: torch.Tensor, place: _Place) -> None:
+        """Keep the gradient of a leaf, to which a backward that fails has added."""
+        gradient = it.grad
+        self._undo.append(lambda: it.grad is gradient or setattr(it, "grad", gradient))
+        if gradient is not None:
+            self._find(gradient, place)
+
+    # -- optimizers and schedulers
+
+    def _keep_optimizer(self, optimizer: Optimizer, place: _Place) -> None:
+        """Keep the options of an optimizer; the engine looks after its parameters and states."""
+        former = [_options(group) for group in optimizer.param_groups]
+        self._undo.append(lambda: _set_options(optimizer, former))
+        for at in chain(*(options.values() for options in former)):
+            self._find(at, (optimizer, "param_groups"), is_attribute=True)
+
+    def _keep_scheduler(self, scheduler: LRScheduler, place: _Place) -> None:
+        self._keep_attributes(scheduler, vars(scheduler))
 
     def _keep_generator(self, it: Any, place: _Place) -> None:
         if isinstance(it, torch.Generator):
@@ -343,7 +413,9 @@ class HeldState:
 
 
 _KEEPERS: dict[type, Callable[[HeldState, Any, _Place], object] | None] = {
-    **dict.fromkeys((type, ModuleType, Trainer, Strategy, Logger, Optimizer, LRScheduler)),
+    **dict.fromkeys((type, ModuleType, Trainer, Strategy, Logger)),
+    Optimizer: HeldState._keep_optimizer,
+    LRScheduler: HeldState._keep_scheduler,
     nn.Module: lambda held, it, _: held._keep_module(it),
     **dict.fromkeys(_GENERATORS, HeldState._keep_generator),
     np.ndarray: HeldState._keep_array,
@@ -421,6 +493,35 @@ def _set_class(kind: type, former: dict[str, Any]) -> None:
     for name, it in former.items():
         if vars(kind).get(name, kind) is not it:
             setattr(kind, name, it)
+
+
+def set_hooks(present: dict[int, Any], former: dict[int, Any]) -> None:
+    """Set back the hooks that users have set; the engine changes its own when it shards deeper."""
+    for key in present.keys() - former.keys():
+        if not _is_hook_of_engine(present[key]):
+            del present[key]
+    of_users = {key: hook for key, hook in former.items() if not _is_hook_of_engine(hook)}
+    if not of_users.keys() <= present.keys():
+        for key, hook in of_users.items():  # in their order
+            present.pop(key, None)
+            present[key] = hook
+
+
+def _is_hook_of_engine(hook: Any) -> bool:
+    if isinstance(hook, partial):
+        hook = hook.func
+    return _is_ours(hook) or _is_ours(getattr(hook, "__self__", None))
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: it for name, it in group.items() if name != "params"}
+
+
+def _set_options(optimizer: Optimizer, former: list[dict[str, Any]]) -> None:
+    for group, options in zip(optimizer.param_groups, former, strict=False):
+        for name in _options(group).keys() - options.keys():
+            del group[name]
+        group.update(options)
 
 
 def _delete_slot(it: object, slot: Any) -> None:

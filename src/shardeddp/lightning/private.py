@@ -74,6 +74,8 @@ all_gather_ddp_if_available: Any = named(
 init_dist_connection: Any = named("fabric.utilities.distributed:_init_dist_connection")
 load_state: Any = named("pytorch.core.saving:_load_state")
 migrate_checkpoint: Any = named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
+_call_callback_hooks: Any = named("pytorch.trainer.call:_call_callback_hooks")
+_call_module_hook: Any = named("pytorch.trainer.call:_call_lightning_module_hook")
 
 
 # -- Modules
@@ -206,6 +208,15 @@ def show_in_progress_bar(trainer: Any, name: str, value: float) -> None:
 def accumulates(loop: Any) -> bool:
     """True if the current batch of a fit loop does not end with an optimizer step."""
     return loop._should_accumulate()
+
+
+def zero_gradients(trainer: Any) -> None:
+    """Call the hooks between the forward and the backward of a step; the loop does not count it."""
+    optimizer = trainer.optimizers[0]  # the one of automatic optimization
+    for call in (_call_callback_hooks, _call_module_hook):
+        call(trainer, "on_before_zero_grad", optimizer)
+    numbers = trainer.current_epoch, trainer.fit_loop.batch_idx
+    _call_module_hook(trainer, "optimizer_zero_grad", *numbers, optimizer)
 
 
 def end_restart(loop: Any) -> None:
@@ -491,6 +502,8 @@ _ATTRIBUTES = {
 _CALLED = (
     (_FIT, "_should_accumulate", ""),
     (_EVALUATION, "run", ""),  # replaced; its decorator takes and passes on all arguments
+    ("pytorch.trainer.call", "_call_callback_hooks", "trainer hook_name args"),
+    ("pytorch.trainer.call", "_call_lightning_module_hook", "trainer hook_name args"),
     (_SIGNALS, "_register_signal", "signum handlers"),
     (_MODEL_CHECKPOINT, "_find_last_checkpoints", "trainer"),
     (_MODEL_CHECKPOINT, "_monitor_candidates", "trainer"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,9 +22,9 @@ from shardeddp.engine.flat_group import FlatGroup
 from shardeddp.engine.runtime import Runtime, runtime_of
 from shardeddp.errors import errors_behind
 from shardeddp.lightning.api import LightningModule, Trainer
-from shardeddp.lightning.held_state import HeldState
+from shardeddp.lightning.held_state import HeldState, set_hooks
 from shardeddp.lightning.out_of_memory import is_out_of_memory
-from shardeddp.lightning.private import logged_values
+from shardeddp.lightning.private import logged_values, zero_gradients
 from shardeddp.torch_private import pytree
 
 log = logging.getLogger(__name__)
@@ -101,6 +103,8 @@ class RepeatedSteps:
             attempt.output = None
             self._recover(attempt, failed, has_gradients=True)
             loss = _loss_of(self._run(attempt)) / attempt.trainer.accumulate_grad_batches
+            with attempt.logging_once("zero_grad"):
+                zero_gradients(attempt.trainer)  # their effects were those of the failed forward
 
     def _run(self, attempt: _Attempt) -> Any:
         while True:
@@ -169,12 +173,22 @@ class _Attempt:
         self.note_writes()
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         groups = self._groups()
+        self._hooks = {key: {**hooks} for key, hooks in self._parameter_hooks().items()}
         self.held = HeldState(
-            [self.module, data, *vars(trainer).values()],  # callbacks, and what users set on it
+            [
+                *(
+                    self.module,
+                    data,
+                    *vars(trainer).values(),
+                ),  # callbacks, and what users set on it
+                *(*trainer.optimizers, *(it.scheduler for it in trainer.lr_scheduler_configs)),
+                *chain.from_iterable(hooks.values() for hooks in self._hooks.values()),
+            ],
             managed=[it for group in groups for it in (*group.sharded, *group.unsharded)],
         )
         # Logged values in the attempt that has come farthest, by part of the step.
-        self._logged: Counter[str] = Counter()
+        # Before a backward fails, the hooks that zero gradients have logged all of theirs.
+        self._logged = Counter({"zero_grad": sys.maxsize})
 
     @property
     def runtime(self) -> Runtime:
@@ -200,6 +214,16 @@ class _Attempt:
 
     def _groups(self) -> list[FlatGroup]:
         return [group for each in self.runtime.progresses for group in each.unit.groups]
+
+    def _parameter_hooks(self) -> dict[tuple[str, int], dict[int, Any]]:
+        """Return the users' hooks of each parameter, by name and kind of hook."""
+        sharded = [it for group in self._groups() for it in group.sharded]
+        return {
+            (it.spec.fqn, kind): hooks
+            for it in sharded
+            for kind, hooks in enumerate(it.hooks_of_users())
+            if hooks is not None
+        }
 
     def parameters(self) -> dict[torch.Tensor, str]:
         """Return the parameters of the module and of the optimizers, with names."""
@@ -238,6 +262,8 @@ class _Attempt:
         """Restore the state from before the step."""
         restore_random_state(self._random, self.runtime.mesh.device)
         self.held.restore()
+        for key, hooks in self._parameter_hooks().items():
+            set_hooks(hooks, self._hooks.get(key, {}))
 
     @contextmanager
     def logging_once(self, part: str) -> Generator[None]:
@@ -245,7 +271,7 @@ class _Attempt:
         # Not the module's `log`, of which there may be bound copies, and which copies of the module
         # would take along.
         values, calls = logged_values(self.trainer), 0
-        log_value = values.log
+        log_value, reset = values.log, values.reset
 
         def log_once(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
@@ -254,11 +280,17 @@ class _Attempt:
                 log_value(*args, **kwargs)
                 self._logged[part] = calls
 
-        vars(values)["log"] = log_once
+        # In an epoch's first batch Lightning resets what a hook has logged before, at its first log.
+        def reset_once(*args: Any, **kwargs: Any) -> None:
+            if calls >= self._logged[part]:
+                reset(*args, **kwargs)
+
+        vars(values).update(log=log_once, reset=reset_once)
         try:
             yield
         finally:
-            vars(values).pop("log")
+            for name in ("log", "reset"):
+                vars(values).pop(name)
 
 
 def _loss_of(output: Any) -> torch.Tensor:

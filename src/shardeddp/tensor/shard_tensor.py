@@ -49,7 +49,13 @@ from shardeddp.tensor.backward import (
     stored_gradient,
 )
 from shardeddp.tensor.distributed import flatten_boxes
-from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
+from shardeddp.tensor.gradient_hooks import (
+    CompletionHook,
+    GradientHook,
+    GradientHooks,
+    Hooks,
+    weakly,
+)
 from shardeddp.tensor.unsharded import (
     ReleasedParameter,
     SameParameter,
@@ -507,6 +513,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def node_is_known(self) -> bool:
         """True if a user has been given the node; it is that of the present sharding."""
         return self._hooks is not None and self._hooks.node_is_known
+
+    def hooks_of_users(self) -> Hooks:
+        """Return the dictionaries of users' hooks; a parameter that takes over this one has them."""
+        return (None, None) if self._hooks is None else self._hooks.of_users()
 
     def _made_hooks(self) -> GradientHooks:
         self._hooks = self._hooks or GradientHooks(self, self._unsharded)
