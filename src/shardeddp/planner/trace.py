@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from shardeddp.planner.device_functions import (
 )
 from shardeddp.planner.recorder import Recorder, RecordingMode, RecordsBefore, UnitRecords
 from shardeddp.planner.source import replacement
-from shardeddp.planner.values import Values
+from shardeddp.planner.values import Values, is_of_step
 from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
@@ -778,12 +779,12 @@ def _refusal(
         )
     if reason := _reason(module, error):
         return ConfigurationError(
-            f"{type(module).__name__} cannot be planned: {reason} ({type(error).__name__}: {said}). "
-            f"{_of_states(units)}"
+            f"{type(module).__name__} cannot be planned: {reason} ({type(error).__name__}: {said})"
+            f"{_place_of(error)}. {_of_states(units)}"
         )
     return ConfigurationError(
         f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-        f"{said}). The planner runs one training step on tensors that have shapes and no "
+        f"{said}){_place_of(error)}. The planner runs one training step on tensors that have shapes and no "
         f"values: a step that reads values (item() of whole numbers, shapes that depend on "
         f"data) cannot be planned so, nor one that "
         f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
@@ -799,6 +800,17 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
             parameter = module._parameters[name]
             if spec.is_wrapped and parameter is not None:
                 yield index, spec, parameter
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the last line of the user's code that an error comes from, with its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = next((it for it in reversed(frames) if is_of_step(it.filename)), None)
+    if found is None:
+        return ""
+    return f", in line {found.lineno} of {found.filename}" + (
+        f": {found.line}" if found.line else ""
+    )
 
 
 @contextmanager
