@@ -69,7 +69,10 @@ def test_a_step_that_prints_and_logs_its_values_is_planned(precision: str) -> No
     [
         ("numpy", r"DataDependentOutputException.*line \d+ of .*: \(out > 0\)\.sum\(\)\.numpy\(\)"),
         ("format", r"DataDependentOutputException.*line \d+ of .*test_device_functions\.py: print"),
-        ("assertion", r"\(AssertionError: .*\), in line \d+ of .*: assert self\.layer\.bias is None"),
+        (
+            "assertion",
+            r"\(AssertionError: .*\), in line \d+ of .*: assert self\.layer\.bias is None",
+        ),
         ("loop", r"line \d+ of .*test_device_functions\.py has read more"),
     ],
 )

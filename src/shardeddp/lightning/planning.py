@@ -58,8 +58,6 @@ from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
 from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
 
-_DIFFERS = "memory and time are those without"
-
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""
 
@@ -355,8 +353,6 @@ def plan_of_run(
     )
     plan = replace(plan, unplanned=[*plan.unplanned, *unplanned])
     own: list[str] = []
-    if plan.unplanned:
-        lines.append(f"The plan does not know {', '.join(plan.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
         it = plan_as_set(

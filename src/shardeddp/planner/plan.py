@@ -104,6 +104,10 @@ class Plan:
         notes = {
             "TP": self.splits,
             "": f"{units} {optimizer} {even if self.is_routed else ''}",
+            "unplanned": f"The plan does not know {', '.join(self.unplanned)}: memory and time are "
+            f"those without."
+            if self.unplanned
+            else "",
         }
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 

@@ -325,9 +325,19 @@ class Planner:
     @property
     def unplanned(self) -> list[str]:
         """Settings that the plan does not know."""
-        names = next(iter(self.profiles.values())).others_recomputed
-        found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
-        return found if names else []
+        traced = next(iter(self.profiles.values()))
+        names, leaking = traced.others_recomputed, traced.leaking
+        found = list[str]()
+        if names:
+            found.append(
+                f"activation_checkpointing of modules that are no units ({first_three(names)})"
+            )
+        if leaking and {*self.recomputes} != {"none"}:
+            found.append(
+                f"further gathers of recomputed units for tensors with a graph that they leave in "
+                f"attributes or arguments ({first_three(leaking)})"
+            )
+        return found
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.

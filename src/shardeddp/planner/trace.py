@@ -137,8 +137,14 @@ class _UnitRuns:
         recorder, nested = self._recorder, len(self._recorder.anchors)
         with _without_collecting(self._units[index].module) as collected:
             call = partial(forward, *args, **kwargs)
+            given = [*find_tensors((args, kwargs))]
             result, made = recorder.run_forward(index, (args, kwargs), call)
         recorder.note_attributes(before.visits, _held_by_attributes(self._units, index))
+        known = {id(it) for it in (*given, *pytree.tree_leaves(result))}
+        left = (*find_tensors((args, kwargs)), *_held_by_attributes(self._units, index))
+        if any(it.grad_fn is not None and id(it) not in known for it in left):
+            recorder.leaking.add(index)
+        del given, left
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
@@ -561,6 +567,7 @@ def profile(
         has_backward=recorder.has_backward,
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
+        leaking=[units[it].label for it in sorted(recorder.leaking) if recomputed[it]],
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
