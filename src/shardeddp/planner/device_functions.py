@@ -78,11 +78,15 @@ def _numpy(tensor: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> np.nd
     return ones.copy() if tensor.numel() <= _COPIED else ones
 
 
+def _array(tensor: torch.Tensor, dtype: Any = None) -> np.ndarray[Any, Any]:
+    return _numpy(tensor, dtype=dtype)
+
+
 _COPIED = 1 << 20
 """Largest number of ones that take memory; more of them cannot be written to."""
 
 _READS: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.__array__: lambda tensor, dtype=None: _numpy(tensor, dtype=dtype),
+    torch.Tensor.__array__: _array,
     torch.Tensor.__format__: _formatted,
     torch.Tensor.numpy: _numpy,
 }
