@@ -249,11 +249,15 @@ def _add_plan(commands: Any) -> None:
     )
     own = "which modules have experts: a class, or a pattern of names (those of transformers are found)"
     parser.add_argument("--experts", action="append", metavar="PATTERN", help=own)
+    states = "optimizer states of each trained parameter (2: AdamW; 1: SGD with momentum)"
+    parser.add_argument("--optimizer-states", type=int, default=2, metavar="N", help=states)
     _add_calibrate(parser)
     parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="units (auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")
     parser.add_argument("--why", action="store_true", help="why the best is the best")
-    parser.add_argument("--json", action="store_true", help="print every plan as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print every plan as JSON, with --why its lines"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="a picture of the best")
 
 

@@ -477,6 +477,40 @@ def test_a_plan_that_does_not_fit_says_what_is_missing(capsys: Output) -> None:
     assert "leaves" not in out
 
 
+def test_a_picture_that_could_not_be_written_is_refused_before_the_plan(
+    tmp_path: Path, capsys: Output
+) -> None:
+    for file in (tmp_path, tmp_path / "nowhere" / "plan.html"):
+        status, out, err = run(capsys, *PLAN, "--html", file)
+        assert (status, out, len(err.splitlines())) == (2, "", 1)
+        assert f"--html {file}: expected a file in an existing directory" in err
+
+
+def test_the_json_of_a_plan_has_its_reasons_if_they_are_asked_for(capsys: Output) -> None:
+    best, *others = json.loads(run(capsys, *PLAN, "--json", "--why")[1])
+    assert best["why"][0].startswith("A step is ")
+    assert not any("why" in it for it in others)
+    assert "why" not in json.loads(run(capsys, *PLAN, "--json")[1])[0]
+
+
+def test_states_of_another_optimizer_are_planned_and_the_plan_says_how_many(
+    capsys: Output,
+) -> None:
+    taken = {
+        count: json.loads(run(capsys, *PLAN, "--json", "--optimizer-states", count)[1])[0]
+        for count in ("0", "2", "3")
+    }
+    nbytes = {count: it["memory_nbytes"]["optimizer"] for count, it in taken.items()}
+    assert nbytes["0"] == 0
+    assert 2 * nbytes["3"] == 3 * nbytes["2"]
+    assert len({it["step_seconds"]["optimizer"] for it in taken.values()}) == 3
+    text = "Optimizer states: 2 of each trained parameter, those of AdamW."
+    assert text in " ".join(run(capsys, *PLAN)[1].split())
+    text = "Optimizer states: 1 of each trained parameter."
+    assert text in " ".join(run(capsys, *PLAN, "--optimizer-states", "1")[1].split())
+    assert run(capsys, *PLAN, "--optimizer-states", "-1")[0] == 2
+
+
 @pytest.mark.slow
 def test_layers_are_split_as_a_file_says(tmp_path: Path, capsys: Output) -> None:
     path, given = tmp_path / "plan.json", {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

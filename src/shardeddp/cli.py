@@ -245,11 +245,21 @@ def _refuse_onto(option: str, output: Path, *read_from: object) -> None:
             )
 
 
+def _require_writable(option: str, output: Path) -> None:
+    """Refuse a file that cannot be written, before its content takes time."""
+    place = output if output.exists() else output.parent
+    if output.is_dir() or not output.parent.is_dir() or not os.access(place, os.W_OK):
+        raise UsageError(
+            f"{option} {output}: expected a file in an existing directory, which can be written"
+        )
+
+
 def plan(options: argparse.Namespace) -> int:
     """Print settings that fit on a cluster, their predicted step times, and the best as YAML."""
     if options.html is not None:
         files = (options.module, options.transformer, options.tensor_parallel_plan)
         _refuse_onto("--html", options.html, *filter(None, files), *options.calibrate)
+        _require_writable("--html", options.html)
     compared = {
         "strategies": options.strategy,
         "recomputes": options.recompute,
@@ -275,11 +285,12 @@ def plan(options: argparse.Namespace) -> int:
             tensor_parallel_plan=_tensor_plan(options.tensor_parallel_plan),
             expert_parallel_sizes=options.expert_parallel or (1,),
             experts=options.experts,
+            optimizer_states=options.optimizer_states,
             calibrate=options.calibrate,
             **{name: given for name, given in compared.items() if given},
         )
     if options.json:
-        print(made.as_json())
+        print(made.as_json(why=options.why))
     else:
         lines = made.lines(options.top, terminal_width(80))
         lines += ["", *made.why()] if options.why else []
@@ -292,8 +303,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def probe(options: argparse.Namespace) -> int:
     """Measure this machine's compute, memory and communication rates."""
-    if options.output.is_dir() or not options.output.parent.is_dir():
-        raise UsageError(f"-o {options.output}: expected a file in an existing directory")
+    _require_writable("-o", options.output)
     found = measure()
     if found is not None:
         write(options.output, found)

@@ -788,11 +788,11 @@ _RESOLVED_BY: Mapping[str, Callable[[Any], Any]] = {
 """Functions from a user's value to the field, by option; other values are fields already."""
 
 
-def check_size(option: str, size: object) -> None:
-    """Refuse a size that is no whole number of at least 1."""
-    if type(size) is not int or size < 1:
+def check_size(option: str, size: object, least: int = 1) -> None:
+    """Refuse a size that is no whole number of at least ``least``."""
+    if type(size) is not int or size < least:
         raise ConfigurationError(
-            f"expected {option} to be a whole number of at least 1, found {size!r}"
+            f"expected {option} to be a whole number of at least {least}, found {size!r}"
         )
 
 

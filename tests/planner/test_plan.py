@@ -749,3 +749,63 @@ class Chains(nn.Module):
         for chain in self.chains:
             batch = chain(batch)
         return batch.mean()
+
+
+class Gate(nn.Module):
+    """A layer whose loss beside its result goes elsewhere."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.layer, self.kept, self.loss = nn.Linear(WIDTH, WIDTH), kept, torch.zeros(())
+        self.last = torch.zeros(())
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        """The layer's result, which an attribute may keep as well."""
+        out = self.layer(x)
+        if self.kept == "attribute":
+            self.loss = out.mean()
+        elif self.kept == "argument":
+            losses.append(out.mean())
+        elif self.kept == "detached":
+            self.loss = out.mean().detach()
+        self.last = out
+        return out
+
+
+class Gates(Module):
+    """Layers with losses of their own."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Gate(kept) for _ in range(2))  # type: ignore[assignment]
+
+    def training_step(self, batch: Any) -> Any:
+        """The sum of all losses."""
+        losses: list[torch.Tensor] = []
+        for it in self.layer:  # type: ignore[attr-defined]
+            batch = it(batch, losses)
+        return sum(losses, batch.mean()) + sum(it.loss for it in self.layer)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kept", "recomputes", "is_named"),
+    [
+        ("attribute", ("none", "full"), True),
+        ("argument", ("full",), True),
+        ("attribute", ("none",), False),
+        ("detached", ("full",), False),
+        ("nowhere", ("full",), False),
+    ],
+)
+def test_graphs_that_leave_recomputed_units_beside_their_results_are_named(
+    kept: str, recomputes: tuple[str, ...], is_named: bool
+) -> None:
+    plan = make_plan(
+        Gates(kept),
+        recomputes=recomputes,
+        auto_wrap_policy=NamePolicy(["layer.*"]),
+        micro_batches=(1,),
+    )
+    said = "The plan does not know further gathers of recomputed units for tensors with a graph"
+    assert (said in str(plan)) is is_named
+    assert ("(layer.0" in "".join(plan.unplanned)) is is_named

@@ -31,12 +31,19 @@ from shardeddp.lightning.api import (
     rank_zero_only,
 )
 from shardeddp.lightning.forked import call_in_fork
+from shardeddp.lightning.planned_optimizers import (
+    dry_trainer,
+    set_optimizers,
+    states_of,
+    unplanned_callbacks,
+)
 from shardeddp.lightning.run_group import RunGroup
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.plan.topology import Topology
 from shardeddp.planner.axes import ModelAxes
+from shardeddp.planner.memory import OPTIMIZER_STATES
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import (
     configured,
@@ -50,8 +57,6 @@ from shardeddp.report import human_seconds
 from shardeddp.torch_private import DispatchMode, FakeTensor, make_group, pytree
 from shardeddp.wrap import build_units
 from shardeddp.wrap.flat_buffers import costs_of
-
-_DIFFERS = "memory and time are those without"
 
 ASSUMED_GPU = "H100-80"
 """GPU of a dry run on a machine without one."""
@@ -332,6 +337,9 @@ def plan_of_run(
         )
     samples = samples_of(batch)
     sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
+    states, unplanned = OPTIMIZER_STATES, list[str]()
+    if trainer is not None:
+        trainer, states, unplanned = _with_optimizers(module, trainer, setting)
     plan = _plan_with(
         module,
         batch,
@@ -340,15 +348,22 @@ def plan_of_run(
         gpu_figures=figures,
         offloads=tuple(dict.fromkeys(("none", setting.offload))),
         micro_batches=sorted(sizes),
+        optimizer_states=states,
         trainer=trainer,
     )
+    plan = replace(plan, unplanned=[*plan.unplanned, *unplanned])
     own: list[str] = []
-    if plan.unplanned:
-        lines.append(f"The plan does not know {', '.join(plan.unplanned)}: {_DIFFERS}.")
     if candidates:
         pairs = tuple(candidates.items())
         it = plan_as_set(
-            module, batch, pairs, setting, gpu, gpu_figures=figures, trainer=trainer
+            module,
+            batch,
+            pairs,
+            setting,
+            gpu,
+            gpu_figures=figures,
+            optimizer_states=states,
+            trainer=trainer,
         ).best
         choice = it.choice
         own.append(
@@ -357,6 +372,28 @@ def plan_of_run(
             f"{human_seconds(it.step.total)}, {'fits' if it.fits else 'may not fit'}."
         )
     return plan, [*own, "", *lines]
+
+
+def _with_optimizers(
+    module: LightningModule, trainer: Trainer, setting: RunSetting
+) -> tuple[Trainer, int, list[str]]:
+    """Return a copy of a Trainer with its optimizers, their states, and what plans do not know."""
+    trainer, unplanned = dry_trainer(trainer), unplanned_callbacks(trainer)
+    try:
+        with detached(module), _on_own_rank(setting.device), torch.device("meta"):
+            bare = configured(without_weights(module))
+        with _on_own_rank(setting.device):
+            set_optimizers(trainer, bare)
+        states, unknown = states_of(trainer.optimizers)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the module's own code
+        states, unknown = (
+            OPTIMIZER_STATES,
+            [
+                f"the optimizers (configure_optimizers fails without a run, {type(error).__name__}: "
+                f"{error}; AdamW is taken)"
+            ],
+        )
+    return trainer, states, [*unknown, *unplanned]
 
 
 def _first_batch(module: LightningModule, loaders: Any, datamodule: Any, trainer: Trainer) -> Any:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from shardeddp.torch_private import HigherOrderOperator, flex_attention_device, pytree
+from shardeddp.torch_private import FakeTensor, HigherOrderOperator, flex_attention_device, pytree
 
 _IN_FLOAT32 = {
     "cdist", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p", "log2", "norm", "normalize", "pow",
@@ -41,6 +42,8 @@ class DeviceFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             self._before_gradients(*args[:2])
+        if func in _READS and isinstance(args[0], FakeTensor):
+            return _READS[func](*args, **kwargs)
         if func is _ATTENTION:
             return _without_dropout(*args, **kwargs)
         if func in (torch.rms_norm, F.rms_norm):
@@ -58,6 +61,36 @@ class DeviceFunctions(TorchFunctionMode):
             with self:
                 return _WHAT_IT_CALLS[func.name()](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _formatted(tensor: torch.Tensor, spec: str) -> str:
+    return format(str(tensor) if tensor.ndim else tensor.item(), spec)
+
+
+def _numpy(tensor: torch.Tensor, *_: Any, dtype: Any = None, **__: Any) -> np.ndarray[Any, Any]:
+    if not tensor.is_floating_point():
+        return np.array(tensor.tolist(), dtype)  # as far as its values are known
+    # Numpy has no bfloat16, and torch refuses it, too.
+    known = {torch.float64: np.float64, torch.float16: np.float16}
+    value = torch.ops.aten._local_scalar_dense(tensor.detach())  # read as item() reads one
+    one = np.full((), value, dtype or known.get(tensor.dtype, np.float32))
+    ones = np.broadcast_to(one, tensor.shape)
+    return ones.copy() if tensor.numel() <= _COPIED else ones
+
+
+def _array(tensor: torch.Tensor, dtype: Any = None) -> np.ndarray[Any, Any]:
+    return _numpy(tensor, dtype=dtype)
+
+
+_COPIED = 1 << 20
+"""Largest number of ones that take memory; more of them cannot be written to."""
+
+_READS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__array__: _array,
+    torch.Tensor.__format__: _formatted,
+    torch.Tensor.numpy: _numpy,
+}
+"""Functions that read values of a tensor as they are known; floating-point numbers are taken as 1."""
 
 
 def _is_low(value: Any) -> bool:

@@ -26,7 +26,7 @@ from shardeddp.planner.work import ModelProfile, SavedMemory
 CONTEXT_NBYTES = int(1.5 * GIB)
 """GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
 OPTIMIZER_STATES = 2
-"""Optimizer states per trainable parameter element; 2 for Adam."""
+"""Optimizer states per trainable parameter element if none are given: those of AdamW."""
 SLACK = 0.08
 """Fragmentation of the allocator, as a fraction of memory allocated and freed within a step."""
 
@@ -262,7 +262,9 @@ class Peak:
             buffers=self.work.buffers_nbytes,
         )
 
-    def by_unit(self, *, offload_optimizer: bool = False) -> dict[str, dict[str, int]]:
+    def by_unit(
+        self, *, optimizer_states: int = OPTIMIZER_STATES, offload_optimizer: bool = False
+    ) -> dict[str, dict[str, int]]:
         """Divide the memory at the peak by kind and unit; what belongs to no unit has another name.
 
         Kinds are those of :class:`Memory`, without memory of the host.
@@ -274,7 +276,7 @@ class Peak:
             return memory_between_steps(
                 some,
                 sharding,
-                states_per_element=OPTIMIZER_STATES,
+                states_per_element=optimizer_states,
                 offload_optimizer=offload_optimizer,
             )
 

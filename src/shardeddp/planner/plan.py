@@ -27,6 +27,7 @@ from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrate
 from shardeddp.planner.axes import WHOLE, ModelAxes
 from shardeddp.planner.calibration import Calibration
 from shardeddp.planner.calibration import calibrate as calibration_of
+from shardeddp.planner.memory import OPTIMIZER_STATES
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Profiles, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import SPLITS, Dimensions
@@ -97,16 +98,32 @@ class Plan:
         """
         even = "Tokens are taken to be spread evenly over experts."
         units = f"Units: {first_three(self.units)}."
-        notes = {"TP": self.splits, "": f"{units} {even if self.is_routed else ''}"}
+        states = self.best.optimizer_states
+        adam = ", those of AdamW" if states == OPTIMIZER_STATES else ""
+        optimizer = f"Optimizer states: {states} of each trained parameter{adam}."
+        notes = {
+            "TP": self.splits,
+            "": f"{units} {optimizer} {even if self.is_routed else ''}",
+            "unplanned": f"The plan does not know {', '.join(self.unplanned)}: memory and time are "
+            f"those without."
+            if self.unplanned
+            else "",
+        }
         return plan_lines(self.plans, self.cluster, self.name, self.calibrated, notes, top, width)
 
     def html(self) -> str:
         """Make an HTML page with the memory and time of the best combination."""
         return picture(self.best, self.cluster, self.name, self.yaml)
 
-    def as_json(self) -> str:
-        """Write all combinations as JSON: bytes, seconds and their intervals."""
-        return json.dumps([it.as_json() for it in self.plans], indent=2)
+    def as_json(self, *, why: bool = False) -> str:
+        """Write all combinations as JSON: bytes, seconds and their intervals.
+
+        With ``why``, the best one has the lines that explain it.
+        """
+        made = [it.as_json() for it in self.plans]
+        if why:
+            made[0]["why"] = self.why()
+        return json.dumps(made, indent=2)
 
     def __str__(self) -> str:
         """Format the table, the explanation, and the configuration to copy if any fits."""
@@ -142,6 +159,7 @@ def make_plan(
     mixed_precision: MixedPrecision | Mapping[str, Any] | DTypeLike = None,
     uneven_units: bool = False,
     activation_checkpointing: ActivationCheckpointingLike = False,
+    optimizer_states: int = OPTIMIZER_STATES,
     calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: settings that fit on a cluster, their predicted time and memory.
@@ -192,6 +210,8 @@ def make_plan(
         activation_checkpointing: Modules that ``selective`` and ``full`` recompute, and operations
             that ``selective`` keeps, as in :class:`shardeddp.ShardedDP`. False: units, and
             matmuls and attention.
+        optimizer_states: Optimizer states of a parameter's size, per trained parameter: 2 for AdamW,
+            3 with ``amsgrad``, 1 for SGD with momentum, 0 for SGD without.
         calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``; their figures
             replace those fitted to published runs.
 
@@ -216,6 +236,7 @@ def make_plan(
     source = _source(model, arguments or {}, inputs, batch, length)
     try:
         check_size("length", length)
+        check_size("optimizer_states", optimizer_states, least=0)
         if global_batch is not None:
             check_size("global_batch", global_batch)
         _check_sizes(tensor_parallel_sizes, expert_parallel_sizes, cluster)
@@ -256,6 +277,7 @@ def make_plan(
         mixed_precision=dtypes,
         uneven_units=uneven_units,
         recomputation=recomputation,
+        optimizer_states=optimizer_states,
         profiles=_store_of(source.dimensions, length) if is_usual else {},
     )
     plans = planner.plans()

@@ -115,6 +115,8 @@ class Recorder:
     values: Values = field(default_factory=Values)
     is_backward: bool = False
     """True while exchanges of the backward are recorded."""
+    leaking: set[int] = field(default_factory=set[int])
+    """Units that have left tensors with a graph in attributes or arguments."""
     is_paused: bool = False
     """True while a backward runs, of which memory and FLOPs alone are recorded."""
     visits: list[int] = field(default_factory=list[int])

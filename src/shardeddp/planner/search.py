@@ -241,6 +241,8 @@ class Planned:
     """Model FLOPs of a rank per optimizer step, without recomputation."""
     peak_flops: float
     fits: bool
+    optimizer_states: int = OPTIMIZER_STATES
+    """Optimizer states per trained parameter element."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -255,7 +257,10 @@ class Planned:
     @property
     def memory_by_unit(self) -> Mapping[str, Mapping[str, int]]:
         """Bytes of ``memory`` by kind and unit; what belongs to no unit has another name."""
-        return self.peak.by_unit(offload_optimizer=self.choice.offload == "optimizer")
+        return self.peak.by_unit(
+            optimizer_states=self.optimizer_states,
+            offload_optimizer=self.choice.offload == "optimizer",
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return plain figures: bytes, seconds and intervals."""
@@ -269,6 +274,7 @@ class Planned:
             "step_interval": [max(0.0, seconds * (1 + s * self.relative_error)) for s in (-1, 1)],
             f"{self.counted}_per_second": self.tokens_per_second,
             "mfu": self.mfu,
+            "optimizer_states": self.optimizer_states,
         }
 
 
@@ -293,6 +299,7 @@ class Planner:
     mixed_precision: MixedPrecision | None = None
     uneven_units: bool = False
     recomputation: ActivationCheckpointing | None = None
+    optimizer_states: int = OPTIMIZER_STATES
     profiles: Profiles = field(default_factory=dict[tuple[str, int, int, int], ModelProfile])
     """Work of micro-batches that is known, by precision, samples and sizes of the axes."""
 
@@ -318,9 +325,19 @@ class Planner:
     @property
     def unplanned(self) -> list[str]:
         """Settings that the plan does not know."""
-        names = next(iter(self.profiles.values())).others_recomputed
-        found = [f"activation_checkpointing of modules that are no units ({first_three(names)})"]
-        return found if names else []
+        traced = next(iter(self.profiles.values()))
+        names, leaking = traced.others_recomputed, traced.leaking
+        found = list[str]()
+        if names:
+            found.append(
+                f"activation_checkpointing of modules that are no units ({first_three(names)})"
+            )
+        if leaking and {*self.recomputes} != {"none"}:
+            found.append(
+                f"further gathers of recomputed units for tensors with a graph that they leave in "
+                f"attributes or arguments ({first_three(leaking)})"
+            )
+        return found
 
     def profile(self, precision: str, micro_batch: int, axes: ModelAxes = WHOLE) -> ModelProfile:
         """Return the work of a micro-batch.
@@ -456,7 +473,7 @@ class Planner:
             return memory_between_steps(
                 costs(offload == "params"),
                 sharding,
-                states_per_element=OPTIMIZER_STATES,
+                states_per_element=self.optimizer_states,
                 offload_optimizer=offload == "optimizer",
             )
 
@@ -535,7 +552,7 @@ class Planner:
                 copies_s=2 * sum(work.saved[choice.recompute].on_host) / (PCIE_GBS * 1e9),
                 trained=work.trained_shares,
                 fp32=is_fp32,
-                optimizer_nbytes=(2 * OPTIMIZER_STATES + 3) * trained_nbytes
+                optimizer_nbytes=(2 * self.optimizer_states + 3) * trained_nbytes
                 + on_host * 2 * trained_nbytes * HOST_GBS / PCIE_GBS,
                 host_gbs=HOST_GBS if on_host else None,
                 shortage=memory.shortage(self.cluster.gpu),
@@ -560,6 +577,7 @@ class Planner:
             model_flops=flops,
             peak_flops=(gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops) * 1e12,
             fits=memory.peak * (1 + MEMORY_ERROR) <= gpu.memory_gb * 1e9,
+            optimizer_states=self.optimizer_states,
         )
 
 

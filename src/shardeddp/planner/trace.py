@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from shardeddp.planner.device_functions import (
 )
 from shardeddp.planner.recorder import Recorder, RecordingMode, RecordsBefore, UnitRecords
 from shardeddp.planner.source import replacement
-from shardeddp.planner.values import Values
+from shardeddp.planner.values import Values, is_of_step
 from shardeddp.planner.work import RECOMPUTES, ModelProfile, UnitWork
 from shardeddp.report import human_bytes
 from shardeddp.tensor.module_hooks import ModuleHook
@@ -136,8 +137,14 @@ class _UnitRuns:
         recorder, nested = self._recorder, len(self._recorder.anchors)
         with _without_collecting(self._units[index].module) as collected:
             call = partial(forward, *args, **kwargs)
+            given = [*find_tensors((args, kwargs))]
             result, made = recorder.run_forward(index, (args, kwargs), call)
         recorder.note_attributes(before.visits, _held_by_attributes(self._units, index))
+        known = {id(it) for it in (*given, *pytree.tree_leaves(result))}
+        left = (*find_tensors((args, kwargs)), *_held_by_attributes(self._units, index))
+        if any(it.grad_fn is not None and id(it) not in known for it in left):
+            recorder.leaking.add(index)
+        del given, left
         ends = (args, kwargs), recorder.anchors[nested:]
         root = root_of(result)
         # Results without a graph may have known values.
@@ -560,6 +567,7 @@ def profile(
         has_backward=recorder.has_backward,
         recomputed=[recomputed[it] for it in order],
         others_recomputed=others,
+        leaking=[units[it].label for it in sorted(recorder.leaking) if recomputed[it]],
         is_routed=recorder.values.were_read and recorder.values.were_chosen,
         is_even=recorder.values.are_even,
     )
@@ -778,12 +786,12 @@ def _refusal(
         )
     if reason := _reason(module, error):
         return ConfigurationError(
-            f"{type(module).__name__} cannot be planned: {reason} ({type(error).__name__}: {said}). "
-            f"{_of_states(units)}"
+            f"{type(module).__name__} cannot be planned: {reason} ({type(error).__name__}: {said})"
+            f"{_place_of(error)}. {_of_states(units)}"
         )
     return ConfigurationError(
         f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-        f"{said}). The planner runs one training step on tensors that have shapes and no "
+        f"{said}){_place_of(error)}. The planner runs one training step on tensors that have shapes and no "
         f"values: a step that reads values (item() of whole numbers, shapes that depend on "
         f"data) cannot be planned so, nor one that "
         f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
@@ -799,6 +807,17 @@ def _wrapped(units: Sequence[UnitSpec]) -> Iterator[tuple[int, ParameterSpec, nn
             parameter = module._parameters[name]
             if spec.is_wrapped and parameter is not None:
                 yield index, spec, parameter
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the last line of the user's code that an error comes from, with its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = next((it for it in reversed(frames) if is_of_step(it.filename)), None)
+    if found is None:
+        return ""
+    return f", in line {found.lineno} of {found.filename}" + (
+        f": {found.line}" if found.line else ""
+    )
 
 
 @contextmanager

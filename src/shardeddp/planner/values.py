@@ -37,6 +37,11 @@ _NO_STEPS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Folders of files that are no code of a step."""
 
 
+def is_of_step(file: str) -> bool:
+    """Return whether a file has code of a step, and not of torch or of this package."""
+    return not file.startswith(_NO_STEPS)
+
+
 class Reads:
     """Unknown values that a step has read and that were assumed, by the line that reads them."""
 
@@ -50,7 +55,7 @@ class Reads:
             ConfigurationError: The same line has read too many.
         """
         frame = sys._getframe(1)
-        while frame.f_back and frame.f_code.co_filename.startswith(_NO_STEPS):
+        while frame.f_back and not is_of_step(frame.f_code.co_filename):
             frame = frame.f_back
         place = frame.f_code.co_filename, frame.f_lineno
         self._counts[place] += 1

@@ -62,7 +62,8 @@ def plan_lines(
         lines += wrapped.wrap(
             f"{axis}: neighbouring ranks that {_AXES[axis][1]}. {notes.get(axis, '')}"
         )
-    lines += wrapped.wrap(notes.get("", ""))
+    for kind in ("", "unplanned"):
+        lines += wrapped.wrap(notes.get(kind, ""))
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
         lines.append(

@@ -122,6 +122,8 @@ class ModelProfile:
     """True for units that activation checkpointing recomputes."""
     others_recomputed: list[str] = field(default_factory=list[str])
     """Names of other modules than units that it recomputes, which is not planned."""
+    leaking: list[str] = field(default_factory=list[str])
+    """Names of recomputed units that leave tensors with a graph in attributes or arguments."""
     is_routed: bool = False
     """True if shapes depend on choices by scores, which are assumed to be even."""
     is_even: bool = True
@@ -250,6 +252,7 @@ class ModelProfile:
             has_backward=self.has_backward,
             recomputed=self.recomputed,
             others_recomputed=self.others_recomputed,
+            leaking=self.leaking,
             buffers_nbytes=self.buffers_nbytes,
             broadcast_nbytes=self.broadcast_nbytes,
             is_routed=self.is_routed,
