@@ -88,7 +88,7 @@ from shardeddp.lightning.tensor_parallel import (
     explain_shapes,
     warning_of_untied,
 )
-from shardeddp.optim.attach import attach_optimizer, follow_optimizers
+from shardeddp.optim.attach import attach_optimizer, follow_optimizers, shard_states
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan
@@ -611,7 +611,8 @@ class ShardedDP(ParallelStrategy):
 
         Parameters and averages of callbacks stay the same objects, with their values, gradients and
         optimizer states. Elements that move to other ranks are gathered one tensor at a time: no
-        rank ever has the whole model. Shards are in memory twice until all are moved.
+        rank ever has the whole model. Shards are in memory twice until all are moved; states of
+        optimizers follow after that, one tensor at a time.
 
         Args:
             sharding_strategy: Name of the new strategy, as for ``ShardedDP``; not ``auto``.
@@ -637,6 +638,7 @@ class ShardedDP(ParallelStrategy):
         )
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
+        shard_states(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
