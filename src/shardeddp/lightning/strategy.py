@@ -68,6 +68,7 @@ from shardeddp.lightning.out_of_memory import (
     MemoryReport,
     OutOfMemory,
     memory_report,
+    refusal_to_repeat,
 )
 from shardeddp.lightning.planning import (
     Chosen,
@@ -364,6 +365,11 @@ class ShardedDP(ParallelStrategy):
         )
 
     @property
+    def repeats_batch(self) -> bool:
+        """True if this rank has run out of batches and repeats its last one: ``uneven_batches``."""
+        return self._callbacks.repeats_batch
+
+    @property
     def mesh(self) -> Mesh:
         """Communicators of this rank; available from ``setup_environment`` on."""
         return self._group.mesh
@@ -419,7 +425,18 @@ class ShardedDP(ParallelStrategy):
         plan, saved = self.memory_plan, None
         if self.options.tensor_parallel_size == self.options.expert_parallel_size == 1:
             saved = plan.peak_nbytes - self._plan_memory(as_full_shard=True).peak_nbytes
-        return memory_report(error, self.runtime, plan, saved, self.optimizers, self.options)
+        trainer, options = self._trainer_at_work(), self.options
+        may_repeat = self._fitting and self._repeated is None
+        return memory_report(
+            error,
+            self.runtime,
+            plan,
+            saved,
+            self.optimizers,
+            options,
+            may_repeat=may_repeat
+            and refusal_to_repeat(trainer, trainer.lightning_module, options) is None,
+        )
 
     def _report_memory(self, error: BaseException) -> None:
         """Say what a rank held, and draw it, if a run ends for want of memory."""
