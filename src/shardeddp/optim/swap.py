@@ -71,12 +71,12 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
 
+    @abstractmethod
     def take(self, parameter: Any, state: State) -> None:
         """Take a state from before the parameter was sharded anew; a collective of all ranks.
 
         Its tensors are released as they are taken.
         """
-        self[parameter] = state
 
     def gather_forms(self) -> None:
         """Send the forms of changed states to all ranks, after a step on all of them."""
