@@ -297,7 +297,7 @@ def plan(options: argparse.Namespace) -> int:
         lines += ["", made.yaml] if made.fits else []
         print("\n".join(lines))
     if options.html is not None:  # last: a file that cannot be written costs nobody the plan
-        options.html.write_text(made.html())
+        options.html.write_text(made.html(), encoding="utf-8", errors="backslashreplace")
     return 0 if made.fits else 1
 
 
@@ -320,7 +320,8 @@ def report(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"{options.file}: expected what StepMonitor(record=...) has written, found a probe"
         )
-    output.write_text(run_page(run, calibrate(options.calibrate, run.device.name)))
+    page = run_page(run, calibrate(options.calibrate, run.device.name))
+    output.write_text(page, encoding="utf-8", errors="backslashreplace")
     print(printable(f"wrote {output}"))
     return 0
 

@@ -218,6 +218,35 @@ def test_the_text_says_how_much_less_full_shard_takes_as_planned() -> None:
     assert f"shard_optimizer takes {human_bytes(kept - full)} more" in text
 
 
+class ManualNeeds(TinyGpt):
+    """Manual optimization, whose steps cannot be repeated; the message has a byte that is no UTF-8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_index: int) -> Any:
+        """Run out of memory."""
+        raise torch.cuda.OutOfMemoryError(f"{TEXT} for data/\udce9.bin")
+
+
+@on_ranks(2)
+def test_only_steps_that_can_be_repeated_are_advised_to_be_and_any_message_is_drawn() -> None:
+    with TemporaryDirectory() as directory:
+        trainer = make_trainer(
+            ShardedDP("no_shard", auto_wrap_policy={Block}),
+            max_steps=4,
+            default_root_dir=directory,
+        )
+        with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+            trainer.fit(ManualNeeds(), token_loader(32))
+        (path,) = Path(directory).glob("*.html")
+        assert "data/\\udce9.bin" in path.read_text(encoding="utf-8")
+    text = str(caught.value)
+    assert "What takes less memory" in text and "not counted" not in text
+    assert "ReshardOnOutOfMemory" not in text
+
+
 class Mute(RuntimeError):
     """An error without a message."""
 
@@ -279,6 +308,9 @@ def test_what_is_set_already_is_not_advised() -> None:
     plain = "\n".join(advice(parse_options({"sharding_strategy": "shard_grad_op"}), gpu))
     for text in ("micro-batch", "activation_checkpointing", "full_shard", "CPUOffload(optimizer"):
         assert text in plain
+    assert "ReshardOnOutOfMemory" in plain
+    options = parse_options({"sharding_strategy": "no_shard"})
+    assert "ReshardOnOutOfMemory" not in "\n".join(advice(options, gpu, may_repeat=False))
     done = parse_options({"cpu_offload": True})
     assert "cpu_offload" not in "\n".join(advice(done, gpu))
     assert "cpu_offload" not in "\n".join(advice(parse_options({}), host))

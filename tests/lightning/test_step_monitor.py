@@ -455,6 +455,23 @@ def test_rates_of_all_ranks_are_sums_over_ranks(world: Worlds) -> None:
         assert report.tokens_per_s * report.seconds == pytest.approx(4 * 6 + 2 * 5)
 
 
+@on_ranks(2)
+def test_batches_that_a_rank_repeats_for_others_are_not_counted() -> None:
+    monitor, own = StepMonitor(), 4 + 4 * dist.get_rank()
+    trainer = make_trainer(
+        ShardedDP(auto_wrap_policy={Block}, uneven_batches="join"),
+        callbacks=[monitor],
+        max_epochs=1,
+        max_steps=-1,
+        use_distributed_sampler=False,
+    )
+    tokens = torch.randint(11, (2 * own, 6))
+    trainer.fit(TinyGpt(), DataLoader(tokens, batch_size=2))  # type: ignore[arg-type]
+    report = monitor.report
+    assert report is not None and report.steps == 7  # the first is left out
+    assert report.samples_per_s * report.seconds * 7 == pytest.approx(2 * (3 + 7))
+
+
 # -- What people get
 
 

@@ -319,6 +319,11 @@ class CallbackAdapters:
         if self._evaluation is not None:
             self._evaluation.end()
 
+    @property
+    def repeats_batch(self) -> bool:
+        """True if the current training batch is a repeated one; see ``uneven_batches``."""
+        return self._training is not None and self._training.repeats
+
     def zero_repeated_loss(self, loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch; see ``uneven_batches``."""
         if self._training is not None:

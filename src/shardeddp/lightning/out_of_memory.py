@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from html import escape
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -23,6 +24,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.states import UnitState
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import errors_behind, extend_message, text_of
+from shardeddp.lightning.api import LightningModule, Trainer, callbacks_of
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import local_or_whole
@@ -129,8 +131,9 @@ class OutOfMemory:
         path = Path(local_path(directory)) / f"out-of-memory-rank-{rank}.html"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(page)
-        except OSError as refused:
+            # Messages and names may have surrogates: bytes of paths that are not UTF-8.
+            path.write_text(page, encoding="utf-8", errors="backslashreplace")
+        except Exception as refused:  # noqa: BLE001 - the first error is the one to report
             extend_message(error, f"No picture of this memory: {refused}")
         else:
             extend_message(error, f"This memory by unit, as a picture: {path}")
@@ -141,6 +144,39 @@ class OutOfMemory:
         return report.lines
 
 
+def refusal_to_repeat(trainer: Trainer, module: LightningModule, options: Options) -> str | None:
+    """Return why ``ReshardOnOutOfMemory`` cannot repeat the steps of a training; None: it can."""
+    if refusal := refusal_to_reshard(options):
+        return refusal
+    if not module.automatic_optimization:
+        return (
+            "does not work with manual optimization: a step that has run "
+            "backward and optimizers itself cannot be repeated"
+        )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        return (
+            "does not work with training_step(self, dataloader_iter): a "
+            "repeated step would take the next batch, and lose one. Take the batch as argument"
+        )
+    if any(getattr(it, "changes_by_step", False) for it in callbacks_of(trainer)):
+        return (
+            "does not work beside ReshardSchedule, which would change the "
+            "strategy back before the next step"
+        )
+    return None
+
+
+def refusal_to_reshard(options: Options) -> str | None:
+    """Return why the strategy cannot change in the middle of a run; None: it can."""
+    tensor, experts = options.tensor_parallel_size, options.expert_parallel_size
+    if max(tensor, experts) == 1:
+        return None
+    return (
+        f"does not work with split layers or divided experts yet, found "
+        f"tensor_parallel_size={tensor} and expert_parallel_size={experts}"
+    )
+
+
 def memory_report(
     error: BaseException,
     runtime: Runtime,
@@ -148,10 +184,13 @@ def memory_report(
     saved_nbytes: int | None,
     optimizers: Sequence[Optimizer],
     options: Options,
+    *,
+    may_repeat: bool,
 ) -> MemoryReport:
     """Report the memory that a rank holds on its device, without calls to the device.
 
     ``saved_nbytes`` are those that ``full_shard`` takes less, as planned; None: not planned.
+    ``may_repeat`` is True if ``ReshardOnOutOfMemory`` could be added to the run.
     """
     units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
     held = [each.held() for each in units]
@@ -195,7 +234,7 @@ def memory_report(
         *_at_work(error, units),
         f"Gathered units: {', '.join(gathered) or 'nothing'}.",
         "What takes less memory:",
-        *(f"- {each}" for each in advice(options, device, saved_nbytes)),
+        *(f"- {each}" for each in advice(options, device, saved_nbytes, may_repeat=may_repeat)),
     ]
     now |= _outside_of_shards(sum(cells[0][1]), device)
     total = sum(sum(parts.values()) for kind, parts in now.items() if kind != "free")
@@ -248,11 +287,17 @@ def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
     return [f"It was in the forward of {passed[-1].label} ({human_bytes(nbytes)} gathered)."]
 
 
-def advice(options: Options, device: torch.device, saved_nbytes: int | None = None) -> list[str]:
+def advice(
+    options: Options,
+    device: torch.device,
+    saved_nbytes: int | None = None,
+    *,
+    may_repeat: bool = True,
+) -> list[str]:
     """Return changes of options that save memory, the cheapest first.
 
     ``saved_nbytes`` are those that ``full_shard`` takes less at the peak, without activations;
-    None: unknown.
+    None: unknown. ``may_repeat`` as in :func:`memory_report`.
     """
     strategy = options.sharding_strategy
     lines = ["a smaller micro-batch, with Trainer(accumulate_grad_batches=...) for the same step"]
@@ -261,8 +306,8 @@ def advice(options: Options, device: torch.device, saved_nbytes: int | None = No
     if strategy != "full_shard" and (saved_nbytes is None or saved_nbytes > 0):
         more = "" if saved_nbytes is None else f"{human_bytes(saved_nbytes)} "
         lines.append(
-            f'ShardedDP("full_shard"): {strategy} takes {more}more; '
-            f"callbacks=[ReshardOnOutOfMemory()] changes to it if it is needed"
+            f'ShardedDP("full_shard"): {strategy} takes {more}more'
+            + "; callbacks=[ReshardOnOutOfMemory()] changes to it if it is needed" * may_repeat
         )
     elif options.sharding.reshard.value != "after_forward":
         lines.append("ShardedDP(reshard_after_forward=True): units are released after forward")

@@ -283,7 +283,7 @@ def _is_caught(signum: signal.Signals) -> bool:
     if signal.getsignal(signum) not in (None, signal.SIG_DFL):
         return True
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return False
     mask = next(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from typing_extensions import override
@@ -16,9 +15,9 @@ from shardeddp.lightning.api import (
     LightningModule,
     Trainer,
     TrainerFn,
-    callbacks_of,
     rank_zero_warn,
 )
+from shardeddp.lightning.out_of_memory import refusal_to_repeat, refusal_to_reshard
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
@@ -33,6 +32,9 @@ class ReshardSchedule(Callback):
         strategies: Names of strategies by optimizer step (``trainer.global_step``) at which each
             begins.
     """
+
+    changes_by_step = True
+    """True of callbacks that set the strategy at given steps, whatever it is."""
 
     def __init__(self, strategies: Mapping[int, ShardingStrategyName]) -> None:
         names = [*SHARDING_STRATEGIES]
@@ -113,22 +115,8 @@ class ReshardOnOutOfMemory(Callback):
         strategy = _changeable(trainer, self)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if not pl_module.automatic_optimization:
-            raise ConfigurationError(
-                "ReshardOnOutOfMemory does not work with manual optimization: a step that has run "
-                "backward and optimizers itself cannot be repeated"
-            )
-        if "dataloader_iter" in signature(pl_module.training_step).parameters:
-            raise ConfigurationError(
-                "ReshardOnOutOfMemory does not work with training_step(self, dataloader_iter): a "
-                "repeated step would take the next batch, and lose one. Take the batch as argument"
-            )
-        if any(isinstance(it, ReshardSchedule) for it in callbacks_of(trainer)):
-            raise ConfigurationError(
-                "ReshardOnOutOfMemory does not work beside ReshardSchedule, which would change the "
-                "strategy back before the next step"
-            )
-
+        if refusal := refusal_to_repeat(trainer, pl_module, strategy.options):
+            raise ConfigurationError(f"ReshardOnOutOfMemory {refusal}")
         for name in self.strategies:  # refused now, and not hours later
             sharding = strategy.options.with_sharding(name, None).sharding
             sharding.topology(strategy.num_nodes, strategy.num_processes)
@@ -201,13 +189,6 @@ def _changeable(trainer: Trainer, callback: Callback) -> ShardedDP:
     strategy, name = trainer.strategy, type(callback).__name__
     if not isinstance(strategy, ShardedDP):
         raise ConfigurationError(f"{name} needs Trainer(strategy=ShardedDP(...))")
-    tensor, experts = (
-        strategy.options.tensor_parallel_size,
-        strategy.options.expert_parallel_size,
-    )
-    if max(tensor, experts) > 1:
-        raise ConfigurationError(
-            f"{name} does not work with split layers or divided experts yet, found "
-            f"tensor_parallel_size={tensor} and expert_parallel_size={experts}"
-        )
+    if refusal := refusal_to_reshard(strategy.options):
+        raise ConfigurationError(f"{name} {refusal}")
     return strategy

@@ -346,8 +346,10 @@ class StepMonitor(Callback):
         fit = self._fit
         if fit is None:
             return
-        samples = samples_of(batch)
-        fit.count(samples, samples * tokens_of(batch))
+        strategy: Any = trainer.strategy
+        if not strategy.repeats_batch:  # of a rank that has run out of batches
+            samples = samples_of(batch)
+            fit.count(samples, samples * tokens_of(batch))
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
@@ -546,7 +548,7 @@ class StepMonitor(Callback):
         document = {"traceEvents": events, "distributedInfo": {"rank": rank}}
         path = _trace_of(self._trace, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document))
+        path.write_text(json.dumps(document), encoding="utf-8")
 
     def _write_record(self, report: StepReport, trainer: Trainer) -> None:
         if self._record is None:

@@ -68,6 +68,7 @@ from shardeddp.lightning.out_of_memory import (
     MemoryReport,
     OutOfMemory,
     memory_report,
+    refusal_to_repeat,
 )
 from shardeddp.lightning.planning import (
     Chosen,
@@ -88,7 +89,7 @@ from shardeddp.lightning.tensor_parallel import (
     explain_shapes,
     warning_of_untied,
 )
-from shardeddp.optim.attach import attach_optimizer, follow_optimizers
+from shardeddp.optim.attach import attach_optimizer, follow_optimizers, shard_states
 from shardeddp.optim.late_parameters import average_late_gradients, find_late_parameters
 from shardeddp.optim.scope import refuse_beside_axes
 from shardeddp.plan.memory import MemoryPlan
@@ -364,6 +365,11 @@ class ShardedDP(ParallelStrategy):
         )
 
     @property
+    def repeats_batch(self) -> bool:
+        """True if this rank has run out of batches and repeats its last one: ``uneven_batches``."""
+        return self._callbacks.repeats_batch
+
+    @property
     def mesh(self) -> Mesh:
         """Communicators of this rank; available from ``setup_environment`` on."""
         return self._group.mesh
@@ -419,7 +425,18 @@ class ShardedDP(ParallelStrategy):
         plan, saved = self.memory_plan, None
         if self.options.tensor_parallel_size == self.options.expert_parallel_size == 1:
             saved = plan.peak_nbytes - self._plan_memory(as_full_shard=True).peak_nbytes
-        return memory_report(error, self.runtime, plan, saved, self.optimizers, self.options)
+        trainer, options = self._trainer_at_work(), self.options
+        may_repeat = self._fitting and self._repeated is None
+        return memory_report(
+            error,
+            self.runtime,
+            plan,
+            saved,
+            self.optimizers,
+            options,
+            may_repeat=may_repeat
+            and refusal_to_repeat(trainer, trainer.lightning_module, options) is None,
+        )
 
     def _report_memory(self, error: BaseException) -> None:
         """Say what a rank held, and draw it, if a run ends for want of memory."""
@@ -611,7 +628,8 @@ class ShardedDP(ParallelStrategy):
 
         Parameters and averages of callbacks stay the same objects, with their values, gradients and
         optimizer states. Elements that move to other ranks are gathered one tensor at a time: no
-        rank ever has the whole model. Shards are in memory twice until all are moved.
+        rank ever has the whole model. Shards are in memory twice until all are moved; states of
+        optimizers follow after that, one tensor at a time.
 
         Args:
             sharding_strategy: Name of the new strategy, as for ``ShardedDP``; not ``auto``.
@@ -637,6 +655,7 @@ class ShardedDP(ParallelStrategy):
         )
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
+        shard_states(self.optimizers)
 
     @override
     def model_to_device(self) -> None:

@@ -259,8 +259,9 @@ class EvenTraining:
         self._own: float = inf
         self._differ = False  # True if ranks have different numbers of batches
         self._asks = False  # True to agree before each batch, because some numbers are unknown
-        # True if the current batch is a repeated one, or beyond the end of the loader.
-        self._repeats = False
+        self.repeats = False
+        """True if the current batch is a repeated one, or beyond the end of the loader."""
+
         # Agreed end of the epoch before the next batch; None: not agreed
         self._over: bool | None = None
 
@@ -322,7 +323,7 @@ class EvenTraining:
             self.begin(trainer)
         fetcher = private.data_fetcher(trainer.fit_loop)
         watched = fetcher if isinstance(fetcher, WatchedFetcher) else None
-        self._repeats = self._differ and (
+        self.repeats = self._differ and (
             ready > self._own or (watched is not None and watched.repeats)
         )
         if self._over is not None:
@@ -338,7 +339,7 @@ class EvenTraining:
 
     def zero_repeated_loss(self, loss: torch.Tensor) -> None:
         """Zero the gradient of a loss if the batch is a repeated one."""
-        if self._repeats and loss.requires_grad:
+        if self.repeats and loss.requires_grad:
             loss.register_hook(torch.zeros_like)
 
     def _goes_on_without(self, trainer: Trainer) -> bool:

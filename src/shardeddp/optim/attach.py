@@ -37,6 +37,7 @@ from shardeddp.optim.swap import (
 )
 from shardeddp.optim.whole_parameter import OwnedStep
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import pytree
 
 
 class GlobalStep:
@@ -150,6 +151,24 @@ def suspend(parameters: Iterable[torch.Tensor]) -> None:
             id(it) in among for group in optimizer.param_groups for it in group["params"]
         ):
             step.suspend()
+
+
+def shard_states(optimizers: Iterable[optim.Optimizer]) -> None:
+    """Shard the states of attached optimizers like their parameters; a collective of all ranks.
+
+    Without it they would keep their former memory until the next step.
+    """
+    for optimizer in optimizers:
+        step = _step_of(optimizer)
+        if isinstance(step, SwappedStep):
+            step.resume()
+            continue
+        states = getattr(optimizer, "state", {})  # a wrapper may have none
+        for parameter in (it for group in optimizer.param_groups for it in group["params"]):
+            if isinstance(parameter, ShardTensor) and parameter in states:
+                for value in pytree.tree_leaves(dict(states[parameter])):
+                    if isinstance(value, ShardTensor) and value.shape == parameter.shape:
+                        value.shard_anew(parameter.spec)
 
 
 def _step_of(optimizer: optim.Optimizer) -> SwappedStep | GlobalStep | None:

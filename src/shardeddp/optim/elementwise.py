@@ -26,7 +26,7 @@ from shardeddp.optim.segments import (
     split,
 )
 from shardeddp.optim.swap import Gradients, OutsideStates, State, SwappedStep
-from shardeddp.tensor.shard_tensor import ShardTensor, gather, is_same_memory, local_or_whole
+from shardeddp.tensor.shard_tensor import ShardTensor, is_same_memory, local_or_whole
 from shardeddp.tensor.unsharded import outside_of
 
 # -- Copies in host memory, for an offloaded optimizer
@@ -310,14 +310,18 @@ class LocalStates(OutsideStates):
         return _StateView(self.inside[self._alone(parameter)], parameter)
 
     def __setitem__(self, parameter: Any, state: Mapping[str, Any]) -> None:
+        self.take(parameter, dict(state))
+
+    def take(self, parameter: Any, state: State) -> None:
+        """Take a state, and leave none: each former tensor is released before the next is made."""
         if not isinstance(parameter, torch.Tensor):
-            self.inside[parameter] = dict(state)
+            self.inside[parameter] = state
             return
         parameter = outside_of(parameter)
         local = parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
         device = local.device if self._copies is None else torch.device("cpu")
         self.inside[self._alone(parameter)] = {
-            name: _as_local(name, value, parameter, device) for name, value in state.items()
+            name: _as_local(name, state.pop(name), parameter, device) for name in [*state]
         }
 
     def __delitem__(self, parameter: Any) -> None:
@@ -540,8 +544,8 @@ def _as_local(
         return value
     if isinstance(value, ShardTensor):
         if value.shape == parameter.shape and not value.spec.lies_like(parameter.spec):
-            whole = gather(value, f"{name}, kept from before the parameter was sharded anew, of")
-            return parameter.spec.localize(whole).to(device, copy=True)
+            operation = f"{name}, kept from before the parameter was sharded anew, of"
+            return value.part_for(parameter.spec, operation).to(device, copy=True)
         return value.to_local().to(device)
     if value.shape == parameter.shape:
         return parameter.spec.localize(value).to(device, copy=True)

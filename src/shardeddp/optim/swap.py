@@ -71,6 +71,13 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
 
+    @abstractmethod
+    def take(self, parameter: Any, state: State) -> None:
+        """Take a state from before the parameter was sharded anew; a collective of all ranks.
+
+        Its tensors are released as they are taken.
+        """
+
     def gather_forms(self) -> None:
         """Send the forms of changed states to all ranks, after a step on all of them."""
 
@@ -103,13 +110,24 @@ class SwappedStep(ABC):
     def suspend(self) -> None:
         """Keep states as they are seen outside, before the parameters get another sharding.
 
-        The next step takes them over.
+        :meth:`resume` or the next step takes them over.
         """
         self._rollback()
-        if self._optimizer.state is self._states:
-            seen = {parameter: dict(state) for parameter, state in self._states.items()}
-            self._optimizer.state = defaultdict(dict, seen)
+        seen = {parameter: dict(state) for parameter, state in self._optimizer.state.items()}
+        self._optimizer.state = defaultdict(dict, seen)
         self._forget()
+        self._states = self._outside(self._optimizer)  # the former one holds memory of the states
+
+    def resume(self) -> None:
+        """Take over the kept states, one tensor at a time; a collective of all ranks."""
+        kept, adopted = self._optimizer.state, self._outside(self._optimizer)
+        if kept is self._states:
+            return
+        for parameter in [*kept]:
+            adopted.take(parameter, kept.pop(parameter))
+        adopted.gather_forms()
+        self._states = adopted
+        self._optimizer.state = adopted  # type: ignore[assignment]
 
     @abstractmethod
     def _forget(self) -> None:

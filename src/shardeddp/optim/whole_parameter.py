@@ -392,18 +392,32 @@ class OwnedStates(OutsideStates):
         They remain in ``_shown`` until :meth:`gather_forms`.
         """
         for parameter in [it for it in self._parameters() if it in self._shown]:
-            whole = self._wholes.of(parameter)
-            if whole is None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} has optimizer states, and no "
-                    f"rank that owns it: a fault of shardeddp, please report it with the "
-                    f"optimizer's class and groups"
-                )
-            complete = pytree.tree_map_only(
-                torch.Tensor, partial(_whole_of, whole), self._shown[parameter]
+            self._send_to_owner(parameter, dict(self._shown[parameter]))
+
+    def _send_to_owner(self, parameter: torch.Tensor, state: State) -> None:
+        """Send a state, and leave none: each former tensor is released before the next one."""
+        whole = self._wholes.of(parameter)
+        if whole is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has optimizer states, and no "
+                f"rank that owns it: a fault of shardeddp, please report it with the "
+                f"optimizer's class and groups"
             )
+        complete: State = {}
+        for name in [*state]:
+            value = pytree.tree_map_only(torch.Tensor, partial(_whole_of, whole), state.pop(name))
             if whole.tensor is not None:
-                self.inside[whole.tensor] = complete
+                complete[name] = value
+        if whole.tensor is not None:
+            self.inside[whole.tensor] = complete
+
+    def take(self, parameter: torch.Tensor, state: State) -> None:
+        """Send a state from before the parameter was sharded anew to the owner."""
+        if not isinstance(parameter, ShardTensor):
+            self.inside[parameter] = state
+            return
+        self._wholes.follow(self._parameters())
+        self._send_to_owner(parameter, state)
 
     def gather_forms(self) -> None:
         """Send the forms of the owners' states to all ranks.
@@ -546,6 +560,8 @@ def _whole_of(parameter: OwnedParameter, value: torch.Tensor) -> torch.Tensor | 
     if not isinstance(value, ShardTensor):
         return value
     slices = parameter.parameter.spec.mesh.slices
+    if value.spec.mesh.slices.size == 1:
+        return value.to_local().view(value.shape)
     together = value.spec.mesh.slices.ranks == slices.ranks
     if together and value.spec.intervals[parameter.owner].numel == value.spec.numel:
         local = value.to_local()

@@ -164,7 +164,7 @@ def write(path: Path, measured: Probe | Recorded) -> None:
     """Write a file that :func:`calibrate` reads."""
     head = {"shardeddp": type(measured).__name__.lower(), "version": VERSION}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**head, **asdict(measured)}, indent=1) + "\n")
+    path.write_text(json.dumps({**head, **asdict(measured)}, indent=1) + "\n", encoding="utf-8")
 
 
 # -- Reading of files
@@ -184,7 +184,7 @@ def read(path: Path) -> Probe | Recorded:
     """
     wanted = "a file of `shardeddp probe` or StepMonitor(record=...)"
     try:
-        document: Any = json.loads(path.read_text())
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

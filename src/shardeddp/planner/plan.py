@@ -426,6 +426,6 @@ def _source(
     if isinstance(model, str) and Path(model).suffix == ".json":
         raise ConfigurationError(
             f"{model!r}: a config of transformers is given as a mapping here: "
-            f"json.loads(Path({model!r}).read_text())"
+            f"json.loads(Path({model!r}).read_text(encoding='utf-8'))"
         )
     return of_module(model, arguments, inputs, length, batch)

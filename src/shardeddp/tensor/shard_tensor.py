@@ -604,10 +604,28 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, ShardTensor):
-            if tensor._spec.lies_like(self._spec):
-                return tensor.to_local()
-            tensor = gather(tensor, "sharding anew of")
+            return tensor.part_for(self._spec, "sharding anew of")
         return self._spec.localize(tensor)
+
+    def part_for(self, spec: ShardSpec, operation: str) -> torch.Tensor:
+        """Return the elements, 1D, that this rank has of it under another spec; a collective.
+
+        A view if they are here already.
+        """
+        if self._spec.lies_like(spec):
+            return self.to_local()
+        is_whole = self._spec.mesh.slices.size == 1 and not self._spec.boxes
+        return spec.localize(
+            self.to_local().view(self._spec.shape) if is_whole else gather(self, operation)
+        )
+
+    def shard_anew(self, spec: ShardSpec) -> None:
+        """Become sharded by another spec of this shape, in the same object; a collective."""
+        if self._spec is not spec:
+            part = self.part_for(spec, "sharding anew of")
+            if not self._spec.lies_like(spec):
+                part = part.to(self._local.device, copy=True)  # the whole is released
+            self._move_with_aliases(part, spec)
 
     def _living_aliases(self) -> list[ShardTensor]:
         return [alias for each in self._aliases or () if (alias := each()) is not None]
