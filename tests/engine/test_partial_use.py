@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardeddp.comm.host_group import HostGroup
 from training import RUNTIMES, WIDTH, Loss, Sharding, Trial, another_order, square
@@ -239,6 +240,190 @@ def test_a_hook_on_a_complete_gradient_hears_what_ranks_agree_on(strategy: str) 
         named = trial.reference.named_parameters()
         assert {*heard} == {name for name, each in named if each.grad is not None}
         trial.step()
+
+
+# -- Units that leave a parameter out are released when their own backward is over
+
+
+class Watched(Layers):
+    """Notes which layers are unsharded when the backward comes to the input of each one."""
+
+    way = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[str] = []
+        self.watch = lambda: ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way != "inputs without gradients":
+            x = self.stem(x)
+        shared = x if self.way == "shared input" else None
+        for index, layer in enumerate(self.layers):
+            if x.requires_grad:
+                x.register_hook(partial(self.note, index))
+            if self.way == "recomputed":
+                x = checkpoint(layer, x, use_reentrant=True)
+            elif self.way == "twice" and index % 2:
+                x = layer(layer(x))
+            else:
+                x = layer(x) if shared is None else layer(x, shared)
+        return x
+
+    def note(self, index: int, _: torch.Tensor) -> None:
+        self.seen.append(f"{index}:{self.watch()}")
+
+
+class WithShared(Optional):
+    """The layer, with an input that others get as well."""
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if shared is None else x + shared.tanh())
+
+
+def watched(way: str, strategy: str, loss: Loss = square) -> tuple[Trial, Watched]:
+    """A model, trained without prefetching, that notes what is unsharded."""
+    model = Watched()
+    model.layers = nn.ModuleList([WithShared() for _ in range(5)])
+    trial = Trial(model, Sharding(strategy=strategy, units=("layers.*",), prefetch=0))
+    for each in (trial.model, trial.reference):
+        each.way = way
+    layers = trial.runtime.progresses[1:]
+    model.watch = lambda: "".join(
+        it.unit.label[-1] for it in layers if it.unit.state.value != "sharded"
+    )
+    return trial, model
+
+
+def unsharded_at(layer: int, strategy: str, way: str) -> str:
+    """The layers that are unsharded before the backward leaves one."""
+    if way == "recomputed":
+        return ""  # without gradients before, and by then the inner backward is over
+    return "01234"[: layer + 1] if strategy == "shard_grad_op" else str(layer)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(
+    "way", ["plain", "recomputed", "twice", "shared input", "inputs without gradients"]
+)
+@on_ranks(2)
+def test_a_unit_with_a_parameter_that_is_not_used_is_resharded_when_its_backward_is_over(
+    strategy: str, way: str
+) -> None:
+    trial, model = watched(way, strategy)
+    for step in range(3):
+        model.seen.clear()
+        trial.train(square, steps=1)
+        # Of inputs that units share, ranks know after the first backward that they do not count.
+        if step or way != "shared input":
+            first = 1 if way == "inputs without gradients" else 0
+            expected = [
+                f"{it}:{unsharded_at(it, strategy, way)}" for it in reversed(range(first, 5))
+            ]
+            assert model.seen == expected, model.seen
+
+
+@on_ranks(2)
+def test_a_rank_releases_units_whose_second_weight_only_others_use() -> None:
+    trial, model = watched("plain", "full_shard")
+    for _ in range(3):
+        model.seen.clear()
+        trial.train(used_by_some, steps=1)
+        # With all gradients it is released before its input is reached.
+        assert [it.rstrip("01234") for it in model.seen] == ["4:", "3:", "2:", "1:", "0:"]
+        assert all(it.partition(":")[2] in ("", it[0]) for it in model.seen), model.seen
+
+
+@every_strategy
+@on_ranks(2)
+def test_nothing_is_gathered_again_for_units_that_are_released_early(strategy: str) -> None:
+    for way in ("plain", "shared input", "twice"):
+        trial, _ = watched(way, strategy)
+        found = []
+        for used in ((), range(5)):
+            trial.model.use(*used)
+            for step in range(3):
+                trial.runtime.mesh.traffic.reset()
+                trial.forward(square, step).backward()
+            found.append(trial.runtime.mesh.traffic.calls["all_gather"])
+        assert found[0] == found[1], way
+
+
+class Odd(nn.Module):
+    """A layer whose parameters are read where neither its gradients nor its inputs tell it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, 2)
+        self.way = ""
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        if self.way == "detached":
+            x = nn.functional.linear(x, self.other.weight.detach()).tanh()
+        elif self.way == "captured":
+            x = x + nn.functional.linear(
+                self.context, self.unused.weight[:1].detach().T.repeat(1, 6)
+            )
+        elif self.way == "recomputed":
+            dummy = torch.ones((), requires_grad=True)
+            x = x + checkpoint(lambda y, _: self.other(y).tanh(), x, dummy, use_reentrant=True)
+        return x + self.own(x).tanh()
+
+
+class OddLayers(nn.Module):
+    """Such layers behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Odd() for _ in range(4)])
+        self.way = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x if self.way in ("detached", "recomputed") else self.stem(x)
+        x = first
+        for layer in self.layers:
+            layer.way, layer.context = self.way, first
+            x = layer(x)
+        for layer in self.layers:
+            layer.context = None
+        return x
+
+
+@every_strategy
+@pytest.mark.parametrize("way", ["", "detached", "captured", "recomputed"])
+@on_ranks(2)
+def test_units_that_are_released_early_train_as_in_one_process(strategy: str, way: str) -> None:
+    trial = Trial(OddLayers(), Sharding(strategy=strategy, units=("layers.*",)))
+    for each in (trial.model, trial.reference):
+        each.way = way
+    with another_order():
+        trial.train(square, steps=4)
+
+
+@every_strategy
+@on_ranks(2)
+def test_several_backwards_of_units_that_leave_out_parameters_train_as_in_one_process(
+    strategy: str,
+) -> None:
+    trial = Trial(OddLayers(), Sharding(strategy=strategy, units=("layers.*",)))
+    with another_order():
+        for step in range(4):
+            for loss, each in (
+                (trial.forward(square, step), trial.model),
+                (trial.reference_loss(square, step), trial.reference),
+            ):
+                asked = [it.own.weight for it in each.layers]
+                loss.backward(inputs=asked if step % 2 else None, retain_graph=True)
+                loss.backward()
+            trial.check_gradients()
+            trial.step()
+            trial.check_parameters()
+            trial.check_rest()
 
 
 # -- Drawn steps

@@ -170,6 +170,18 @@ class Keeping(Block):
         return x + self.down(wide)
 
 
+class LeavingOut(Block):
+    """A block with a layer that the step leaves out, and an input that all blocks may share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(128, 8)
+
+    def forward(self, x: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
+        """Shapes (samples, length, 128) to the same."""
+        return super().forward(x if shared is None else x + shared)
+
+
 class KeepingInput(Block):
     """A block that keeps its input in an attribute."""
 
@@ -287,6 +299,13 @@ def on_crops(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (model.run(x[:, :16]).mean(1) - model.run(x).mean(1)).square().mean()
 
 
+def with_a_shared_input(model: Any, x: torch.Tensor) -> torch.Tensor:
+    shared = x.tanh()
+    for block in model.blocks:
+        x = block(x, shared)
+    return model.loss(x)
+
+
 TOGETHER: dict[str, tuple[type[nn.Module], Any]] = {
     "after a target": (Block, after_a_target),
     "beside a target": (Block, beside_a_target),
@@ -309,6 +328,12 @@ ATTRIBUTES: dict[str, tuple[Any, Any]] = {
     "of the root": (Block, keeping_the_last),
 }
 """The same, where attributes of modules keep tensors until their next forward."""
+
+LEFT_OUT: dict[str, tuple[Any, Any]] = {
+    "layers": (LeavingOut, Together.run_and_loss),
+    "layers beside a shared input": (LeavingOut, with_a_shared_input),
+}
+"""The same, where steps leave out a layer of each unit."""
 
 FURTHER_OFF = {
     ("some under checkpoints", "selective"): (-0.14, 0.0),
@@ -335,8 +360,8 @@ def built(name: str) -> nn.Module:
         return Taught(TAUGHT[name])
     if name in TOGETHER:
         return Together(*TOGETHER[name])
-    if name in ATTRIBUTES:
-        return Together(*ATTRIBUTES[name], count=6, has_teacher=False)
+    if name in ATTRIBUTES or name in LEFT_OUT:
+        return Together(*{**ATTRIBUTES, **LEFT_OUT}[name], count=6, has_teacher=False)
     if name in MEASURES:
         return Measures(MEASURES[name])
     return Repeats(REPEATED[name]) if name in REPEATED else Decoder(MODELS[name], LENGTH)
@@ -525,6 +550,17 @@ def test_the_planned_peak_has_what_attributes_of_modules_keep_after_the_backward
     )
 
 
+@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_units_with_a_layer_that_is_left_out_are_unsharded_as_long_as_others(
+    micro_batches: int, strategy: str, recompute: str, name: str
+) -> None:
+    added, moving, error = peaks(strategy, recompute, micro_batches, name)
+    assert abs(error) < 1.5 * TOLERANCE, f"{error:+.2%}: {added:,} bytes, {moving:,} planned"
+
+
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
     """Host memory that is not the device's."""
@@ -612,7 +648,7 @@ def measured(
     """Bytes that are there between steps, and that a step adds; both as planned; and states."""
     policy = (
         NamePolicy(["blocks.*", "teacher.*"] if name in {*TAUGHT, *TOGETHER} else ["blocks.*"])
-        if name in {*REPEATED, *MEASURES, *TAUGHT, *TOGETHER, *ATTRIBUTES}
+        if name in {*REPEATED, *MEASURES, *TAUGHT, *TOGETHER, *ATTRIBUTES, *LEFT_OUT}
         else resolve_policy("auto")
     )
     asked = {**RECOMPUTES, **PARTLY}[recompute] if isinstance(recompute, str) else recompute

@@ -84,7 +84,7 @@ def attach_hooks(
     hook = CallHook(progress.unit.spec.module)
     hook.listen(listener)
     hook.follow()
-    parameters, accumulators = progress.unit.unsharded_parameters(), list[Node]()
+    parameters, accumulators = progress.unit.unsharded_parameters(), dict[int, Node]()
     places = [
         (group.gradients, index)
         for group in progress.unit.groups
@@ -97,8 +97,7 @@ def attach_hooks(
             with taking_hooks(parameter):
                 torch.Tensor.register_post_accumulate_grad_hook(parameter, on_gradient(index))
                 view: Any = parameter.view_as(parameter)
-                accumulator = view.grad_fn.next_functions[0][0]
-                accumulators.append(accumulator)
+                accumulators[index] = accumulator = view.grad_fn.next_functions[0][0]
                 gradients, place = places[index]
                 if gradients.adds_up_wider:
                     accumulator.register_prehook(weakly(gradients, GroupGradients.arrives, place))

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 from shardeddp.engine.reduction import Reduction
 from shardeddp.engine.unit import Unit
 from shardeddp.plan.reduction import ReduceOver
-from shardeddp.tensor.backward import graph_is_retained
-from shardeddp.torch_private import will_execute, without_torch_function
+from shardeddp.tensor.backward import graph_is_retained, is_for_inputs
+from shardeddp.torch_private import current_backward, will_execute, without_torch_function
 
 
 class GradientLevel(IntEnum):
@@ -42,13 +42,15 @@ class UnitProgress:
     forward of the root         ``begin_pass``               ``Runtime._begin_pass``
     forward of the unit         ``begin_forward``,           ``Runtime._count``, ``_uncount``
                                 ``end_forward``
-    its end, with gradients     ``add_use``, ``open_use``    ``Runtime._announce_backward``
+    its end, with gradients     ``add_use``, ``open_use``,   ``Runtime._announce_backward``
+                                ``count_inputs``
     backward                    ``begin_backward``           ``Runtime._begin_backward``
     it reaches the unit         ``reach_unit``, at first     ``Reducer.reach``
                                 ``reach_use``, gathered      ``Runtime._reach``
     it leaves a gradient        ``arrive``,                  ``Runtime.gradient_ready``,
                                 ``arrive_from_outside``      ``outside_gradient_ready``
-    it reaches unit's inputs    ``close_use``                ``Runtime._use_finished``
+    it reaches unit's inputs    ``close_use``,               ``Runtime._use_finished``,
+                                ``leave_input``              ``Runtime._pass_uses``
     reduction of the unit       ``reduce_gradients``         ``ReductionQueue.issue``
     agreement of ranks          ``learn``                    ``GradientAgreement``
     end of the backward         ``forget_forwards``          ``Runtime._end_backward``
@@ -63,8 +65,8 @@ class UnitProgress:
     inner: frozenset[int] = frozenset()
     """Indices of the units of inner modules."""
 
-    accumulators: list[Node] = field(default_factory=list[Node])
-    """Graph nodes that leave gradients on the unit's parameters."""
+    accumulators: dict[int, Node] = field(default_factory=dict[int, Node])
+    """Graph nodes that leave gradients on the unit's parameters, by their indices."""
 
     active: int = 0
     """Number of running forwards of the unit."""
@@ -88,7 +90,7 @@ class UnitProgress:
     """Indices of parameters that were expected when this backward began; the same on all ranks."""
 
     missing: set[int] = field(default_factory=set[int])
-    """Indices of those that are here, without a gradient of this backward so far."""
+    """Indices of trainable parameters that are here, without a gradient of this backward so far."""
 
     arrived: set[int] = field(default_factory=set[int])
     """Indices of parameters with a gradient of this backward, expected or not, of any use."""
@@ -105,6 +107,23 @@ class UnitProgress:
     Counted for units with frozen parameters.
     """
 
+    leaves_out: bool | None = None
+    """Whether a backward of this rank has left a trainable parameter without a gradient; None: there
+    was no backward yet."""
+
+    inputs_left: dict[object, set[int]] = field(default_factory=dict[object, set[int]])
+    """Numbers of the inputs that the backward has not come to yet, by token of each counted forward."""
+
+    passed: set[object] = field(default_factory=set[object])
+    """Tokens of those with an input that the backward has come to, or without any to count."""
+
+    graph: int | None = None
+    """Number of torch's run of the graph that has reached the unit in this backward, the first one
+    (reentrant checkpointing runs several)."""
+
+    is_counted: bool = True
+    """This backward has come to the unit in one run of a graph, by forwards that count inputs."""
+
     def find_inner(self, progresses: Sequence[UnitProgress]) -> None:
         """Set ``inner`` from the list of all units."""
         inside = {id(module) for module in self.unit.spec.module.modules()}
@@ -114,7 +133,7 @@ class UnitProgress:
             if other is not self and id(other.unit.spec.module) in inside
         )
 
-    def expect_all(self, accumulators: list[Node]) -> None:
+    def expect_all(self, accumulators: dict[int, Node]) -> None:
         """Expect gradients of all parameters in the first backward, left by these nodes."""
         self.accumulators = accumulators
         sharded, unsharded = self.unit.sharded_parameters(), self.unit.unsharded_parameters()
@@ -149,12 +168,25 @@ class UnitProgress:
         """Expect that the backward of a forward that ends reaches the unit's inputs."""
         self.open_uses += 1
 
+    @property
+    def counts_inputs(self) -> bool:
+        """Whether forwards count their inputs, in case that a parameter gets no gradient."""
+        return self.leaves_out is not False
+
+    def count_inputs(self, use: object, count: int) -> None:
+        """Expect that the backward of a use leaves this number of inputs; none: it never does."""
+        self.inputs_left[use] = set(range(count or 1))
+        if not count:
+            self.passed.add(use)
+
     def begin_backward(self) -> None:
         """Reset the counts for a backward."""
-        self.trained = frozenset(self.expected & self.unit.trainable_indices())
-        self.missing = set(self.trained - self.absent)
+        trainable = self.unit.trainable_indices()
+        self.trained = frozenset(self.expected & trainable)
+        self.missing = trainable - self.absent
         self.awaiting_reduction = bool(self.trained)
         self.reached = False
+        self.graph, self.is_counted = None, True
         self.arrived.clear()
         self.unit.begin_backward()
 
@@ -166,6 +198,9 @@ class UnitProgress:
         """Note that the backward has reached a use, and the unit is gathered for it."""
         self.was_retained |= graph_is_retained()
         self.unreached_uses.discard(use)
+        run = current_backward()
+        self.graph = run if self.graph is None else self.graph
+        self.is_counted &= use in self.inputs_left and run == self.graph and not self.was_retained
 
     def arrive(self, index: int) -> None:
         """Note the gradient of a parameter."""
@@ -179,6 +214,14 @@ class UnitProgress:
     def close_use(self) -> None:
         """Note that the backward has reached the unit's inputs."""
         self.open_uses -= 1
+
+    def leave_input(self, use: object, number: int) -> bool:
+        """Note that the gradient of an input is there; return whether it has come from the unit."""
+        is_counted = self.is_counted and self.graph == current_backward()
+        if is_counted and use in self.inputs_left:
+            self.inputs_left[use].discard(number)
+            self.passed.add(use)
+        return is_counted
 
     def reduce_gradients(self, over: ReduceOver) -> list[Reduction]:
         """Issue the reductions of the unit's gradients."""
@@ -197,6 +240,8 @@ class UnitProgress:
         """Expect no backward of the forwards so far."""
         self.awaiting_backward, self.open_uses = False, 0
         self.unreached_uses.clear()
+        self.inputs_left.clear()
+        self.passed.clear()
 
     def reset(self) -> None:
         """Forget all forwards, running ones too."""
@@ -209,10 +254,12 @@ class UnitProgress:
         if reached or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
+        if self.reached:
+            self.leaves_out = bool(self.leaves_out or self.missing)
 
     def gets_gradients(self) -> bool:
         """Return whether the running backward leaves gradients on the unit, judged by its graph."""
-        return any(will_run(node, as_input=False) for node in self.accumulators)
+        return any(will_run(node, as_input=False) for node in self.accumulators.values())
 
     def is_over_at(self, entering: UnitProgress) -> bool:
         """Return whether a backward that reaches another unit has finished this one."""
@@ -224,11 +271,25 @@ class UnitProgress:
 
         A graph node that reads a parameter leads to a trainable parameter of the unit, counted by
         its gradient, or to the unit's inputs, which are counted if it has parameters without a
-        gradient. False if a trainable parameter is not expected to get a gradient: neither count
-        covers it.
+        gradient. False where a gradient is missing, and it is not certain that none will come.
         """
-        here = self.unit.trainable_indices() - self.absent
-        return not self.missing and self.open_uses == 0 and here <= self.expected
+        return self.open_uses == 0 and (not self.missing or self._leaves_out_missing())
+
+    def _leaves_out_missing(self) -> bool:
+        """Return whether the backward has left the unit, and has none of its missing gradients.
+
+        Decided by this rank's graph. Of a graph that runs several times, inside of another one or
+        from the middle of the unit, a part may be to come. Other units may share an input, whose
+        gradient comes after their backwards: if none of the missing gradients is expected, the
+        others and one input are enough.
+        """
+        if not (self.is_counted and self.graph == current_backward()):
+            return False
+        if any(self.inputs_left.values()):
+            reached = self.inputs_left.keys() - self.unreached_uses
+            if self.missing & self.expected or is_for_inputs() or not reached <= self.passed:
+                return False
+        return not any(will_run(self.accumulators[it], as_input=True) for it in self.missing)
 
 
 def will_run(node: Node, *, as_input: bool) -> bool:

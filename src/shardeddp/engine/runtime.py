@@ -13,10 +13,11 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from typing_extensions import override
 
 from shardeddp.comm import Mesh
@@ -51,6 +52,18 @@ from shardeddp.torch_private import (
     outside_selective_checkpoints,
     temporarily_clear_interpreter_stack,
 )
+
+
+class _NotedUse(NamedTuple):
+    """Forward of a unit, noted in a node of the graph around it."""
+
+    unit: int
+    """Index of the unit."""
+    use: object
+    """Token of the forward."""
+    number: int | None
+    """Number of the input that comes from the node; None: the node makes an output."""
+
 
 _OUTSIDE = PassKind("forward")
 """Kind of forwards outside of steps."""
@@ -559,38 +572,61 @@ class Runtime:
         if not differentiable:
             return
         use = progress.add_use()
-        # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
-        # by a view of it and gets another hook.
-        for node in set(map(node_for_engine, differentiable)):
-            known = cast(Any, node).metadata
-            uses: list[tuple[int, object]] | None = known.get(self._in_nodes)
-            if uses is None:
-                uses = known[self._in_nodes] = []
-                node.register_prehook(self._node_hook(Runtime._reach_all, progress, uses))
-            else:  # the accumulation node of a parameter that a unit returns persists over steps
-                uses[:] = [
-                    it for it in uses if it[0] != progress.index or it[1] in progress.unreached_uses
-                ]
-            uses.append((progress.index, use))
-        unit = progress.unit
-        if len(unit.trainable_indices()) < len(unit.unsharded_parameters()):
+        unit, leaves = progress.unit, list[torch.Tensor]()
+        has_frozen = len(unit.trainable_indices()) < len(unit.unsharded_parameters())
+        counts = progress.counts_inputs and progress is not self._root
+        if has_frozen or counts:
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
-            if leaves:
-                progress.open_use()
-                call_when_complete(leaves, self._node_hook(Runtime._use_finished, progress))
+        if counts:
+            # The gradient of a parameter may be requested, and then comes to no node.
+            is_any = any(isinstance(tensor, nn.Parameter) for tensor in leaves)
+            nodes = set() if is_any else set(map(node_for_engine, leaves))
+            progress.count_inputs(use, len(nodes))
+            for number, node in enumerate(nodes):
+                self._note_in(node, progress, use, number)
+        for node in set(map(node_for_engine, differentiable)):
+            self._note_in(node, progress, use)
+        if has_frozen and leaves:
+            progress.open_use()
+            call_when_complete(leaves, self._node_hook(Runtime._use_finished, progress))
+
+    def _note_in(
+        self, node: Node, progress: UnitProgress, use: object, number: int | None = None
+    ) -> None:
+        """Note a use in the node of one of its outputs, or of an input by its number.
+
+        On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by
+        a view of it and gets another hook.
+        """
+        known = cast(Any, node).metadata
+        uses: list[_NotedUse] | None = known.get(self._in_nodes)
+        if uses is None:
+            uses = known[self._in_nodes] = []
+            node.register_prehook(self._node_hook(Runtime._pass_uses, progress, uses, among=uses))
+        else:  # the accumulation node of a parameter that a unit returns persists over steps
+            living = progress.unreached_uses | progress.inputs_left.keys()
+            uses[:] = [it for it in uses if it.unit != progress.index or it.use in living]
+        uses.append(_NotedUse(progress.index, use, number))
 
     def _node_hook(
-        self, method: Callable[..., None], progress: UnitProgress, *args: object
+        self,
+        method: Callable[..., None],
+        progress: UnitProgress,
+        *args: object,
+        among: Sequence[_NotedUse] | None = None,
     ) -> Callable[[Any], None]:
         """Return a hook for a graph node that calls a method, with a weak reference to the runtime.
 
-        A module may keep an output, and with it the graph, hidden from the garbage collector.
+        A module may keep an output, and with it the graph, hidden from the garbage collector. A
+        backward that passes inputs alone ``among`` noted uses needs no model.
         """
         reference, unit, label = weakref.ref(self), progress.index, progress.unit.label
 
         def call(gradients: Any) -> None:
             runtime = reference()
             if runtime is None or not runtime.progresses:
+                if among and all(it.number is not None for it in among):
+                    return
                 raise RuntimeError(
                     f"backward comes to {label}, and the sharded model that it belongs to is gone, "
                     f"or has been sharded anew: its gradients would reach no parameter. Keep a "
@@ -602,14 +638,19 @@ class Runtime:
 
     # -- Backward
 
-    def _reach_all(self, _innermost: UnitProgress, uses: list[tuple[int, object]]) -> None:
-        """Reach all units that share an output in the backward, the outermost first.
+    def _pass_uses(self, _first: UnitProgress, uses: list[_NotedUse]) -> None:
+        """Leave all units that share an input in the backward, and reach those of which it is an output.
 
-        The forwards of outer units began before those of inner ones. Reached last, an outer unit
-        would end the backward of the inner ones before it has begun.
+        The last noted first. The forwards of outer units began before those of inner ones. Reached
+        last, an outer unit would end the backward of the inner ones before it has begun. A unit
+        that has got the output of another one is left, and released, before that one is reached.
         """
-        for index, use in reversed(uses):
-            self._reach(self.progresses[index], use)
+        for index, use, number in reversed(uses):
+            progress = self.progresses[index]
+            if number is None:
+                self._reach(progress, use)
+            elif progress.leave_input(use, number):
+                self._reshard_after_backward(progress)
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """Gather a unit that a backward reaches, by an announced use or by another one."""
@@ -674,7 +715,7 @@ class Runtime:
         if index not in progress.missing and index not in progress.unit.trainable_indices():
             return  # frozen since its forward: torch calls hooks but leaves no gradient
         progress.arrive(index)
-        if not progress.missing:
+        if progress.is_counted or not progress.missing:
             self._reshard_after_backward(progress)
 
     def _use_finished(self, progress: UnitProgress) -> None:

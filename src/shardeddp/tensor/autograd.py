@@ -137,11 +137,19 @@ def patch_functions() -> None:
         return args
 
     def run_backward(
-        outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any
+        outputs: Any,
+        grad_outputs: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Any,
+        *flags: Any,
+        **kwargs: Any,
     ) -> Any:
         try:
-            with retaining(retain_graph):
-                return run(outputs, grad_outputs, retain_graph, *args, **kwargs)
+            with retaining(retain_graph, for_inputs=bool(inputs)):
+                return run(
+                    outputs, grad_outputs, retain_graph, create_graph, inputs, *flags, **kwargs
+                )
         except RuntimeError as error:
             _name_written(error, outputs)
             raise

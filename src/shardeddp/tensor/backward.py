@@ -44,14 +44,20 @@ def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
 
 # One entry per running call; threads of devices read them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`
-# Per running backward, the outermost first: its number, and whether its graph is retained.
-_RUNNING: list[tuple[int, bool]] = []
+# Per running backward, the outermost first: its number, whether its graph is retained, and whether
+# it runs for the gradients of some inputs alone.
+_RUNNING: list[tuple[int, bool, bool]] = []
 _numbers = count()
 
 
 def graph_is_retained() -> bool:
     """Return whether the running backward leaves its graph for another one."""
-    return any(retained for _, retained in _RUNNING)
+    return any(retained for _, retained, _ in _RUNNING)
+
+
+def is_for_inputs() -> bool:
+    """Return whether the running backward leaves out what leads to none of some inputs alone."""
+    return any(for_inputs for _, _, for_inputs in _RUNNING)
 
 
 def running_backward() -> int | None:
@@ -60,9 +66,9 @@ def running_backward() -> int | None:
 
 
 @contextmanager
-def retaining(graph: bool) -> Generator[None]:
+def retaining(graph: bool, *, for_inputs: bool = False) -> Generator[None]:
     """Surround a backward."""
-    _RUNNING.append((next(_numbers), graph))
+    _RUNNING.append((next(_numbers), graph, for_inputs))
     try:
         yield
     finally:
