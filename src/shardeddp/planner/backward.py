@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from shardeddp.torch_private import pytree, storage_of
@@ -134,10 +135,12 @@ def extrapolated(one: Sequence[int], two: Sequence[int], micro_batch: int) -> li
 
 
 @dataclass(kw_only=True)
-class _Storage:
+class MadeStorage:
     """Storage that an operation has made."""
 
-    alive: StorageWeakRef
+    memory: StorageWeakRef
+    tensor: TensorWeakRef
+    """Result that has it."""
     nbytes: int
     place: int
     """Place in the history of the operation."""
@@ -146,6 +149,17 @@ class _Storage:
     end: int | None = None
     """Index after the last count that has it, if a unit has saved it since; None: while it lives."""
     is_saved: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor has it."""
+        return not self.memory.expired()
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a tensor has it, and the graph that has computed it."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.requires_grad
 
 
 class LiveStorages:
@@ -162,20 +176,18 @@ class LiveStorages:
         """Number of calls of :meth:`count`."""
 
         self._measured: list[list[int]] = []  # histories of running calls of measure
-        self._made: dict[int, _Storage] = {}
+        self._made: dict[int, MadeStorage] = {}
         self._changes: defaultdict[int, int] = defaultdict(int)  # of freed ones, by count
 
     def add(self, results: Iterable[torch.Tensor]) -> None:
         """Add the results of an operation; storages that were added before count once."""
-        for key in [key for key, it in self._made.items() if it.alive.expired()]:
-            freed = self._made.pop(key)
-            self.nbytes -= freed.nbytes
-            self._note(freed, self._changes)
+        self.sweep()
         for it in results:
             key, memory = storage_of(it), it.untyped_storage()
             if key not in self._made:
-                self._made[key] = _Storage(
-                    alive=StorageWeakRef(memory),
+                self._made[key] = MadeStorage(
+                    memory=StorageWeakRef(memory),
+                    tensor=TensorWeakRef(it),
                     nbytes=memory.nbytes(),
                     place=len(self.history),
                     begin=self.counts,
@@ -183,6 +195,23 @@ class LiveStorages:
                 self.nbytes += memory.nbytes()
         for history in (self.history, *self._measured):
             history.append(self.nbytes)
+
+    def sweep(self) -> None:
+        """Leave out what has been freed."""
+        for key in [key for key, it in self._made.items() if it.memory.expired()]:
+            freed = self._made.pop(key)
+            self.nbytes -= freed.nbytes
+            self._note(freed, self._changes)
+
+    def made(self, storage: int) -> MadeStorage | None:
+        """Return a storage that is alive; None: no operation of the step has made it."""
+        return self._made.get(storage)
+
+    def unsaved_since(self, begin: int) -> dict[int, MadeStorage]:
+        """Return what is alive, not saved, and was made after the count with the index ``begin``."""
+        self.sweep()
+        found = self._made.items()
+        return {key: it for key, it in found if it.begin > begin and not it.is_saved}
 
     def measure(self, call: Callable[[], Any]) -> tuple[Any, list[int]]:
         """Return a function's result, and the bytes made and alive after each operation of it."""
@@ -225,7 +254,7 @@ class LiveStorages:
         """Bytes of storages that are alive and not saved."""
         return sum(it.nbytes for it in self._made.values() if not it.is_saved)
 
-    def _note(self, storage: _Storage, changes: defaultdict[int, int]) -> None:
+    def _note(self, storage: MadeStorage, changes: defaultdict[int, int]) -> None:
         """Note the counts that have had a storage."""
         end = self.counts if storage.end is None else min(storage.end, self.counts)
         if storage.begin < end:
@@ -298,18 +327,18 @@ class TensorSpec:
         return TensorSpec(value.size(), value.stride(), value.dtype, value.requires_grad)
 
 
-def with_form(value: Any, anchors: list[torch.Tensor]) -> Any:
+def with_form(value: Any, anchors: list[torch.Tensor], before: Sequence[Any]) -> Any:
     """Return a fresh tensor of a :class:`TensorSpec`, and any other value as it is.
 
     ``anchors`` gets a leaf for each tensor that requires a gradient: a backward that reaches the
-    tensor ends there.
+    tensor ends there. ``before`` is what its graph has in front of it: it lives as long.
     """
     if not isinstance(value, TensorSpec):
         return value
     if not value.requires_grad:
         return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
-    anchors.append(torch.empty((), requires_grad=True))
-    return _Fresh.apply(anchors[-1], value)
+    anchors.append(torch.empty(0, requires_grad=True))
+    return _Fresh.apply(anchors[-1], value, before)
 
 
 def pass_units(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
@@ -361,10 +390,13 @@ class _Fresh(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: torch.Tensor, form: TensorSpec) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, form: TensorSpec, before: Sequence[Any]
+    ) -> torch.Tensor:
+        ctx.before = before
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.empty(()), None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.empty(0), None, None

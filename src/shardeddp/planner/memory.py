@@ -208,6 +208,7 @@ class Peak:
         # Before a forward are no more units than in it, and no more than in the one before.
         before = map(min, flat, [*flat[:1], *flat])
         by_attributes = _held_by_attributes(work, saved, buffers)
+        after = [*map(add, by_attributes, saved.in_graph)]
         in_forward, before_forward = (
             [*map(add, each, by_attributes)] if by_attributes[0] else each
             for each in (saved.in_forward, saved.before_forward)
@@ -216,7 +217,7 @@ class Peak:
         candidates = [
             (at_loss, below[-1] + held, work.kept[recompute].head_nbytes + loss),
             (copies, of_root.at_begin, 0),
-            (at_loss, below[-1], of_root.peaks[-1] - below[0]),
+            (at_loss, below[-1] + saved.lent, of_root.peaks[-1] - below[0]),
             *zip(flat, in_forward, repeat(0), strict=False),
             *zip(before, before_forward, repeat(0), strict=False),
         ]
@@ -225,7 +226,7 @@ class Peak:
                 it.nbytes - max(0, it.root_nbytes - at_head),
                 below[it.position]
                 + (0 if it.is_over else running[it.accumulates][it.unit and 1 + it.position])
-                + by_attributes[it.position + (it.unit > 0 and not it.is_over)]
+                + after[it.position + (it.unit > 0 and not it.is_over)]
                 - it.own_nbytes
                 + held,
                 0,

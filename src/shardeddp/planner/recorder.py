@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -19,6 +19,7 @@ from typing_extensions import override
 from shardeddp.engine.hooks import find_tensors
 from shardeddp.planner.backward import (
     LiveStorages,
+    MadeStorage,
     MemoryRecord,
     RootMemory,
     UnitMemory,
@@ -35,9 +36,9 @@ from shardeddp.wrap.tree import ParameterSpec
 class Use:
     """Storage that a forward gets, saves or makes."""
 
-    kind: Literal["input", "saved", "costly", "attribute"]
-    """``costly``: a result that selective checkpointing keeps; ``attribute``: a module has it when
-    the forward is over."""
+    kind: Literal["input", "saved", "costly", "kept"]
+    """``saved``: autograd's hooks saw it; ``costly``: a result that selective checkpointing keeps;
+    ``kept``: made by the forward and alive when it is over, and no hook saw it."""
     visit: int
     """Place of the forward; -1: the root's."""
     storage: int
@@ -46,6 +47,16 @@ class Use:
     """Index of the first count that has it; ``sys.maxsize``: none is known."""
     is_activation: bool
     """True if a gradient goes through it."""
+    made: Sequence[MadeStorage]
+    """Storages that tell when it is freed: of the unit that has run, and of the input of an equal
+    one. None if no operation of the step has made it."""
+    is_outside: bool = False
+    """True if something else than the graph of the forward has it, too."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is alive: after the step, attributes of modules hold it."""
+        return any(it.is_alive for it in self.made)
 
 
 @dataclass(kw_only=True)
@@ -86,7 +97,9 @@ class Recorder:
 
     work: list[UnitWork]
     head: UnitWork
-    free: set[int]  # storages of parameters, and of their casts and views
+    free: set[int]  # storages of parameters and buffers, and of parameters as they are gathered
+    casts: Mapping[int, torch.dtype]
+    """Dtypes in which parameters are gathered that their layers cast, by storage."""
     is_kept: Callable[..., bool]
     """Whether selective checkpointing keeps the results of an operation and its arguments."""
     inside: list[int] = field(default_factory=lambda: [0])
@@ -127,6 +140,7 @@ class Recorder:
     """The same at the begin of each forward."""
     running: list[int] = field(default_factory=list[int])
     """Places of the running ones."""
+    batch: Any = None
     at_begin: int = 0
     """Bytes that are alive at the begin of the step."""
     root_memory: RootMemory = field(default_factory=RootMemory)
@@ -200,11 +214,10 @@ class Recorder:
         self.at_forward.append(self.live.count())
         self.between.append([])
 
-    def _use(
-        self, kind: Literal["input", "saved", "costly", "attribute"], visit: int, it: torch.Tensor
-    ) -> None:
+    def _use(self, kind: Literal["input", "saved", "costly"], visit: int, it: torch.Tensor) -> None:
         storage, memory = self.storage_of(it), it.untyped_storage()
         self.known.append(StorageWeakRef(memory))
+        made = None if storage in self.free else self.live.made(storage_of(it))
         self.uses.append(
             Use(
                 kind=kind,
@@ -213,17 +226,27 @@ class Recorder:
                 nbytes=0 if storage in self.free else memory.nbytes(),
                 born=self.live.begin(storage),
                 is_activation=it.requires_grad and not it.is_leaf,
+                made=() if made is None else (made,),
             )
         )
 
-    def note_attributes(self, visit: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Note what attributes of modules hold at the end of a forward; -1: the root's."""
-        for it in tensors:
-            storage = self.storage_of(it)
-            if self.live.begin(storage) < sys.maxsize and storage not in self.free:
-                self._use("attribute", visit, it)
-                if visit >= 0:
-                    self.live.save(storage, self.at_forward[visit] + 1)
+    def _drop_graphs(self, visit: int, first: int, begin: int) -> None:
+        """Drop what graphs have saved that a forward has thrown away: it is freed at its end.
+
+        ``first`` is the place of the first use that may be of the forward, ``begin`` the index of
+        its first count.
+        """
+        self.live.sweep()
+        dropped = {
+            place
+            for place, it in enumerate(self.uses[first:], first)
+            if (it.kind, it.visit) == ("saved", visit)
+            and begin < it.born < sys.maxsize
+            and not it.is_held
+        }
+        if dropped:
+            self.uses = [it for place, it in enumerate(self.uses) if place not in dropped]
+            self.before_head -= sum(place < self.before_head for place in dropped)
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         """Return the storage of a tensor, or the earlier one that it stands for."""
@@ -234,14 +257,39 @@ class Recorder:
         self,
         before: RecordsBefore,
         made: Sequence[int],
+        results: Collection[int],
         root: torch.Tensor | None,
         inputs: Any,
         parameters: Sequence[tuple[torch.Tensor, torch.dtype]],
     ) -> None:
-        """Run the backward of a unit whose forward has held these bytes."""
-        timeline = self.run_backward(self.visits[before.visits], root, inputs, parameters)
-        self.memory[before.visits] = UnitMemory(forward=made, backward=timeline)
-        self.has_backward[before.visits] = root is not None
+        """Note what a unit's forward keeps, and run its backward; the forward has held these bytes."""
+        visit = before.visits
+        begin = self.at_forward[visit]
+        self._drop_graphs(visit, before.uses, begin)
+        for storage, it in self.live.unsaved_since(begin).items():
+            if storage in results or (root is not None and storage == storage_of(root)):
+                continue
+            self.live.save(storage, begin + 1)
+            self.uses.append(
+                Use(
+                    kind="kept",
+                    visit=visit,
+                    storage=self.same.get(storage, storage),
+                    nbytes=it.nbytes,
+                    born=it.begin,
+                    is_activation=False,
+                    made=(it,),
+                )
+            )
+        timeline = self.run_backward(self.visits[visit], root, inputs, parameters)
+        self.memory[visit] = UnitMemory(forward=made, backward=timeline)
+        self.has_backward[visit] = root is not None
+
+    def note_outside(self, before: RecordsBefore) -> None:
+        """Note what is alive without the graph of a unit's forward, whose backward has run."""
+        for place, it in enumerate(self.uses[before.uses :], before.uses):
+            if it.visit == before.visits and it.kind in ("saved", "kept") and it.is_held:
+                self.uses[place] = replace(it, is_outside=True)
 
     def before(self, places: Sequence[int]) -> RecordsBefore:
         """Return what has been recorded in the units at these places."""
@@ -301,8 +349,12 @@ class Recorder:
         given = [*find_tensors(inputs)]
         self.known += [StorageWeakRef(it.untyped_storage()) for it in given]
         taken = dict(zip(first.inputs, map(self.storage_of, given), strict=True))
-        own = [*(it.storage for it in first.uses if it.born > 0), *first.results]
-        for it in own:
+        own = {
+            storage: made
+            for storage, it in zip(first.inputs, given, strict=True)
+            if (made := self.live.made(storage_of(it))) is not None
+        }
+        for it in (*(it.storage for it in first.uses if it.born > 0), *first.results):
             if it is not None and it not in taken and it not in self.free:
                 taken[it] = next(self.made_again)
         self.uses += [
@@ -311,6 +363,7 @@ class Recorder:
                 visit=it.visit + begin,
                 storage=taken.get(it.storage, it.storage),
                 born=it.born + self.at_forward[begin],
+                made=(*it.made, own[it.storage]) if it.storage in own else it.made,
             )
             for it in first.uses
         ]
@@ -343,7 +396,7 @@ class Recorder:
             for it in self.uses[before.uses :]
         ]
         for it in self.uses[before.uses :]:
-            if it.kind in ("saved", "attribute"):  # known from the unit's begin on
+            if it.kind in ("saved", "kept"):  # known from the unit's begin on
                 self.live.save(it.storage, self.at_forward[before.visits] + 1)
         return [it if it is None else stands.get(it, it) for it in storages]
 
@@ -355,7 +408,7 @@ class Recorder:
             recomputed: Whether it is of each unit.
             on_host: True if inputs of recomputed units wait in host memory.
         """
-        saving = {it.visit for it in self.uses if it.kind == "saved"}
+        saving = {it.visit for it in self.uses if it.kind in ("saved", "kept")}
         costly = {(it.visit, it.storage) for it in self.uses if it.kind == "costly"}
         costly = costly if recompute == "selective" else set[tuple[int, int]]()
         found, seen = KeptMemory.of(len(self.visits)), set[object]()
@@ -363,9 +416,15 @@ class Recorder:
         recomputed_until = dict[tuple[int, int], int]()
         for place, it in enumerate(self.uses):
             at, storage, nbytes = it.visit, it.storage, it.nbytes
-            if it.kind == "attribute":
-                continue
-            if at < 0 or recompute == "none" or not recomputed[self.visits[at]]:
+            is_lent = it.is_outside and not it.is_held
+            if it.kind == "kept":
+                if it.is_held or storage in keepers:
+                    continue
+                if is_lent:
+                    found.lent[at] += nbytes
+                    continue
+                found.in_graph[at] += nbytes
+            elif at < 0 or recompute == "none" or not recomputed[self.visits[at]]:
                 if it.kind != "saved" or storage in keepers:
                     continue
             elif at not in saving:  # its backward computes nothing
@@ -380,6 +439,7 @@ class Recorder:
                 continue
             elif it.kind == "saved" and it.born > self.at_forward[at]:
                 found.again[at] += nbytes * ((at, storage) not in costly)
+                found.lent[at] += nbytes * is_lent
                 recomputed_until[at, storage] = found.again[at]
                 seen.add((at, storage))
                 continue
@@ -395,7 +455,7 @@ class Recorder:
             else:
                 keepers[storage] = at
                 found.kept[at] += nbytes
-                found.given[at] += nbytes * (it.kind == "input")
+                found.given[at] += nbytes * (it.kind in ("input", "kept"))
         self._keep_attributes(found, keepers, recomputed_until)
         return found
 
@@ -417,10 +477,12 @@ class Recorder:
         for it in self.uses:
             at, storage = it.visit, it.storage
             is_replaced = at >= 0 and last[self.visits[at]] != at
-            if it.kind != "attribute" or is_replaced or storage in seen:
+            if not it.is_held or it.kind == "costly" or is_replaced or storage in seen:
                 continue
             seen.add(storage)
-            if storage not in keepers and at >= 0:
+            is_own = at >= 0 and it.born > self.at_forward[at]
+            # The root's counts have inputs that are alive.
+            if storage not in keepers and (is_own or (at >= 0 and not it.made[-1].is_alive)):
                 keepers[storage] = at
                 found.kept[at] += it.nbytes
                 found.given[at] += it.nbytes
@@ -428,7 +490,7 @@ class Recorder:
                     found.again[at] -= it.nbytes
             if keepers.get(storage, -1) >= 0:
                 found.held[keepers[storage]] += it.nbytes
-            if it.is_activation and at >= 0 and it.born > self.at_forward[at] and found.again[at]:
+            if is_own and it.made[0].has_graph and found.again[at]:
                 # No backward frees the graph of a recomputation: it lives as long as its result.
                 until = recomputed_until.get((at, storage), found.again[at])
                 graphs[at] = max(graphs.get(at, 0), given[at] + until - it.nbytes)
@@ -437,7 +499,8 @@ class Recorder:
         found.graphs += graphs
 
     def begin_step(self, batch: Any) -> None:
-        """Note the tensors of a batch, which are there before the step."""
+        """Hold a batch, which is there before the step, until the backward of the loss is over."""
+        self.batch = batch
         self.live.add(find_tensors(batch))
         self.at_begin = self.live.nbytes
 
@@ -457,7 +520,9 @@ class Recorder:
             at_forward=[counted[it] for it in self.at_forward],
             held_nbytes=self.live.unsaved_nbytes,
         )
+        self._drop_graphs(-1, 0, -1)
         head = self.run_backward(0, root, self.anchors, parameters)
+        self.batch = None
         self.head_memory = UnitMemory(backward=head)
         done, before = UnitWork(), UnitWork()
         if self.after_units:
@@ -535,7 +600,7 @@ class Recorder:
             setattr(trained, name, max(vars(trained)[name], min(least, most)))
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves, once for each storage; return it."""
+        """Count a tensor that autograd saves, once for each storage; return what the graph keeps."""
         if self.is_paused:
             return tensor
         for it in self.unsaved:
@@ -547,7 +612,10 @@ class Recorder:
             # A unit's saved tensors are known from its begin on.
             end = None if visit < 0 else self.at_forward[visit] + 1
             self.live.save(self.storage_of(tensor), end)
-        return tensor
+        if tensor.grad_fn is None:
+            return tensor
+        with self.paused():
+            return tensor.detach()  # a graph that has its own result would never be freed
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Count the work of an operation that has run."""
@@ -569,11 +637,10 @@ class Recorder:
             self._record_exchange(func.name(), operands[0], results[0])
         if self.is_backward:
             return
-        if operands and all(storage_of(it) in self.free for it in operands):
-            self.free.update(map(storage_of, results))  # casts and views of parameters
-            for it in results:
-                self.live.save(storage_of(it), 0)
-            self.known += [StorageWeakRef(it.untyped_storage()) for it in results]
+        if name == "_to_copy" and self.casts.get(storage_of(operands[0])) is results[0].dtype:
+            self.free.add(storage_of(results[0]))
+            self.live.save(storage_of(results[0]), 0)
+            self.known.append(StorageWeakRef(results[0].untyped_storage()))
             return
         if storage_of(results[0]) in {storage_of(it) for it in operands} and func.is_view:
             return

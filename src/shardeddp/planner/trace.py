@@ -109,7 +109,10 @@ class _UnitRuns:
             self._state.repeats()
             storages = recorder.repeat(first.records, self._inner[index], (args, kwargs))
             out, collected = first.out, first.collected
-        fresh = partial(pytree.tree_map, partial(with_form, anchors=recorder.anchors))
+        nodes: list[Any] = [it.grad_fn for it in find_tensors((args, kwargs))]
+        nodes.append(_frame_of(top_saved_tensors_hooks(True)))  # it has the checkpoint's inputs
+        made = partial(with_form, anchors=recorder.anchors, before=nodes)
+        fresh = partial(pytree.tree_map, made)
         with recorder.paused():  # the layers have made them
             for name, place, given in collected:
                 layer = self._units[index].module.get_submodule(name)
@@ -139,9 +142,8 @@ class _UnitRuns:
             call = partial(forward, *args, **kwargs)
             given = [*find_tensors((args, kwargs))]
             result, made = recorder.run_forward(index, (args, kwargs), call)
-        recorder.note_attributes(before.visits, _held_by_attributes(self._units, index))
         known = {id(it) for it in (*given, *pytree.tree_leaves(result))}
-        left = (*find_tensors((args, kwargs)), *_held_by_attributes(self._units, index))
+        left = (*find_tensors((args, kwargs)), *_in_attributes(self._units, index))
         if any(it.grad_fn is not None and id(it) not in known for it in left):
             recorder.leaking.add(index)
         del given, left
@@ -154,8 +156,11 @@ class _UnitRuns:
             for it in pytree.tree_leaves(result)
         ]
         del result
-        recorder.end_forward(before, made, root, ends, _parameters_of(self._units[index]))
+        own = pytree.tree_leaves(out)  # results without a graph
+        own = {storage_of(it) for it in own if isinstance(it, torch.Tensor)}
+        recorder.end_forward(before, made, own, root, ends, _parameters_of(self._units[index]))
         del root
+        recorder.note_outside(before)
         own = before.places.index(index)
         recorder.note_trained(
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
@@ -163,7 +168,7 @@ class _UnitRuns:
         return out, collected, storages
 
 
-def _held_by_attributes(units: Sequence[UnitSpec], index: int) -> Iterator[torch.Tensor]:
+def _in_attributes(units: Sequence[UnitSpec], index: int) -> Iterator[torch.Tensor]:
     """Yield tensors in attributes of a unit's modules, without those of units inside of it."""
     own = {id(it): it for it in units[index].module.modules()}
     for unit in units:
@@ -610,6 +615,12 @@ class _TracedModel:
         own = {storage_of(it) for it in module.parameters()}
         buffers = {storage_of(it): it.untyped_storage().nbytes() for it in module.buffers()}
         self._free = own | buffers.keys()
+        self._casts = {
+            storage_of(made): spec.param_dtype
+            for spec in (it for unit in self.units for it in unit.parameters)
+            for module, name in spec.registrations[:1]
+            if (made := module._parameters[name]) is not None and made.dtype != spec.param_dtype
+        }
         self.buffers_nbytes = sum(nbytes for it, nbytes in buffers.items() if it not in own)
         broadcast = BufferBroadcast(module).by_dtype()
         self.broadcast_nbytes = [sum(it.nbytes for it in each) for each in broadcast.values()]
@@ -643,7 +654,8 @@ class _TracedModel:
     ) -> tuple[Recorder, bool, BaseException | None]:
         """Run one step; return whether it has read a boolean value, and its error."""
         units, is_mixed = self.units, self._dtypes.autocast is not None
-        recorder = Recorder([UnitWork() for _ in units], UnitWork(), set(self._free), is_kept)
+        works = [UnitWork() for _ in units]
+        recorder = Recorder(works, UnitWork(), set(self._free), self._casts, is_kept)
         self._recorders.append(recorder)
         recording = RecordingMode(recorder, truth)
         try:
@@ -664,7 +676,7 @@ class _TracedModel:
                 for index, spec, parameter in self._wrapped:
                     recorder.bind(index, spec, parameter)
                 out = step()
-                recorder.note_attributes(-1, _held_by_attributes(units, 0))
+                torch.clear_autocast_cache()  # autocast is over before the backward
                 self._axes.end_forward(self._module)
                 root = root_of(out.get("loss") if isinstance(out, Mapping) else out)
                 if root is None:
@@ -691,7 +703,6 @@ class _TracedModel:
 @contextmanager
 def _holding_batch(module: nn.Module, recorder: Recorder) -> Generator[None]:
     """Hold the batch of a ``training_step`` until the backward of the loss, as Lightning does."""
-    held: list[Any] = []
     method = getattr(module, "training_step", None)
     if method is None:
         yield
@@ -699,8 +710,7 @@ def _holding_batch(module: nn.Module, recorder: Recorder) -> Generator[None]:
 
     @wraps(method)
     def holding(*args: Any, **kwargs: Any) -> Any:
-        held.append((args, kwargs))
-        recorder.begin_step(held)
+        recorder.begin_step((args, kwargs))
         return method(*args, **kwargs)
 
     before = vars(module).get("training_step")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from shardeddp.planner.backward import RootMemory, UnitMemory, extrapolated
 from shardeddp.planner.collectives import Exchange, UnitUsage
@@ -63,15 +64,28 @@ class KeptMemory:
     held: list[int]
     """Bytes of each forward, and of the root's head, that attributes of modules hold after its
     backward, until the module's next forward."""
+    in_graph: list[int]
+    """Bytes of each forward that its graph holds until the loss is freed: attributes of functions'
+    contexts, which no backward frees."""
+    lent: list[int]
+    """Bytes of each forward that something else holds until the step's forward is over, as the
+    cache of autocast does; without those that it keeps."""
     graphs: list[int] = field(default_factory=list[int])
     """Forwards whose unsharded parameters are held with it, by the graph of their recomputation."""
 
     @staticmethod
     def of(count: int) -> KeptMemory:
         """Return that of ``count`` forwards that keep nothing."""
-        kept, given, on_host, again = ([0] * count for _ in range(4))
-        held = [0] * (count + 1)
-        return KeptMemory(kept=kept, given=given, on_host=on_host, again=again, held=held)
+        kept, given, on_host, again, in_graph, lent = ([0] * count for _ in range(6))
+        return KeptMemory(
+            kept=kept,
+            given=given,
+            on_host=on_host,
+            again=again,
+            held=[0] * (count + 1),
+            in_graph=in_graph,
+            lent=lent,
+        )
 
     def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
@@ -80,7 +94,7 @@ class KeptMemory:
         )
         by_forward = {
             name: extrapolated(vars(self)[name], vars(two)[name], micro_batch)
-            for name in ("kept", "given", "on_host", "again", "held")
+            for name in ("kept", "given", "on_host", "again", "held", "in_graph", "lent")
         }
         return KeptMemory(root_nbytes=root, head_nbytes=head, graphs=self.graphs, **by_forward)
 
@@ -211,6 +225,7 @@ class ModelProfile:
         for kept in self.kept.values():
             yield from (kept.root_nbytes, kept.head_nbytes)
             yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again, *kept.held)
+            yield from (*kept.in_graph, *kept.lent)
         root = self.root_memory
         yield from (root.at_begin, *root.at_forward, root.held_nbytes)
         for between in root.between:
@@ -279,6 +294,12 @@ class SavedMemory:
     """Bytes that attributes hold of forwards from each one on, and of the root's head: after these
     backwards, and before these forwards of the next step."""
 
+    in_graph: Sequence[int]
+    """Bytes that graphs hold of forwards from each one on, after these backwards."""
+
+    lent: int
+    """Bytes of all forwards that something else holds until the step's forward is over."""
+
     graphs: Sequence[int]
     """Forwards whose unsharded parameters are held with them, if they are sharded."""
 
@@ -306,7 +327,8 @@ class SavedMemory:
 
         below = [*accumulate([root, *its.kept])]
         held = [*accumulate(reversed(its.held))][::-1]
-        of_units = [nbytes - root for nbytes in below]
+        lent = [*accumulate([0, *its.lent])]
+        of_units = [nbytes - root for nbytes in map(add, below, lent)]
         own = [it.forward_nbytes for it in profile.memory[1:]]
         return SavedMemory(
             below=below,
@@ -314,6 +336,8 @@ class SavedMemory:
             before_forward=[*map(sum, zip(of_units[:-1], of_root.peaks[:-1], strict=True))],
             on_host=its.on_host,
             held=held,
+            in_graph=[*accumulate(reversed([*its.in_graph, 0]))][::-1],
+            lent=lent[-1],
             graphs=its.graphs,
             in_backward={it: in_backward(it) for it in (False, True)},
         )
