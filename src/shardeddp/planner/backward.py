@@ -181,7 +181,7 @@ class LiveStorages:
 
     def add(self, results: Iterable[torch.Tensor]) -> None:
         """Add the results of an operation; storages that were added before count once."""
-        self.sweep()
+        self.drop_freed()
         for it in results:
             key, memory = storage_of(it), it.untyped_storage()
             if key not in self._made:
@@ -196,7 +196,7 @@ class LiveStorages:
         for history in (self.history, *self._measured):
             history.append(self.nbytes)
 
-    def sweep(self) -> None:
+    def drop_freed(self) -> None:
         """Leave out what has been freed."""
         for key in [key for key, it in self._made.items() if it.memory.expired()]:
             freed = self._made.pop(key)
@@ -209,7 +209,7 @@ class LiveStorages:
 
     def unsaved_since(self, begin: int) -> dict[int, MadeStorage]:
         """Return what is alive, not saved, and was made after the count with the index ``begin``."""
-        self.sweep()
+        self.drop_freed()
         found = self._made.items()
         return {key: it for key, it in found if it.begin > begin and not it.is_saved}
 

@@ -217,7 +217,7 @@ class Peak:
         candidates = [
             (at_loss, below[-1] + held, work.kept[recompute].head_nbytes + loss),
             (copies, of_root.at_begin, 0),
-            (at_loss, below[-1] + saved.lent, of_root.peaks[-1] - below[0]),
+            (at_loss, below[-1] + saved.for_step, of_root.peaks[-1] - below[0]),
             *zip(flat, in_forward, repeat(0), strict=False),
             *zip(before, before_forward, repeat(0), strict=False),
         ]

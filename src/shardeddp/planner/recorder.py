@@ -236,7 +236,7 @@ class Recorder:
         ``first`` is the place of the first use that may be of the forward, ``begin`` the index of
         its first count.
         """
-        self.live.sweep()
+        self.live.drop_freed()
         dropped = {
             place
             for place, it in enumerate(self.uses[first:], first)
@@ -416,12 +416,12 @@ class Recorder:
         recomputed_until = dict[tuple[int, int], int]()
         for place, it in enumerate(self.uses):
             at, storage, nbytes = it.visit, it.storage, it.nbytes
-            is_lent = it.is_outside and not it.is_held
+            is_for_step = it.is_outside and not it.is_held
             if it.kind == "kept":
                 if it.is_held or storage in keepers:
                     continue
-                if is_lent:
-                    found.lent[at] += nbytes
+                if is_for_step:
+                    found.for_step[at] += nbytes
                     continue
                 found.in_graph[at] += nbytes
             elif at < 0 or recompute == "none" or not recomputed[self.visits[at]]:
@@ -439,7 +439,7 @@ class Recorder:
                 continue
             elif it.kind == "saved" and it.born > self.at_forward[at]:
                 found.again[at] += nbytes * ((at, storage) not in costly)
-                found.lent[at] += nbytes * is_lent
+                found.for_step[at] += nbytes * is_for_step
                 recomputed_until[at, storage] = found.again[at]
                 seen.add((at, storage))
                 continue

@@ -67,7 +67,7 @@ class KeptMemory:
     in_graph: list[int]
     """Bytes of each forward that its graph holds until the loss is freed: attributes of functions'
     contexts, which no backward frees."""
-    lent: list[int]
+    for_step: list[int]
     """Bytes of each forward that something else holds until the step's forward is over, as the
     cache of autocast does; without those that it keeps."""
     graphs: list[int] = field(default_factory=list[int])
@@ -76,7 +76,7 @@ class KeptMemory:
     @staticmethod
     def of(count: int) -> KeptMemory:
         """Return that of ``count`` forwards that keep nothing."""
-        kept, given, on_host, again, in_graph, lent = ([0] * count for _ in range(6))
+        kept, given, on_host, again, in_graph, for_step = ([0] * count for _ in range(6))
         return KeptMemory(
             kept=kept,
             given=given,
@@ -84,7 +84,7 @@ class KeptMemory:
             again=again,
             held=[0] * (count + 1),
             in_graph=in_graph,
-            lent=lent,
+            for_step=for_step,
         )
 
     def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
@@ -94,7 +94,7 @@ class KeptMemory:
         )
         by_forward = {
             name: extrapolated(vars(self)[name], vars(two)[name], micro_batch)
-            for name in ("kept", "given", "on_host", "again", "held", "in_graph", "lent")
+            for name in ("kept", "given", "on_host", "again", "held", "in_graph", "for_step")
         }
         return KeptMemory(root_nbytes=root, head_nbytes=head, graphs=self.graphs, **by_forward)
 
@@ -225,7 +225,7 @@ class ModelProfile:
         for kept in self.kept.values():
             yield from (kept.root_nbytes, kept.head_nbytes)
             yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again, *kept.held)
-            yield from (*kept.in_graph, *kept.lent)
+            yield from (*kept.in_graph, *kept.for_step)
         root = self.root_memory
         yield from (root.at_begin, *root.at_forward, root.held_nbytes)
         for between in root.between:
@@ -297,7 +297,7 @@ class SavedMemory:
     in_graph: Sequence[int]
     """Bytes that graphs hold of forwards from each one on, after these backwards."""
 
-    lent: int
+    for_step: int
     """Bytes of all forwards that something else holds until the step's forward is over."""
 
     graphs: Sequence[int]
@@ -327,8 +327,8 @@ class SavedMemory:
 
         below = [*accumulate([root, *its.kept])]
         held = [*accumulate(reversed(its.held))][::-1]
-        lent = [*accumulate([0, *its.lent])]
-        of_units = [nbytes - root for nbytes in map(add, below, lent)]
+        for_step = [*accumulate([0, *its.for_step])]
+        of_units = [nbytes - root for nbytes in map(add, below, for_step)]
         own = [it.forward_nbytes for it in profile.memory[1:]]
         return SavedMemory(
             below=below,
@@ -337,7 +337,7 @@ class SavedMemory:
             on_host=its.on_host,
             held=held,
             in_graph=[*accumulate(reversed([*its.in_graph, 0]))][::-1],
-            lent=lent[-1],
+            for_step=for_step[-1],
             graphs=its.graphs,
             in_backward={it: in_backward(it) for it in (False, True)},
         )
