@@ -93,8 +93,8 @@ def _states(optimizer: optim.Optimizer) -> int | None:
 
 def _small(group: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a parameter group for a small parameter of the host."""
-    parameter = nn.Parameter(torch.zeros(2, 3))
-    parameter.grad = torch.ones(2, 3)
+    parameter = nn.Parameter(torch.zeros(2, 3, device="cpu"))
+    parameter.grad = torch.ones(2, 3, device="cpu")
     others = {it: False for it in ("fused", "foreach", "capturable") if it in group}
     return {"params": [parameter], **others}
 
