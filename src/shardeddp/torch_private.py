@@ -103,6 +103,9 @@ def of_torch(path: str, parameters: str | None = None) -> Any:
 
 # -- Tensors
 
+close_to_pytree: Any = of_torch("torch.utils._pytree:_deregister_pytree_node", "cls")
+"""Undo ``pytree.register_pytree_node`` of a class."""
+
 without_torch_function: Any = of_torch("torch._C:DisableTorchFunctionSubclass")
 """Context manager in which functions of torch work on subclasses as on plain tensors."""
 

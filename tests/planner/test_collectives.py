@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -182,12 +182,31 @@ class Wide(Block):
         return super().forward(x) + self.wide(x).mean()
 
 
+@dataclass(frozen=True)
+class Result:
+    """Result of a block, with values of its own."""
+
+    values: torch.Tensor
+    rows: int
+    others: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+
+class InDataclass(Block):
+    """A block whose result is a dataclass."""
+
+    def forward(self, x: torch.Tensor) -> Result:
+        """Shape (rows, WIDTH) to the same."""
+        return Result(super().forward(x), len(x), [x.detach()])
+
+
 class Routed(Stack):
     """Units that run in an order of their own; some parameters may be frozen."""
 
     def __init__(self, order: Sequence[int], frozen: Sequence[str] = ()) -> None:
         super().__init__(frozen=False)
-        self.blocks = nn.ModuleList([Wide(), Block(), Nest(), Block()])
+        self.blocks = nn.ModuleList(
+            [Wide(), Block(), Nest(), Block(), InDataclass(), InDataclass()]
+        )
         self.order = order
         for name in frozen:
             self.get_submodule(name).requires_grad_(False)
@@ -197,6 +216,7 @@ class Routed(Stack):
         x = self.input(x)
         for index in self.order:
             x = self.blocks[index](x)
+            x = x.values if isinstance(x, Result) else x
         return self.output(x)
 
 
@@ -216,7 +236,8 @@ class Routed(Stack):
     [
         pytest.param([0, 1, 1, 1, 3], [], id="one runs thrice"),
         pytest.param([1, 3, 1, 0, 1], [], id="the last one ran before"),
-        pytest.param([0, 3], [], id="two do not run"),
+        pytest.param([0, 3], [], id="some do not run"),
+        pytest.param([4, 5], [], id="their results are dataclasses"),
         pytest.param([3, 1, 0], [], id="against the order of their registration"),
         pytest.param([0, 1, 2], [], id="inside of another unit"),
         pytest.param([2, 0, 2], [], id="inside of another unit that runs twice"),

@@ -602,9 +602,10 @@ def test_the_planned_peak_has_what_attributes_of_modules_keep_after_the_backward
 ) -> None:
     before, added, plan, moving, _ = measured(strategy, recompute, 1, name)
     error = (plan.resting_nbytes + moving) / (before + added) - 1
+    least = -0.08 if (name, recompute) == ("of graphs", "selective") else -1.5 * TOLERANCE
     # Of a recomputed unit the former tensor is planned beside the new one.
     most = 1.5 * TOLERANCE if recompute == "none" or name == "of inputs" else 0.1
-    is_close = -1.5 * TOLERANCE < error < most
+    is_close = least < error < most
     assert is_close, (
         f"{error:+.2%}: {before + added:,} bytes, {plan.resting_nbytes + moving:,} planned"
     )

@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -49,6 +49,7 @@ from shardeddp.tensor.module_hooks import ModuleHook
 from shardeddp.torch_private import (
     FakeTensor,
     FakeTensorMode,
+    close_to_pytree,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     pytree,
@@ -86,6 +87,8 @@ class _UnitRuns:
         self._units, self._recorder, self._reuses = units, recorder, reuses
         self._known: dict[object, _FirstRun] = {}
         self._kept: list[object] = []
+        self.opened: set[type] = set()
+        """Dataclasses of results, into which pytree looks until the end of the step."""
         self._state = _TorchState()
         indices = {id(unit.module): index for index, unit in enumerate(units)}
         self._inner = [
@@ -142,6 +145,7 @@ class _UnitRuns:
             call = partial(forward, *args, **kwargs)
             given = [*find_tensors((args, kwargs))]
             result, made = recorder.run_forward(index, (args, kwargs), call)
+        _open_dataclasses(result, self.opened)
         known = {id(it) for it in (*given, *pytree.tree_leaves(result))}
         left = (*find_tensors((args, kwargs)), *_in_attributes(self._units, index))
         if any(it.grad_fn is not None and id(it) not in known for it in left):
@@ -166,6 +170,30 @@ class _UnitRuns:
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
         return out, collected, storages
+
+
+def _open_dataclasses(value: Any, opened: set[type]) -> None:
+    """Let pytree look into dataclasses, as the engine does for tensors in results of units."""
+    while kinds := {
+        type(it)
+        for it in pytree.tree_leaves(value)
+        if is_dataclass(it) and not isinstance(it, (type, TensorSpec))
+    }:
+        for kind in kinds:
+            pytree.register_pytree_node(kind, _fields_of, partial(_with_fields, kind))
+        opened |= kinds
+
+
+def _fields_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = tuple(it.name for it in fields(value))
+    return [getattr(value, name) for name in names], names
+
+
+def _with_fields(kind: type[Any], values: Iterable[Any], names: Any) -> Any:
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # frozen ones, too
+    return made
 
 
 def _in_attributes(units: Sequence[UnitSpec], index: int) -> Iterator[torch.Tensor]:
@@ -317,6 +345,7 @@ def _once_each(
     """
     runs = _UnitRuns(units, recorder, reuses)
     with ExitStack() as stack:
+        stack.callback(lambda: [*map(close_to_pytree, runs.opened)])
         for index, unit in enumerate(units[1:], start=1):
             original = unit.module.forward
             unit.module.forward = partial(runs.run, index, original)
