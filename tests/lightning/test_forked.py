@@ -159,8 +159,8 @@ def test_no_process_and_no_file_is_left() -> None:
             with contextlib.suppress(ConfigurationError):
                 call_in_fork(function)
     assert open_files() == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # there may be other children, none of which ends
+        assert os.waitpid(-1, os.WNOHANG) == (0, 0)
 
 
 def trained() -> float:

@@ -176,12 +176,11 @@ class _Attempt:
         self._hooks = {key: {**hooks} for key, hooks in self._parameter_hooks().items()}
         self.held = HeldState(
             [
-                *(
-                    self.module,
-                    data,
-                    *vars(trainer).values(),
-                ),  # callbacks, and what users set on it
-                *(*trainer.optimizers, *(it.scheduler for it in trainer.lr_scheduler_configs)),
+                self.module,
+                data,
+                *vars(trainer).values(),  # callbacks, and what users set on it
+                *trainer.optimizers,
+                *(it.scheduler for it in trainer.lr_scheduler_configs),
                 *chain.from_iterable(hooks.values() for hooks in self._hooks.values()),
             ],
             managed=[it for group in groups for it in (*group.sharded, *group.unsharded)],
