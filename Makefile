@@ -37,7 +37,7 @@ LOCK := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
-	@echo "make test             the tests of the loop (six minutes on two cores)"
+	@echo "make test             the tests of the loop (nine minutes on two cores)"
 	@echo "make test-all         all tests but the long harnesses (an hour)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import yaml
 from tqdm import tqdm
 
 from shardeddp.checkpoint.contents import Contents
+from shardeddp.checkpoint.durable import try_writing
 from shardeddp.checkpoint.export import (
     MAX_FILE_NBYTES,
     Selection,
@@ -247,11 +248,13 @@ def _refuse_onto(option: str, output: Path, *read_from: object) -> None:
 
 def _require_writable(option: str, output: Path) -> None:
     """Refuse a file that cannot be written, before its content takes time."""
-    place = output if output.exists() else output.parent
-    if output.is_dir() or not output.parent.is_dir() or not os.access(place, os.W_OK):
-        raise UsageError(
-            f"{option} {output}: expected a file in an existing directory, which can be written"
-        )
+    with suppress(OSError):
+        if output.parent.is_dir():
+            try_writing(output)
+            return
+    raise UsageError(
+        f"{option} {output}: expected a file in an existing directory, which can be written"
+    )
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Literal, TypeAlias
 
 from shardeddp.checkpoint.remote import StoreFile, Upload
@@ -317,6 +318,18 @@ def resolve(target: StrPath) -> tuple[Path, str]:
         ".",
         "..",
     ) else name
+
+
+def try_writing(path: Path) -> None:
+    """Raise the error with which a file cannot be written; missing directories can be made.
+
+    No file is made or changed.
+    """
+    if path.exists():
+        path.open("ab").close()
+    else:
+        with TemporaryFile(dir=next(it for it in path.absolute().parents if it.exists())):
+            pass
 
 
 def exists(path: StrPath) -> bool:

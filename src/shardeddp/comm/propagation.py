@@ -376,11 +376,7 @@ def _others_run() -> bool:
 
 def _state(task: Path) -> str:
     try:
-        return (
-            (task / "stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        text = (task / "stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()[0]
     except OSError:
         return "gone"

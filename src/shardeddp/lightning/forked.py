@@ -77,7 +77,9 @@ def _answer(function: Callable[[], object], sender: Connection) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        sys.stdout = sys.stderr = open(  # noqa: SIM115 - until the process ends
+            os.devnull, "w", encoding="utf-8", errors="backslashreplace"
+        )
         torch.set_num_threads(1)  # those of OpenMP are not there
         answer: tuple[object, str | None]
         try:

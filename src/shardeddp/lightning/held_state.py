@@ -201,12 +201,11 @@ class HeldState:
             if issubclass(kind, its):
                 if keeper is None:
                     return None
-                if issubclass(kind, _CONTAINERS) and _package(kind) not in _PACKAGES | {
-                    "collections"
-                }:
-                    self._keep_class(kind)
-                    return partial(self._keep_subclass, partial(keeper, self))
-                return partial(keeper, self)
+                is_plain = _package(kind) in {*_PACKAGES, "collections"}
+                if is_plain or not issubclass(kind, _CONTAINERS):
+                    return partial(keeper, self)
+                self._keep_class(kind)
+                return partial(self._keep_subclass, partial(keeper, self))
         if _package(kind) in _PACKAGES | _LIVE:
             return None
         self._keep_class(kind)
@@ -382,7 +381,7 @@ class HeldState:
         if gradient is not None:
             self._find(gradient, place)
 
-    # -- optimizers and schedulers
+    # -- optimizers
 
     def _keep_optimizer(self, optimizer: Optimizer, place: _Place) -> None:
         """Keep the options of an optimizer; the engine looks after its parameters and states."""
@@ -390,9 +389,6 @@ class HeldState:
         self._undo.append(lambda: _set_options(optimizer, former))
         for at in chain(*(options.values() for options in former)):
             self._find(at, (optimizer, "param_groups"), is_attribute=True)
-
-    def _keep_scheduler(self, scheduler: LRScheduler, place: _Place) -> None:
-        self._keep_attributes(scheduler, vars(scheduler))
 
     def _keep_generator(self, it: Any, place: _Place) -> None:
         if isinstance(it, torch.Generator):
@@ -415,7 +411,7 @@ class HeldState:
 _KEEPERS: dict[type, Callable[[HeldState, Any, _Place], object] | None] = {
     **dict.fromkeys((type, ModuleType, Trainer, Strategy, Logger)),
     Optimizer: HeldState._keep_optimizer,
-    LRScheduler: HeldState._keep_scheduler,
+    LRScheduler: HeldState._keep_object,
     nn.Module: lambda held, it, _: held._keep_module(it),
     **dict.fromkeys(_GENERATORS, HeldState._keep_generator),
     np.ndarray: HeldState._keep_array,

@@ -380,8 +380,7 @@ def _with_optimizers(
     """Return a copy of a Trainer with its optimizers, their states, and what plans do not know."""
     trainer, unplanned = dry_trainer(trainer), unplanned_callbacks(trainer)
     try:
-        with detached(module), _on_own_rank(setting.device), torch.device("meta"):
-            bare = configured(without_weights(module))
+        bare = _configured_alone(module, setting)
         with _on_own_rank(setting.device):
             set_optimizers(trainer, bare)
         states, unknown = states_of(trainer.optimizers)
@@ -394,6 +393,12 @@ def _with_optimizers(
             ],
         )
     return trainer, states, [*unknown, *unplanned]
+
+
+def _configured_alone(module: LightningModule, setting: RunSetting) -> Any:
+    """Return a copy of a module without weights, as its ``configure_model`` makes it on one rank."""
+    with _on_own_rank(setting.device), torch.device("meta"), detached(module):
+        return configured(without_weights(module))
 
 
 def _first_batch(module: LightningModule, loaders: Any, datamodule: Any, trainer: Trainer) -> Any:
@@ -541,8 +546,7 @@ def choose_strategy(module: LightningModule | None, setting: RunSetting) -> Chos
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
 
     def choose() -> Chosen:
-        with _on_own_rank(setting.device), torch.device("meta"), detached(module):
-            bare = configured(without_weights(module))
+        bare = _configured_alone(module, setting)
         return by_states(bare, candidates, setting, found.total_memory, note)
 
     try:

@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from typing_extensions import override
 
+from shardeddp.checkpoint.durable import try_writing
 from shardeddp.comm import Mesh, StepClock
 from shardeddp.comm.agreement import HostReduction
 from shardeddp.comm.step_clock import EVALUATION, PARTS, CudaTimer, HostTimer, Span
@@ -350,7 +350,7 @@ class StepMonitor(Callback):
         if not strategy.repeats_batch:  # of a rank that has run out of batches
             samples = samples_of(batch)
             fit.count(samples, samples * tokens_of(batch))
-        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        mesh: Mesh = strategy.mesh
         if mesh is not fit.mesh:
             self._begin_anew(fit, mesh)
         if not fit.is_planned:  # the step has taken its batch from an iterator
@@ -616,11 +616,7 @@ def _warned(option: str, path: Path | None) -> Generator[None]:
 def _check_writable(option: str, path: Path) -> None:
     """Refuse a file that cannot be written, before the training that it would be written after."""
     try:
-        if path.exists():
-            path.open("ab").close()
-        else:
-            with TemporaryFile(dir=next(it for it in path.absolute().parents if it.exists())):
-                pass
+        try_writing(path)
     except OSError as error:
         raise ConfigurationError(
             f"StepMonitor({option}=...): expected a file that can be written, found {path} "

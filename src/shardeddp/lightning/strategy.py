@@ -426,16 +426,13 @@ class ShardedDP(ParallelStrategy):
         if self.options.tensor_parallel_size == self.options.expert_parallel_size == 1:
             saved = plan.peak_nbytes - self._plan_memory(as_full_shard=True).peak_nbytes
         trainer, options = self._trainer_at_work(), self.options
-        may_repeat = self._fitting and self._repeated is None
+        may_repeat = (
+            self._fitting
+            and self._repeated is None
+            and refusal_to_repeat(trainer, trainer.lightning_module, options) is None
+        )
         return memory_report(
-            error,
-            self.runtime,
-            plan,
-            saved,
-            self.optimizers,
-            options,
-            may_repeat=may_repeat
-            and refusal_to_repeat(trainer, trainer.lightning_module, options) is None,
+            error, self.runtime, plan, saved, self.optimizers, options, may_repeat=may_repeat
         )
 
     def _report_memory(self, error: BaseException) -> None:

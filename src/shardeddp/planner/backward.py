@@ -198,7 +198,7 @@ class LiveStorages:
 
     def drop_freed(self) -> None:
         """Leave out what has been freed."""
-        for key in [key for key, it in self._made.items() if it.memory.expired()]:
+        for key in [key for key, it in self._made.items() if not it.is_alive]:
             freed = self._made.pop(key)
             self.nbytes -= freed.nbytes
             self._note(freed, self._changes)

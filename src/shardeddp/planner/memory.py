@@ -21,7 +21,7 @@ from shardeddp.plan.memory import (
     waiting_gradients,
 )
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.planner.work import ModelProfile, SavedMemory
+from shardeddp.planner.work import ModelProfile, SavedMemory, sums_to_end
 
 CONTEXT_NBYTES = int(1.5 * GIB)
 """GPU memory outside of the allocator: CUDA context, NCCL buffers, library workspaces."""
@@ -172,7 +172,7 @@ def _held_by_attributes(
     graphs = [0] * len(saved.held)
     for at in saved.graphs:
         graphs[at] = gathered[work.visits[at]]
-    return [*map(add, saved.held, reversed([*accumulate(reversed(graphs))]))]
+    return [*map(add, saved.held, sums_to_end(graphs))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,7 @@ class _UnitRuns:
             result, made = recorder.run_forward(index, (args, kwargs), call)
         _open_dataclasses(result, self.opened)
         known = {id(it) for it in (*given, *pytree.tree_leaves(result))}
-        left = (*find_tensors((args, kwargs)), *_in_attributes(self._units, index))
+        left = (*find_tensors((args, kwargs)), *self._in_attributes(index))
         if any(it.grad_fn is not None and id(it) not in known for it in left):
             recorder.leaking.add(index)
         del given, left
@@ -160,9 +160,11 @@ class _UnitRuns:
             for it in pytree.tree_leaves(result)
         ]
         del result
-        own = pytree.tree_leaves(out)  # results without a graph
-        own = {storage_of(it) for it in own if isinstance(it, torch.Tensor)}
-        recorder.end_forward(before, made, own, root, ends, _parameters_of(self._units[index]))
+        without_graph = {
+            storage_of(it) for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)
+        }
+        parameters = _parameters_of(self._units[index])
+        recorder.end_forward(before, made, without_graph, root, ends, parameters)
         del root
         recorder.note_outside(before)
         own = before.places.index(index)
@@ -170,6 +172,15 @@ class _UnitRuns:
             recorder.work[index], before.works[own], recorder.trained[index], before.trained[own]
         )
         return out, collected, storages
+
+    def _in_attributes(self, index: int) -> Iterator[torch.Tensor]:
+        """Yield tensors in attributes of a unit's modules, without those of units inside of it."""
+        inner = (self._units[it].module for it in self._inner[index] if it != index)
+        others = {module for unit in inner for module in unit.modules()}
+        for module in self._units[index].module.modules():
+            if module not in others:
+                leaves = pytree.tree_leaves(_attributes_with_tensors(module))
+                yield from (it for it in leaves if isinstance(it, torch.Tensor))
 
 
 def _open_dataclasses(value: Any, opened: set[type]) -> None:
@@ -181,7 +192,7 @@ def _open_dataclasses(value: Any, opened: set[type]) -> None:
     }:
         for kind in kinds:
             pytree.register_pytree_node(kind, _fields_of, partial(_with_fields, kind))
-        opened |= kinds
+            opened.add(kind)
 
 
 def _fields_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
@@ -194,18 +205,6 @@ def _with_fields(kind: type[Any], values: Iterable[Any], names: Any) -> Any:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)  # frozen ones, too
     return made
-
-
-def _in_attributes(units: Sequence[UnitSpec], index: int) -> Iterator[torch.Tensor]:
-    """Yield tensors in attributes of a unit's modules, without those of units inside of it."""
-    own = {id(it): it for it in units[index].module.modules()}
-    for unit in units:
-        if unit is not units[index] and id(unit.module) in own:
-            for it in unit.module.modules():
-                own.pop(id(it), None)
-    for module in own.values():
-        for value in _attributes_with_tensors(module).values():
-            yield from (it for it in pytree.tree_leaves(value) if isinstance(it, torch.Tensor))
 
 
 def _parameters_of(unit: UnitSpec) -> list[tuple[torch.Tensor, torch.dtype]]:

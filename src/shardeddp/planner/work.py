@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
+from typing import Any
 
 from shardeddp.planner.backward import RootMemory, UnitMemory, extrapolated
 from shardeddp.planner.collectives import Exchange, UnitUsage
@@ -76,27 +77,24 @@ class KeptMemory:
     @staticmethod
     def of(count: int) -> KeptMemory:
         """Return that of ``count`` forwards that keep nothing."""
-        kept, given, on_host, again, in_graph, for_step = ([0] * count for _ in range(6))
-        return KeptMemory(
-            kept=kept,
-            given=given,
-            on_host=on_host,
-            again=again,
-            held=[0] * (count + 1),
-            in_graph=in_graph,
-            for_step=for_step,
-        )
+        by_forward: dict[str, Any] = {name: [0] * count for name in _BY_FORWARD}
+        by_forward["held"].append(0)
+        return KeptMemory(**by_forward)
 
     def extrapolate(self, two: KeptMemory, micro_batch: int) -> KeptMemory:
         """Extrapolate to ``micro_batch`` samples; this one is of one sample, ``two`` of two."""
         root, head = extrapolated(
             (self.root_nbytes, self.head_nbytes), (two.root_nbytes, two.head_nbytes), micro_batch
         )
-        by_forward = {
+        by_forward: dict[str, Any] = {
             name: extrapolated(vars(self)[name], vars(two)[name], micro_batch)
-            for name in ("kept", "given", "on_host", "again", "held", "in_graph", "for_step")
+            for name in _BY_FORWARD
         }
         return KeptMemory(root_nbytes=root, head_nbytes=head, graphs=self.graphs, **by_forward)
+
+
+_BY_FORWARD = "kept", "given", "on_host", "again", "held", "in_graph", "for_step"
+"""Numbers of :class:`KeptMemory` that each forward has."""
 
 
 @dataclass(kw_only=True)
@@ -224,8 +222,7 @@ class ModelProfile:
             yield from (*memory.forward, *memory.backward.activations, *memory.backward.gradients)
         for kept in self.kept.values():
             yield from (kept.root_nbytes, kept.head_nbytes)
-            yield from (*kept.kept, *kept.given, *kept.on_host, *kept.again, *kept.held)
-            yield from (*kept.in_graph, *kept.for_step)
+            yield from (nbytes for name in _BY_FORWARD for nbytes in vars(kept)[name])
         root = self.root_memory
         yield from (root.at_begin, *root.at_forward, root.held_nbytes)
         for between in root.between:
@@ -326,7 +323,6 @@ class SavedMemory:
             return found
 
         below = [*accumulate([root, *its.kept])]
-        held = [*accumulate(reversed(its.held))][::-1]
         for_step = [*accumulate([0, *its.for_step])]
         of_units = [nbytes - root for nbytes in map(add, below, for_step)]
         own = [it.forward_nbytes for it in profile.memory[1:]]
@@ -335,12 +331,17 @@ class SavedMemory:
             in_forward=[*map(sum, zip(of_units, of_root.at_forward, own, strict=False))],
             before_forward=[*map(sum, zip(of_units[:-1], of_root.peaks[:-1], strict=True))],
             on_host=its.on_host,
-            held=held,
-            in_graph=[*accumulate(reversed([*its.in_graph, 0]))][::-1],
+            held=sums_to_end(its.held),
+            in_graph=sums_to_end([*its.in_graph, 0]),
             for_step=for_step[-1],
             graphs=its.graphs,
             in_backward={it: in_backward(it) for it in (False, True)},
         )
+
+
+def sums_to_end(nbytes: Sequence[int]) -> list[int]:
+    """Return the sum from each entry on."""
+    return [*accumulate(reversed(nbytes))][::-1]
 
 
 def _form(unit: UnitSpec) -> object:
